@@ -1,0 +1,268 @@
+"""What a job is: every configuration key, typed, defaulted and described once. `conf/` only chooses values for these keys.
+
+`key(default, help)` describes a field. `identity=False` marks what may change without making it another experiment (where it
+runs, how it is logged): such a field is left out of the hash that names the run directory.
+"""
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+
+def key(default: Any, help: str, identity: bool = True, choices: tuple[str, ...] = ()) -> Any:
+    """A described configuration field. A callable default is a factory; `...` means that conf/ must give the value."""
+    metadata = {"help": help, "identity": identity, "choices": choices}
+    if default is ...:
+        return field(default="???", metadata=metadata)
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class RopeScaling:
+    factor: float = key(8.0, "stretch the low frequencies by this factor (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off")
+    low_freq_factor: float = key(1.0, "wavelengths above original_max_seq_len / this are stretched fully")
+    high_freq_factor: float = key(4.0, "wavelengths below original_max_seq_len / this are left alone")
+    original_max_seq_len: int = key(8192, "sequence length before the stretch")
+
+
+@dataclass
+class Model:
+    name: str = key(..., "which option of conf/model this is")
+    family: str = key("llama3", "model class, a name in titan_hydra.models.REGISTRY")
+    vocab_size: int = key(..., "rows of the embedding and of the output head")
+    dim: int = key(..., "width of the residual stream")
+    n_layers: int = key(..., "number of transformer blocks")
+    n_heads: int = key(..., "query heads")
+    n_kv_heads: int = key(..., "key/value heads; fewer than n_heads is grouped-query attention")
+    ffn_dim_multiplier: float = key(1.0, "multiplies the feed-forward width 8/3 * dim")
+    multiple_of: int = key(256, "the feed-forward width is rounded up to a multiple of this")
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
+    rope_theta: float = key(500000.0, "base of the rotary frequencies")
+    rope_scaling: RopeScaling = key(RopeScaling, "Llama 3.1's stretch of the rotary frequencies")
+    max_seq_len: int = key(131072, "longest sequence the model is meant for")
+    tie_embeddings: bool = key(False, "the output head uses the embedding's weight (Llama 3.2 1B and 3B)")
+    attention: str = key("auto", "SDPA back end", choices=("auto", "cudnn", "flash", "efficient", "math"))
+
+
+@dataclass
+class Parallelism:
+    name: str = key(..., "which option of conf/parallelism this is")
+    dp_replicate: int = key(1, "data-parallel replicas that hold whole copies (DDP, or the outer half of HSDP)")
+    dp_shard: int = key(1, "data-parallel ranks that share one copy (FSDP); -1 takes what the other degrees leave of `gpus`")
+    cp: int = key(1, "context-parallel ranks: the sequence is split over them")
+    tp: int = key(1, "tensor-parallel ranks: every matrix is split over them")
+    pp: int = key(1, "pipeline-parallel ranks: the layers are split over them")
+    ep: int = key(1, "expert-parallel ranks; 1, as no model here has experts")
+    reshard_after_forward: str = key("default", "free gathered parameters after the forward: default is always (ZeRO-3) without "
+                                     "and never (ZeRO-2) with pipeline parallelism", choices=("default", "always", "never"))
+    sequence_parallel: bool = key(True, "under tp, split norms and residuals over the sequence too")
+    loss_parallel: bool = key(True, "under tp, compute the loss on logits that stay split over the vocabulary")
+    async_tp: bool = key(False, "overlap tensor-parallel communication with matmuls; needs compile and CUDA")
+    cp_rotate: str = key("allgather", "how context parallelism moves keys and values", choices=("allgather", "alltoall", "ulysses"))
+
+
+@dataclass
+class PipelineSchedule:
+    name: str = key("1f1b", "pipeline schedule", choices=(
+        "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v", "csv"))
+    stages_per_rank: int = key(1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else")
+    microbatches: int | None = key(None, "microbatches the local batch is cut into; null: twice the number of stages, or fewer if it must")
+    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head weighed in")
+    csv: str | None = key(None, "file with the schedule's actions, for pp_schedule=csv")
+
+
+@dataclass
+class ActivationCheckpoint:
+    name: str = key("none", "what the forward pass keeps for the backward", choices=(
+        "none", "full", "layer", "op", "lean", "memory_budget"))
+    every: int = key(2, "ac=layer: checkpoint every n-th block")
+    save_ops: list[str] = key(list, "ac=op, lean: the aten ops whose outputs are kept; empty is the mode's own list")
+    budget: float = key(0.5, "ac=memory_budget: share of the activation memory to keep, 0 to 1")
+
+
+@dataclass
+class Precision:
+    name: str = key("bf16", "which option of conf/precision this is")
+    param_dtype: str = key("float32", "what the optimizer holds", choices=("float32", "bfloat16"))
+    compute_dtype: str = key("bfloat16", "what forward and backward use", choices=("float32", "bfloat16"))
+    reduce_dtype: str = key("float32", "what gradients are summed in", choices=("float32", "bfloat16"))
+    converter: str | None = key(None, "model converter: float8 or mxfp8 linears", choices=("float8", "mxfp8"))
+    recipe: str | None = key(None, "the converter's scaling recipe", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
+    emulate: bool = key(False, "compute Float8 in higher precision, on hardware without it")
+    float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
+    skip: list[str] = key(lambda: ["output"], "names of linears that are not converted")
+
+
+@dataclass
+class Compile:
+    name: str = key("off", "what torch.compile sees", choices=("off", "block"))
+    backend: str = key("inductor", "torch.compile back end")
+
+
+@dataclass
+class Optimizer:
+    name: str = key("adamw", "optimizer", choices=("adamw", "muon"))
+    lr: float = key(3e-4, "peak learning rate")
+    beta1: float = key(0.9, "decay of AdamW's first moment")
+    beta2: float = key(0.95, "decay of AdamW's second moment")
+    eps: float = key(1e-8, "AdamW's epsilon")
+    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only")
+    decay_matrices_only: bool = key(False, "spare norms from the weight decay (TorchTitan decays everything)")
+    max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off")
+    muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr")
+    muon_momentum: float = key(0.95, "optimizer=muon: momentum")
+
+
+@dataclass
+class LrSchedule:
+    name: str = key("wsd", "shape of the learning rate", choices=("wsd", "cosine", "constant"))
+    warmup_steps: int = key(200, "steps of linear warm-up from 0")
+    decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end")
+    decay_type: str = key("linear", "wsd: shape of the decay", choices=("linear", "sqrt", "cosine"))
+    min_factor: float = key(0.0, "the rate ends at this share of its peak")
+
+
+@dataclass
+class Loss:
+    name: str = key("cross_entropy", "loss function", choices=("cross_entropy", "linear_cross_entropy"))
+
+
+@dataclass
+class Data:
+    name: str = key(..., "source of the tokens", choices=("embedded", "text_files", "c4", "hf", "tokens", "synthetic"))
+    path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf")
+    subset: str | None = key(None, "hf: configuration of the dataset, for example `en`")
+    split: str = key("train", "hf: split of the dataset")
+    text_key: str = key("text", "name of the column that holds the text")
+    validation_path: str | None = key(None, "files held out for validation (text_files, tokens)")
+    validation_split: str = key("validation", "hf: split used for validation")
+    seq_len: int = key(2048, "tokens of a sample")
+    local_batch: int = key(8, "samples a data-parallel rank takes at a time; gradient accumulation makes up the rest")
+    global_batch: int | None = key(None, "samples of an optimizer step over all ranks; null: local_batch on every rank once")
+    document_mask: bool = key(False, "attention does not cross documents, and positions restart with each")
+    shuffle: bool = key(True, "visit documents or samples in an order drawn from the seed")
+    prefetch: int = key(4, "batches prepared ahead of the step that takes them", identity=False)
+
+
+@dataclass
+class Tokenizer:
+    name: str = key("embedded", "kind of tokenizer", choices=("embedded", "tiktoken", "hf"))
+    path: str | None = key(None, "tokenizer.model (tiktoken) or tokenizer.json (hf)")
+
+
+@dataclass
+class Checkpoint:
+    name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned", "seed"))
+    interval: int = key(500, "steps between checkpoints; the last step is saved too", identity=False)
+    keep_latest_k: int = key(2, "older checkpoints are deleted; 0 keeps all", identity=False)
+    initial_load_path: str | None = key(None, "start from the weights of this checkpoint folder instead of drawing them")
+
+
+@dataclass
+class Validation:
+    name: str = key("off", "whether held-out loss is measured", choices=("off", "on"))
+    interval: int = key(100, "steps between validations; the last step is validated too")
+    steps: int = key(10, "global batches of a validation")
+
+
+@dataclass
+class Metrics:
+    name: str = key("console", "which option of conf/metrics this is", identity=False)
+    log_every: int = key(10, "steps between lines; the first and the last step are always logged", identity=False)
+    trackers: list[str] = key(list, "copies of metrics.jsonl: tensorboard, wandb", identity=False)
+    peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: known from its name, else MFU is null",
+                                   identity=False)
+    wandb_project: str = key("titan_hydra", "wandb project", identity=False)
+    wandb_mode: str = key("offline", "wandb: offline writes beside the run, online sends", identity=False, choices=("offline", "online"))
+
+
+@dataclass
+class Profiling:
+    name: str = key("off", "whether traces are recorded", identity=False, choices=("off", "on"))
+
+
+@dataclass
+class Comm:
+    name: str = key("default", "process groups: real ones, or fake ones that step any rank alone", choices=("default", "fake"))
+    init_timeout_seconds: int = key(300, "collective time-out until the first step is done", identity=False)
+    train_timeout_seconds: int = key(100, "collective time-out afterwards", identity=False)
+
+
+@dataclass
+class Cluster:
+    name: str = key("local", "which option of conf/cluster this is", identity=False)
+    executor: str = key("local", "inline: this process, one rank (pdb works); local: a process a rank; slurm: sbatch",
+                        identity=False, choices=("inline", "local", "slurm"))
+    gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", identity=False)
+    device_memory_gib: float | None = key(None, "memory of a device; null: unknown", identity=False)
+    max_parallel: int = key(0, "cells of a sweep that run at once; 0: no limit (slurm), one (local)", identity=False)
+    partition: str | None = key(None, "SLURM partition", identity=False)
+    account: str | None = key(None, "SLURM account", identity=False)
+    time_minutes: int | None = key(None, "time limit of a job", identity=False)
+
+
+@dataclass
+class Debug:
+    name: str = key("off", "which option of conf/debug this is")
+    deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time")
+    anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False)
+
+
+@dataclass
+class Train:
+    gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", identity=False)
+
+
+@dataclass
+class Launch:
+    mode: str = key("run", "run, or dry: show cells, resources and cost, and start nothing", identity=False, choices=("run", "dry"))
+    force: bool = key(False, "run a finished cell again, from the start", identity=False)
+    retry: str = key("none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all"))
+    wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
+    packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
+    max_gpu_hours: float | None = key(None, "refuse to start cells that could take more than this together", identity=False)
+    skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
+
+
+@dataclass
+class Paths:
+    runs: str = key("runs", "folder of run directories", identity=False)
+
+
+@dataclass
+class Job:
+    """One cell: everything that is needed to run it, and nothing that depends on rank or time."""
+
+    name: str = key("run", "first half of the run directory's name; the identity hash is the other", identity=False)
+    notes: str = key("", "free text kept with the run", identity=False)
+    gpus: int | None = key(None, "ranks; null: the product of the degrees, or one node where dp_shard is -1")
+    steps: int = key(200, "optimizer steps")
+    seed: int = key(0, "seed of initial weights and data order")
+    model: Model = key(Model, "the network")
+    parallelism: Parallelism = key(Parallelism, "how it is split over ranks")
+    pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work")
+    ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing")
+    precision: Precision = key(Precision, "number formats")
+    compile: Compile = key(Compile, "torch.compile")
+    optimizer: Optimizer = key(Optimizer, "optimizer")
+    lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time")
+    loss: Loss = key(Loss, "loss function")
+    data: Data = key(Data, "training text")
+    tokenizer: Tokenizer = key(Tokenizer, "text to tokens")
+    checkpoint: Checkpoint = key(Checkpoint, "saving and loading")
+    validation: Validation = key(Validation, "held-out loss")
+    metrics: Metrics = key(Metrics, "what is logged and where to")
+    profiling: Profiling = key(Profiling, "traces")
+    comm: Comm = key(Comm, "process groups")
+    cluster: Cluster = key(Cluster, "where it runs")
+    debug: Debug = key(Debug, "slower, more telling ways to run")
+    train: Train = key(Train, "the loop itself")
+    launch: Launch = key(Launch, "what launch.py does with the cell")
+    paths: Paths = key(Paths, "folders")
+
+
+def default_of(spec: Any) -> Any:
+    """The default of a dataclass field, a factory called."""
+    return spec.default if spec.default is not MISSING else spec.default_factory()
