@@ -1,0 +1,287 @@
+"""The rules that a cell must keep before it may reach a device: one small function each, with its reason.
+
+A rule looks at a frozen job and yields a `Fault` for whatever breaks it. Rules of one group do not repeat what an earlier group
+has found: `check` stops after the first group with faults, since the later ones count on it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .fault import Fault, divisors
+from .files import expand, similar, tokenizer_file, vocabulary_size
+from .load import DEGREES, data_parallel, devices_here, known_keys, world_size
+from .schema import Job
+
+Rule = Callable[[Job], Iterator[Fault]]
+VALUES: list[Rule] = []  # each value by itself
+LAYOUT: list[Rule] = []  # degrees, model and batch against each other
+RECIPE: list[Rule] = []  # techniques against each other
+PLACE: list[Rule] = []  # the machine and its files
+
+
+def check(job: Job) -> list[Fault]:
+    """All faults of a frozen job, from the first group of rules that has any."""
+    for group in (VALUES, LAYOUT, RECIPE, PLACE):
+        faults = [fault for rule in group for fault in rule(job)]
+        if faults:
+            return faults
+    return []
+
+
+def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
+    """Adds a rule to its group."""
+    def add(function: Rule) -> Rule:
+        group.append(function)
+        return function
+
+    return add
+
+
+def value_of(job: Job, key: str) -> object:
+    """The value at a dotted key."""
+    for part in key.split("."):
+        job = getattr(job, part)
+    return job
+
+
+# --- each value by itself -----------------------------------------------------------------------------------------------------------
+
+@rule(VALUES)
+def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
+    """Names pick from registries; a typo must not fall through to a default."""
+    for key, spec in known_keys().items():
+        choices = spec.metadata["choices"]
+        if choices and value_of(job, key) is not None and value_of(job, key) not in choices:
+            yield Fault(key, value_of(job, key), "not one of the choices", legal=choices)
+    for tracker in job.metrics.trackers:
+        if tracker not in ("tensorboard", "wandb"):
+            yield Fault("metrics.trackers", job.metrics.trackers, f"no tracker is called {tracker}", legal=("tensorboard", "wandb"))
+
+
+@rule(VALUES)
+def counts_are_positive(job: Job) -> Iterator[Fault]:
+    """Sizes, steps and intervals count things."""
+    for key in ("steps", "gpus", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.multiple_of",
+                "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch", "checkpoint.interval", "validation.interval",
+                "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
+                "comm.init_timeout_seconds", "comm.train_timeout_seconds"):
+        if value_of(job, key) < 1:
+            yield Fault(key, value_of(job, key), "must be at least 1", legal=(1,))
+    for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",
+                "checkpoint.keep_latest_k", "seed", "cluster.max_parallel"):
+        if not value_of(job, key) >= 0:
+            yield Fault(key, value_of(job, key), "must not be negative", legal=(0,))
+    for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"):
+        if not 0 <= value_of(job, key) <= 1:
+            yield Fault(key, value_of(job, key), "is a share between 0 and 1")
+
+
+@rule(VALUES)
+def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
+    """`ep` splits experts, and a dense model has none."""
+    if job.parallelism.ep != 1:
+        yield Fault("parallelism.ep", job.parallelism.ep, f"{job.model.family} has no experts to split", legal=(1,))
+
+
+@rule(VALUES)
+def family_is_registered(job: Job) -> Iterator[Fault]:
+    """The model class is picked by name."""
+    if job.model.family != "llama3":
+        yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
+
+
+# --- degrees, model and batch against each other ------------------------------------------------------------------------------------
+
+@rule(LAYOUT)
+def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
+    """Every rank has one place in the mesh: the product of the degrees is their number. One degree may be -1 and takes the rest."""
+    free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
+    bad = [name for name in DEGREES if getattr(job.parallelism, name) < 1 and name not in free]
+    for name in bad:
+        yield Fault(f"parallelism.{name}", getattr(job.parallelism, name), "a degree is at least 1", legal=(1,))
+    if len(free) == 2:
+        yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
+    elif free and not bad:
+        fixed = -world_size(job)
+        yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
+                    legal=_multiples_around(job.gpus, fixed))
+    elif not bad and world_size(job) != job.gpus:
+        product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
+        yield Fault("gpus", job.gpus, f"the degrees need {world_size(job)} ranks ({product or 'all are 1'})", legal=(world_size(job),))
+
+
+def _multiples_around(number: int, base: int) -> tuple[int, ...]:
+    return tuple(multiple for multiple in (number // base * base, (number // base + 1) * base) if multiple)
+
+
+@rule(LAYOUT)
+def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
+    """Each tensor-parallel rank holds whole query heads and whole key/value heads (Megatron-LM, section 3)."""
+    tp, model = job.parallelism.tp, job.model
+    if model.n_heads % tp or model.n_kv_heads % tp:
+        heads = f"{model.n_kv_heads} key/value heads" if model.n_kv_heads % tp else f"{model.n_heads} heads"
+        legal = tuple(degree for degree in divisors(model.n_kv_heads) if model.n_heads % degree == 0)
+        yield Fault("parallelism.tp", tp, f"{heads} cannot be split over it", legal=legal)
+
+
+@rule(LAYOUT)
+def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
+    """Grouped-query attention gives each key/value head the same number of query heads, and heads share the width evenly."""
+    model = job.model
+    if model.n_heads % model.n_kv_heads:
+        yield Fault("model.n_kv_heads", model.n_kv_heads, f"{model.n_heads} heads cannot share it evenly", legal=divisors(model.n_heads))
+    if model.dim % model.n_heads or model.dim // model.n_heads % 2:
+        legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
+        yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)", legal=legal)
+
+
+@rule(LAYOUT)
+def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
+    """Context parallelism cuts a sequence into 2 * cp chunks (head-tail balance), sequence parallelism into tp."""
+    seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
+    parts = (2 * cp if cp > 1 else 1) * (tp if job.parallelism.sequence_parallel else 1)
+    if seq_len % parts:
+        yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})", legal=_multiples_around(seq_len, parts))
+    if seq_len > job.model.max_seq_len:
+        yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
+
+
+@rule(LAYOUT)
+def stages_divide_the_layers(job: Job) -> Iterator[Fault]:
+    """Every pipeline stage holds at least one block, and a schedule fixes how many stages a rank has."""
+    pp, schedule, layers = job.parallelism.pp, job.pp_schedule, job.model.n_layers
+    if pp == 1:
+        return
+    per_rank = {"gpipe": (1,), "1f1b": (1,), "zbv": (2,), "dualpipe_v": (2,)}.get(schedule.name, ())
+    if per_rank and schedule.stages_per_rank not in per_rank:
+        yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts another number on a rank", legal=per_rank)
+    stages = pp * schedule.stages_per_rank
+    if stages > layers:
+        yield Fault("parallelism.pp", pp, f"{stages} stages, but the model has {layers} blocks", legal=(layers // schedule.stages_per_rank,))
+    microbatches = schedule.microbatches
+    if microbatches is not None and (microbatches < 1 or job.data.local_batch % microbatches):
+        yield Fault("pp_schedule.microbatches", microbatches, f"data.local_batch {job.data.local_batch} cannot be cut into it",
+                    legal=divisors(job.data.local_batch))
+
+
+@rule(LAYOUT)
+def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
+    """global batch = local batch x data-parallel ranks x accumulation steps."""
+    batch, once = job.data.global_batch, job.data.local_batch * data_parallel(job)
+    if once > 0 and batch % once:
+        yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {data_parallel(job)} "
+                    "data-parallel ranks)", legal=_multiples_around(batch, once))
+
+
+# --- techniques against each other --------------------------------------------------------------------------------------------------
+
+# Techniques that are configured but not implemented yet: the values that work today. Choosing another is a fault, not a surprise.
+IMPLEMENTED = {
+    "parallelism.tp": (1,), "parallelism.pp": (1,), "parallelism.cp": (1,), "parallelism.async_tp": (False,),
+    "ac.name": ("none",), "compile.name": ("off",), "precision.converter": (None,), "loss.name": ("cross_entropy",),
+    "checkpoint.name": ("off", "sync"), "profiling.name": ("off",), "comm.name": ("default",),
+    "cluster.executor": ("inline", "local"), "launch.packed": (False,), "launch.wait": (False,),
+}
+
+
+@rule(RECIPE)
+def technique_is_implemented(job: Job) -> Iterator[Fault]:
+    """What the configuration knows and the trainer does not yet have is refused, never ignored."""
+    for key, works in IMPLEMENTED.items():
+        if value_of(job, key) not in works:
+            yield Fault(key, value_of(job, key), "not built yet in this version", legal=works)
+
+
+@rule(RECIPE)
+def warmup_ends_before_the_run(job: Job) -> Iterator[Fault]:
+    """A rate that never reaches its peak is a typo, not a schedule."""
+    if job.lr_scheduler.warmup_steps > job.steps:
+        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps, f"longer than the run of {job.steps} steps", legal=(job.steps,))
+
+
+@rule(RECIPE)
+def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
+    """They split the backward in two; torch then computes wrong gradients under resharding, without an error (cpu.md, section 3)."""
+    if job.parallelism.pp == 1 or job.pp_schedule.name not in ("interleaved_zb", "zbv", "dualpipe_v"):
+        return
+    if job.parallelism.reshard_after_forward == "always":
+        yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients", legal=("never",))
+    if job.ac.name in ("op", "lean"):
+        yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} runs a block's backward twice, which selective AC refuses",
+                    legal=("none", "full", "layer"))
+    if job.compile.name != "off":
+        yield Fault("compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse", legal=("off",))
+
+
+@rule(RECIPE)
+def float8_dimensions_are_multiples_of_16(job: Job) -> Iterator[Fault]:
+    """Float8 matmuls take dimensions in steps of 16; a model whose width is not converts nothing."""
+    if job.precision.converter and job.model.dim % 16:
+        yield Fault("model.dim", job.model.dim, "Float8 linears need multiples of 16", legal=_multiples_around(job.model.dim, 16))
+
+
+@rule(RECIPE)
+def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
+    """torch's Muon orthogonalizes each matrix as one; a bf16 master would lose its small updates."""
+    if job.optimizer.name == "muon" and job.precision.param_dtype != "float32":
+        yield Fault("precision.param_dtype", job.precision.param_dtype, "Muon is used with float32 parameters", legal=("float32",))
+
+
+# --- the machine and its files ------------------------------------------------------------------------------------------------------
+
+@rule(PLACE)
+def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
+    """Nodes are taken whole: ranks are fewer than one node has, or a multiple of it."""
+    if job.cluster.executor == "inline" and job.gpus != 1:
+        yield Fault("gpus", job.gpus, "cluster.executor=inline runs one rank in this process; use local for more", legal=(1,))
+    node = job.cluster.gpus_per_node or (devices_here() if job.cluster.executor != "slurm" else None)
+    if not node:
+        return
+    if job.cluster.executor == "slurm":
+        if job.gpus > node and job.gpus % node:
+            yield Fault("gpus", job.gpus, f"not whole nodes of {node}", legal=_multiples_around(job.gpus, node))
+    elif job.gpus > node:
+        yield Fault("gpus", job.gpus, f"this machine has {node} devices", legal=(node,))
+
+
+@rule(PLACE)
+def data_files_are_there(job: Job) -> Iterator[Fault]:
+    """A file that is missing now would be missing on every rank, after the queue."""
+    data = job.data
+    if data.name in ("text_files", "tokens", "hf") and not data.path:
+        yield Fault("data.path", None, f"data={data.name} needs it")
+    elif data.name in ("text_files", "tokens") and not expand(data.path):
+        yield Fault("data.path", data.path, "no such file", legal=similar(data.path))
+    if data.name in ("text_files", "tokens") and job.validation.name == "on":
+        if not data.validation_path:
+            yield Fault("data.validation_path", None, f"validation=on with data={data.name} needs it")
+        elif not expand(data.validation_path):
+            yield Fault("data.validation_path", data.validation_path, "no such file", legal=similar(data.validation_path))
+
+
+@rule(PLACE)
+def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
+    """An id beyond the embedding's rows would read outside it. A larger embedding is fine: vocabularies are often padded."""
+    if job.data.name in ("tokens", "synthetic"):  # no text is encoded; the .bin is checked against its own header when it is opened
+        return
+    file = tokenizer_file(job.tokenizer)
+    if job.tokenizer.name != "embedded" and not job.tokenizer.path:
+        yield Fault("tokenizer.path", None, f"tokenizer={job.tokenizer.name} needs it")
+        return
+    try:
+        size = vocabulary_size(job.tokenizer)
+    except OSError:
+        yield Fault("tokenizer.path", job.tokenizer.path, "no such file", legal=similar(str(file)))
+    except (ValueError, KeyError, TypeError) as error:
+        yield Fault("tokenizer.path", job.tokenizer.path, f"cannot be read as tokenizer={job.tokenizer.name}: {error}")
+    else:
+        if size > job.model.vocab_size:
+            yield Fault("model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,))
+
+
+@rule(PLACE)
+def initial_weights_are_there(job: Job) -> Iterator[Fault]:
+    """A run that should start from given weights must not start from random ones."""
+    path = job.checkpoint.initial_load_path
+    if path and not expand(f"{path}/.metadata"):
+        yield Fault("checkpoint.initial_load_path", path, "not a complete checkpoint folder", legal=similar(path))

@@ -1,0 +1,77 @@
+"""The schema in Hydra's ConfigStore, and Hydra's errors in one line each."""
+from __future__ import annotations
+
+import atexit
+import re
+import shutil
+import tempfile
+
+from .fault import Fault, suggest
+from .load import known_keys
+from .schema import Job
+
+
+def register_schema() -> None:
+    """Let conf/config.yaml start from the typed schema. Call before Hydra composes; calling again changes nothing."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    ConfigStore.instance().store(name="schema", node=Job)
+    OmegaConf.register_new_resolver("scratch", _scratch, use_cache=True, replace=True)
+
+
+def _scratch() -> str:
+    """A folder for what Hydra's sweeper insists on writing; it is gone when the process ends."""
+    folder = tempfile.mkdtemp(prefix="titan_hydra_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def explain(error: BaseException) -> str | None:
+    """What is wrong on the command line, in one line, from an exception of Hydra or OmegaConf; None if it is not one of theirs."""
+    from hydra.errors import HydraException, OverrideParseException
+    from omegaconf.errors import OmegaConfBaseException
+
+    chain = [error]
+    while (chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    if not any(isinstance(link, HydraException | OmegaConfBaseException) for link in chain):
+        return None
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be parsed; quote what the shell or Hydra would read otherwise ({str(error).splitlines()[0]})"
+    text = "\n".join(str(link) for link in chain)
+    for pattern, line in PATTERNS:
+        match = re.search(pattern, text, re.S)
+        if match:
+            return line(*match.groups())
+    return str(error).strip().splitlines()[0]
+
+
+def _unknown_key(key: str, *_: str) -> str:
+    groups = {name for name in known_keys() if "." not in name} | {"experiment"}
+    legal = suggest(key, known_keys() | dict.fromkeys(groups))
+    return f"{key}: no such key or group" + (f"; did you mean {' or '.join(legal)}?" if legal else "; `python launch.py --help` lists them")
+
+
+def _unknown_option(group: str, option: str, options: str) -> str:
+    names = [line.strip() for line in options.strip().splitlines() if line.strip()]
+    close = suggest(option, names)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"{group}={option}: no such option{hint} (options of {group}: {', '.join(names)})"
+
+
+def _bad_value(value: str, kind: str, key: str) -> str:
+    spec = known_keys().get(key)
+    return str(Fault(key, value, f"is not a valid {kind.lower()}")) + (f" ({spec.metadata['help']})" if spec else "")
+
+
+PATTERNS = [
+    (r"Could not find '([^'/]+(?:/[^'/]+)*)/([^'/]+)'\s+Available options in '[^']+':\n(.*?)(?:\nConfig search path|$)", _unknown_option),
+    (r"Could not add '([^'=]+)=[^']*'", lambda group: f"+{group}: the group is chosen already; write {group}=OPTION without +"),
+    (r"Value '(.*?)'.* (?:could not be converted to|is incompatible with type hint) '?([\w.\[\], |]+?)'?\n.*?full_key: ([\w.\[\]]+)", _bad_value),
+    (r"Could not override '([^']+)'", _unknown_key),
+    (r"Key '[^']+' (?:is )?not in .*?full_key: ([\w.]+)", _unknown_key),
+    (r"Could not append to config\. An item is already at '([^']+)'", lambda key: f"+{key}: the key exists already; write {key}=VALUE without +"),
+    (r"Could not delete from config\. '([^']+)' does not exist", _unknown_key),
+    (r"Interpolation key '([^']+)' not found", lambda key: f"${{{key}}}: an interpolation names a key that does not exist"),
+]

@@ -1,0 +1,45 @@
+"""What the checks need to know of files on disk: which exist, and how many entries a vocabulary has. No heavy imports."""
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+from pathlib import Path
+
+from .schema import Tokenizer
+
+ASSETS = Path(__file__).parent.parent / "assets"
+LLAMA3_SPECIALS = 256  # appended to the ranks of every Llama 3 tokenizer.model
+
+
+def expand(pattern: str) -> list[Path]:
+    """The files that a path or a glob names, sorted; a folder names all files in it."""
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+
+
+def similar(pattern: str) -> tuple[str, ...]:
+    """Files that stand where `pattern` points and have a like name."""
+    path = Path(pattern).expanduser()
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=2))
+
+
+def tokenizer_file(config: Tokenizer) -> Path:
+    """Where the tokenizer is read from; the embedded one is part of the package."""
+    return ASSETS / "tokenizer.model" if config.name == "embedded" else Path(config.path or "").expanduser()
+
+
+def vocabulary_size(config: Tokenizer) -> int:
+    """Number of token ids, special ones included. Raises OSError or ValueError when the file is not a tokenizer."""
+    file = tokenizer_file(config)
+    if config.name == "hf":
+        content = json.loads(file.read_text(encoding="utf-8"))
+        added = {token["id"] for token in content.get("added_tokens", [])}
+        return max(set(content["model"]["vocab"].values()) | added) + 1
+    lines = [line for line in file.read_bytes().splitlines() if line.strip()]
+    if not lines or any(len(line.split()) != 2 for line in lines[:3]):
+        raise ValueError("not a tokenizer.model file (base64 token and rank on each line)")
+    return len(lines) + LLAMA3_SPECIALS

@@ -1,0 +1,133 @@
+"""From a composed Hydra configuration to a typed `Job`, with nothing left to be decided later, and to its identity."""
+from __future__ import annotations
+
+import copy
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import typing
+from typing import Any
+
+from .fault import Fault, suggest
+from .schema import Job
+
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+def to_dict(job: Any) -> dict:
+    """A (nested) dataclass as plain dicts, lists and scalars: what config.json holds."""
+    return dataclasses.asdict(job)
+
+
+def from_dict(cls: type, data: dict) -> Any:
+    """The inverse of `to_dict`. Raises KeyError on a missing key, TypeError on an unknown one: config.json is ours, not typed by hand."""
+    hints = _hints(cls)
+    values = dict(data)
+    for name, kind in hints.items():
+        if dataclasses.is_dataclass(kind):
+            values[name] = from_dict(kind, values[name])
+    return cls(**values)
+
+
+def read(config: Any) -> tuple[Job | None, list[Fault]]:
+    """Type one composed cell (an OmegaConf DictConfig). Returns the job, or None and the faults: unknown keys, missing values."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        data = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        return None, [Fault(error.full_key, "?", str(error).splitlines()[0])]
+    faults = list(_key_faults(Job, data, ""))
+    return (None, faults) if faults else (from_dict(Job, data), [])
+
+
+def freeze(job: Job) -> Job:
+    """A copy in which everything that can be derived is spelled out: ranks, the degree given as -1, the global batch.
+
+    What does not divide is left as it is; `check` names it.
+    """
+    job = copy.deepcopy(job)
+    degrees = job.parallelism
+    free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
+    fixed = 1
+    for name in DEGREES:
+        fixed *= max(getattr(degrees, name), 1)
+    if job.gpus is None:
+        node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
+        job.gpus = max(node // fixed, 1) * fixed if free else fixed
+    if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
+        setattr(degrees, free[0], job.gpus // fixed)
+    if job.data.global_batch is None:
+        job.data.global_batch = job.data.local_batch * data_parallel(job)
+    return job
+
+
+def world_size(job: Job) -> int:
+    """Ranks: the product of the degrees."""
+    product = 1
+    for name in DEGREES:
+        product *= getattr(job.parallelism, name)
+    return product
+
+
+def data_parallel(job: Job) -> int:
+    """Ranks that see different samples: dp_replicate x dp_shard."""
+    return job.parallelism.dp_replicate * job.parallelism.dp_shard
+
+
+def devices_here() -> int:
+    """CUDA devices of this machine that this user may see, counted without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def identity(job: Job) -> str:
+    """8 hex digits of the sha256 of the whole configuration, less the fields that are not part of the experiment."""
+    return hashlib.sha256(json.dumps(_identity_part(job), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _identity_part(node: Any) -> dict:
+    part = {}
+    for spec in dataclasses.fields(node):
+        value = getattr(node, spec.name)
+        if dataclasses.is_dataclass(value):
+            part[spec.name] = _identity_part(value)
+        elif spec.metadata["identity"]:
+            part[spec.name] = value
+    return part
+
+
+def known_keys(cls: type = Job, prefix: str = "") -> dict[str, dataclasses.Field]:
+    """Every dotted key of the schema, in order, with its field."""
+    keys = {}
+    for spec in dataclasses.fields(cls):
+        keys[prefix + spec.name] = spec
+        kind = _hints(cls)[spec.name]
+        if dataclasses.is_dataclass(kind):
+            keys |= known_keys(kind, f"{prefix}{spec.name}.")
+    return keys
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _key_faults(cls: type, data: dict, prefix: str) -> typing.Iterator[Fault]:
+    """Keys that the schema lacks (added with `+`), that were deleted (`~`) or that nothing has given a value."""
+    hints = _hints(cls)
+    for name, value in data.items():
+        if name not in hints:
+            yield Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
+        elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
+            yield from _key_faults(hints[name], value, f"{prefix}{name}.")
+        elif dataclasses.is_dataclass(hints[name]):
+            yield Fault(prefix + name, value, "needs its keys; it cannot be a single value")
+        elif value == "???":
+            yield Fault(prefix + name, value, "no value given")
+    for name in hints.keys() - data.keys():
+        yield Fault(prefix + name, None, "is needed and cannot be deleted")
