@@ -1,0 +1,198 @@
+"""The model on one process: stages compose, documents do not see each other, a tied head stays tied, a block compiles whole."""
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan_hydra.config.status import ConfigError
+from titan_hydra.models import build
+from titan_hydra.models.init import init_weights
+from titan_hydra.models.llama3 import SDPA, document_positions, rotary_frequencies
+
+
+def model_of(config, seq_len=32):
+    with torch.device("meta"):
+        model = build(config, seq_len)
+    model.to_empty(device="cpu")
+    draw(model, config)
+    return model
+
+
+def draw(model, config):
+    """Initial weights, made so loud that attention and positions show in the logits."""
+    init_weights(model, config, seed=0)
+    for parameter in model.layers.parameters():
+        parameter.data.mul_(5 if parameter.dim() > 1 else 1)
+
+
+def some_tokens(batch=2, seq=32, seed=0):
+    return torch.randint(0, 99, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model, tokens):
+    """Every parameter's whole gradient of the mean cross-entropy of the next token."""
+    logits = model(tokens)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+    return {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()}
+
+
+def test_names_are_the_papers(tiny):
+    model = model_of(tiny(n_layers=1))
+    block = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
+             "attention_norm", "ffn_norm"]
+    assert list(model.state_dict()) == [
+        "tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in block), "norm.weight", "output.weight"]
+    assert isinstance(model.layers["0"].attention.sdpa, SDPA)
+
+
+def test_a_token_sees_no_later_one(tiny):
+    model, tokens = model_of(tiny()), some_tokens()
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 99
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20], after[:, 20])
+
+
+def test_stages_compose_to_the_same_logits(tiny):
+    whole, tokens = model_of(tiny()), some_tokens()
+    first, middle, last = (copy.deepcopy(whole) for _ in range(3))
+    for stage, keep in [(first, "0"), (middle, "1"), (last, "2")]:
+        for layer in set(stage.layers) - {keep}:
+            del stage.layers[layer]
+    first.norm = first.output = middle.tok_embeddings = middle.norm = middle.output = last.tok_embeddings = None
+    assert torch.equal(last(middle(first(tokens))), whole(tokens))
+    assert {name for stage in (first, middle, last) for name in stage.state_dict()} == set(whole.state_dict())
+
+
+def test_given_positions_are_used(tiny):
+    model, tokens = model_of(tiny(factor=8.0)), some_tokens()
+    counting = torch.arange(32).expand(2, 32)
+    assert torch.equal(model(tokens, counting), model(tokens))
+    assert not torch.allclose(model(tokens, counting * 3 % 32), model(tokens), atol=1e-3)
+
+
+def test_positions_restart_with_each_document():
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2], [7, 7, 3, 3, 3, 7]])
+    assert document_positions(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 0]]
+
+
+def test_documents_do_not_see_each_other(tiny):
+    model = model_of(tiny())
+    lengths = [[5, 20, 7], [32]]
+    tokens = some_tokens()
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    packed = model(tokens, documents=documents)
+    for row, parts in enumerate(lengths):
+        for part, logits in zip(tokens[row].split(parts), packed[row].split(parts), strict=True):
+            torch.testing.assert_close(model(part[None])[0], logits, atol=1e-5, rtol=0)
+    assert not torch.allclose(model(tokens)[0, 5:], packed[0, 5:], atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "math"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_queries_share_key_value_heads(backend, kv_heads, tiny):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 16, 8, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    repeated = [x.repeat_interleave(4 // kv_heads, 1) for x in (k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q, *repeated, is_causal=True)
+    actual = SDPA(backend)(q, k, v)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_attention_that_the_cpu_lacks_is_refused(tiny):
+    with pytest.raises(ConfigError, match=r"model.attention=cudnn: .* auto, flash or math"):
+        model_of(tiny(attention="cudnn"))(some_tokens())
+
+
+def test_unknown_family_is_refused(tiny):
+    with pytest.raises(ConfigError, match=r"model.family=llama9: .*llama3"):
+        build(tiny(family="llama9"), 8)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rope_scaling_keeps_fast_frequencies_and_stretches_slow_ones(factor, tiny):
+    plain, scaled = (rotary_frequencies(tiny(factor=f, dim=256)) for f in (1.0, factor))
+    wavelengths = 2 * torch.pi / plain
+    ratio = plain / scaled
+    torch.testing.assert_close(ratio[wavelengths < 32 / 4], torch.ones_like(ratio[wavelengths < 32 / 4]))
+    torch.testing.assert_close(ratio[wavelengths > 32], torch.full_like(ratio[wavelengths > 32], factor))
+    between = ratio[(wavelengths > 32 / 4) & (wavelengths < 32)]
+    assert len(between) and ((between > 1) & (between < factor)).all()
+
+
+def test_rotary_table_is_shared_fp32_and_in_no_checkpoint(tiny):
+    model = model_of(tiny()).to(torch.float64).to(torch.float32)
+    tables = {id(buffer) for block in model.layers.values() for buffer in block.buffers()}
+    assert len(tables) == 1
+    assert not any("rotary" in name for name in model.state_dict())
+    rotary = model.layers["0"].attention.rotary
+    x = torch.randn(1, 32, 4, 16)
+    rounded = rotary(x.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, rotary(x.bfloat16().float()).bfloat16())  # turned in fp32, rounded once
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_block_compiles_whole(masked, tiny):
+    model = model_of(tiny(n_layers=1, attention="flash" if not masked else "auto"))
+    block, compiled = model.layers["0"], copy.deepcopy(model.layers["0"])
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    mask = torch.ones(2, 1, 32, 32, dtype=torch.bool).tril() if masked else None
+    x = torch.randn(2, 32, 64)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    block(a, None, mask).square().sum().backward()
+    compiled(b, None, mask).square().sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_tied_head_has_one_weight(tiny):
+    model = model_of(tiny(tie_embeddings=True))
+    assert "output.weight" not in model.state_dict()
+    assert model.output.weight is model.tok_embeddings.weight
+    assert model.output.weight.device.type == "cpu"  # it was made on the meta device
+    copied = copy.deepcopy(model)
+    assert copied.output.weight is copied.tok_embeddings.weight
+    assert copied.output.weight is not model.output.weight
+    untied = model_of(tiny())
+    untied.load_state_dict(model.state_dict() | {"output.weight": model.tok_embeddings.weight})
+    assert torch.equal(untied(some_tokens()), model(some_tokens()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_gradients_on_two_ranks_are_those_of_one(layout, tied, tiny, on_ranks):
+    config, tokens = tiny(tie_embeddings=tied), some_tokens()
+    expected = gradients(model_of(config), tokens)
+
+    def task(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.device("meta"):
+            model = build(config, 32)
+        if layout == "tp":
+            parallelize_module(model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+                                             "output": ColwiseParallel(output_layouts=Replicate())})
+            for block in model.layers.values():
+                parallelize_module(block, mesh, {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")})
+                parallelize_module(block, mesh, {"attention.wo": RowwiseParallel()})
+        else:
+            for block in model.layers.values():
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        draw(model, config)
+        actual = gradients(model, tokens)  # every rank has the whole batch, so FSDP's mean over ranks is the gradient itself
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+    on_ranks(2, task)

@@ -1,0 +1,131 @@
+"""Initial weights that do not depend on the layout: every element is a function of (seed, parameter name, place in the full tensor).
+
+A counter-based generator makes that cheap: a shard computes its own elements and no others, so no rank ever holds or draws a full
+tensor, and whole, sharded (FSDP, HSDP, tensor parallel, evenly or not) and staged models start from the same bits.
+"""
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_hydra.config.schema import Model
+
+CHUNK = 1 << 16  # elements at a time: the int64 scratch (0.5 MiB) stays in a core's cache
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put into names
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A normal distribution around 0; `cut` truncates it, in standard deviations of what it was before."""
+
+    std: float
+    cut: float | None = None
+
+
+@torch.no_grad()
+def init_weights(module: nn.Module, config: Model, seed: int) -> None:
+    """Give a model or pipeline stage, already on its device, its first weights (DTensors included) and recompute its buffers."""
+    for name, parameter in module.named_parameters():
+        fqn = clean_name(name)
+        fill(parameter, module.initial_distribution(fqn, config), key(seed, fqn))
+    for part in module.modules():
+        if hasattr(part, "reset_buffers"):
+            part.reset_buffers()
+
+
+def clean_name(name: str) -> str:
+    """The parameter's name in the plain model, without what wrappers added."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def key(seed: int, fqn: str) -> int:
+    """64 bits that tell one parameter's random numbers from another's."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
+    """Write this rank's part of a parameter, a bounded number of rows at a time."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(distribution, Normal):
+        local.fill_(distribution)
+        return
+    offsets = local_offsets(parameter)
+    strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim())]
+    rows = max(1, CHUNK // max(1, math.prod(local.shape[1:])))
+    for start in range(0, local.shape[0] if local.numel() else 0, rows):
+        part = local[start : start + rows]
+        index = torch.zeros(part.shape, dtype=torch.int64, device=part.device)
+        for dim, (size, stride) in enumerate(zip(part.shape, strides, strict=True)):
+            first = offsets[dim] + (start if dim == 0 else 0)
+            counts = torch.arange(first, first + size, device=part.device) * stride
+            index += counts.view(-1, *[1] * (part.dim() - dim - 1))
+        part.copy_(normal(index, distribution, key))
+
+
+def normal(index: Tensor, distribution: Normal, key: int) -> Tensor:
+    """Normal numbers (fp32) for flat indices (int64, overwritten): hash, 24 bits of it as a uniform number, inverse of the normal CDF.
+
+    The hash is splitmix64's: a Weyl sequence from `key` through a 64-bit finalizer. 24 bits reach 5.4 standard deviations.
+    """
+    # ((2k + 1) / 2^24 - 1) for k of 24 bits: odd, symmetric around 0, never +-1, and exact in fp32.
+    uniform = shift_right(splitmix64_(index, key), 40).mul_(2).add_(1 - (1 << 24)).to(torch.float32)
+    reach = 1.0 if distribution.cut is None else math.erf(distribution.cut / math.sqrt(2))
+    return uniform.mul_(reach * 2.0**-24).erfinv_().mul_(math.sqrt(2) * distribution.std)
+
+
+def splitmix64_(index: Tensor, key: int) -> Tensor:
+    """Hash each index, in place; int64 arithmetic wraps, as the algorithm wants. https://prng.di.unimi.it/splitmix64.c"""
+    z = index.mul_(signed(0x9E3779B97F4A7C15)).add_(key)
+    z.bitwise_xor_(shift_right(z, 30)).mul_(signed(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_(shift_right(z, 27)).mul_(signed(0x94D049BB133111EB))
+    return z.bitwise_xor_(shift_right(z, 31))
+
+
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of an int64 tensor: torch's `>>` copies the sign bit, which the mask removes."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def signed(x: int) -> int:
+    """An unsigned 64-bit constant as torch's int64 sees it."""
+    return x - (1 << 64) if x >> 63 else x
+
+
+def local_offsets(parameter: Tensor) -> list[int]:
+    """Where this rank's part starts in each dimension of the full tensor. Every split is torch.chunk's, so parts are contiguous."""
+    offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return offsets
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    for mesh_dim, dim in split_order(parameter):
+        chunk = -(-sizes[dim] // mesh.size(mesh_dim))
+        start = min(coordinate[mesh_dim] * chunk, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    return offsets
+
+
+def split_order(parameter: DTensor) -> list[tuple[int, int]]:
+    """(mesh dim, tensor dim) of each split, in the order in which they happened.
+
+    A plain Shard splits before the mesh dimensions to its right. A strided one (FSDP over tensor parallel) comes after as many
+    of those on its tensor dimension as multiply to its split factor.
+    """
+    order: list[tuple[int, int]] = []
+    for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
+        placement = parameter.placements[mesh_dim]
+        dim = getattr(placement, "dim", None)
+        if dim is None:  # replicated
+            continue
+        position, before = 0, 1
+        while before < getattr(placement, "split_factor", 1):
+            earlier_mesh_dim, earlier_dim = order[position]
+            before *= parameter.device_mesh.size(earlier_mesh_dim) if earlier_dim == dim else 1
+            position += 1
+        order.insert(position, (mesh_dim, dim))
+    return order

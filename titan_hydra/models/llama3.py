@@ -1,0 +1,229 @@
+"""Llama 3 (arXiv 2407.21783, section 3.2) on one device; it knows nothing of meshes, sharding or stages.
+
+Names of parameters are those of the paper's reference code, so they survive any split: layers live in a ModuleDict, and a pipeline
+stage is this model with layers deleted and `tok_embeddings`, `norm` or `output` set to None. Rotary positions pair the two halves of a
+head as Hugging Face does, so weights need no permutation on their way to or from there.
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan_hydra.config.schema import Model
+from titan_hydra.config.status import ConfigError
+from titan_hydra.models.init import Normal
+
+
+class Llama3(nn.Module):
+    """Decoder-only transformer: token ids [batch, seq] to logits [batch, seq, vocab] in the compute dtype (the loss up-casts)."""
+
+    def __init__(self, config: Model, seq_len: int):
+        super().__init__()
+        self.config = config
+        rotary = Rotary(config, seq_len)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config, rotary) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        if config.tie_embeddings:
+            self.output = TiedOutput(self.tok_embeddings)
+        else:
+            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """`tokens` is the hidden state [batch, seq, dim] where an earlier stage holds the embedding.
+
+        `positions` [batch, seq] stand for 0, 1, ... where the sequence is split or reordered. `documents` [batch, seq] are ids of
+        packed documents: attention stays within one, and positions restart with each unless given.
+        """
+        mask = None
+        if documents is not None:
+            mask = document_mask(documents)
+            positions = document_positions(documents) if positions is None else positions
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            h = block(h, positions, mask)
+        h = h if self.norm is None else self.norm(h)
+        return h if self.output is None else self.output(h)
+
+    @staticmethod
+    def initial_distribution(fqn: str, config: Model) -> Normal | float:
+        """What the parameter of this name starts from, or its constant; TorchTitan's choices, which follow the paper's.
+
+        Linears are normal with std 0.02 (TorchTitan cuts them at 100 sigma, that is nowhere); the matrices that write to the
+        residual stream, and w3, shrink with depth. A tied embedding starts as the head does: N(0, 1) would give huge logits.
+        """
+        head = Normal(config.dim**-0.5, cut=3.0)
+        if "norm" in fqn:
+            return 1.0
+        if fqn.startswith("tok_embeddings."):
+            return head if config.tie_embeddings else Normal(1.0)
+        if fqn.startswith("output."):
+            return head
+        _, layer, _, matrix, _ = fqn.split(".")
+        return Normal(0.02 / math.sqrt(2 * (int(layer) + 1))) if matrix in ("wo", "w2", "w3") else Normal(0.02)
+
+
+class Block(nn.Module):
+    """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
+
+    def __init__(self, config: Model, rotary: "Rotary"):
+        super().__init__()
+        self.attention = Attention(config, rotary)
+        self.feed_forward = FeedForward(config.dim, ffn_width(config))
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, mask)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head."""
+
+    def __init__(self, config: Model, rotary: "Rotary"):
+        super().__init__()
+        self.head_dim = config.dim // config.n_heads
+        self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.rotary = rotary
+        self.sdpa = SDPA(config.attention)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        batch, seq, _ = x.shape
+        # -1 heads: under tensor parallelism the linears return only this rank's.
+        q = self.rotary(self.wq(x).view(batch, seq, -1, self.head_dim), positions)
+        k = self.rotary(self.wk(x).view(batch, seq, -1, self.head_dim), positions)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim)
+        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class SDPA(nn.Module):
+    """The attention kernel alone, on q, k, v [batch, heads, seq, head_dim]: a module so that context parallelism can replace it."""
+
+    BACKENDS = {
+        # On an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash attention; the others serve dtypes and cards it refuses.
+        "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+        "cudnn": [SDPBackend.CUDNN_ATTENTION],
+        "flash": [SDPBackend.FLASH_ATTENTION],
+        "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+        "math": [SDPBackend.MATH],
+    }
+
+    def __init__(self, backend: str):
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Causal where `mask` is None, else `mask` (boolean, True where a query sees a key) is all that counts."""
+        if self.backend in ("cudnn", "efficient") and q.device.type == "cpu":
+            raise ConfigError(f"model.attention={self.backend}: does not exist on the CPU; nearest legal: auto, flash or math")
+        if self.backend == "efficient":  # knows no grouped queries
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        grouped = q.shape[1] != k.shape[1]
+        if self.backend == "auto" and q.device.type != "cuda":
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+        with sdpa_kernel(self.BACKENDS[self.backend], set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, width: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, width, bias=False)
+        self.w2 = nn.Linear(width, dim, bias=False)
+        self.w3 = nn.Linear(dim, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TiedOutput(nn.Linear):
+    """An output head without a weight of its own: it multiplies by the embedding's.
+
+    The Parameter has one owner and one name, so it cannot come apart in to_empty, a checkpoint or an optimizer. A Linear all the
+    same, so tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which stays gathered
+    from the root's forward to the end of its backward.
+    """
+
+    def __init__(self, embedding: nn.Embedding):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
+        self.register_parameter("bias", None)
+        self.embedding = (embedding,)  # in a tuple, which hides it from named_parameters and state_dict
+
+    @property
+    def weight(self) -> Tensor:
+        return self.embedding[0].weight
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (arXiv 2104.09864): one table of cosines and sines that all layers share.
+
+    Blocks hold the table instead of receiving it, since FSDP's mixed precision would round an argument to bf16. After `to_empty` the
+    table holds garbage until `reset_buffers`.
+    """
+
+    def __init__(self, config: Model, seq_len: int):
+        super().__init__()
+        self.config, self.seq_len = config, seq_len
+        self.register_buffer("table", rotary_table(config, seq_len), persistent=False)
+
+    def reset_buffers(self) -> None:
+        self.table.copy_(rotary_table(self.config, self.seq_len, self.table.device))
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Turn x [batch, seq, heads, head_dim] by its positions, in fp32; back in the dtype of x."""
+        table = self.table[: x.shape[1]] if positions is None else self.table[positions]
+        cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+def rotary_table(config: Model, seq_len: int, device: torch.device | None = None) -> Tensor:
+    """Cosines and sines [seq_len, 2, head_dim / 2] in fp32."""
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), rotary_frequencies(config, device))
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def rotary_frequencies(config: Model, device: torch.device | None = None) -> Tensor:
+    """Radians per position [head_dim / 2], the slow ones stretched as Llama 3.1 does it.
+
+    Wavelengths below original_max_seq_len / high_freq_factor stay, those above original_max_seq_len / low_freq_factor grow by `factor`,
+    and those between are blended linearly in the number of turns they make over the original length.
+    """
+    head_dim, scaling = config.dim // config.n_heads, config.rope_scaling
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if scaling.factor == 1:
+        return frequencies
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Who sees whom [batch, 1, seq, seq]: earlier tokens of the same document. Built once for all layers."""
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return same.tril().unsqueeze(1)
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Positions [batch, seq] that restart at 0 wherever the document id changes."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.zeros_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+def ffn_width(config: Model) -> int:
+    """Inner width of the feed-forward: 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple_of."""
+    width = int(config.ffn_dim_multiplier * int(8 * config.dim / 3))
+    return -(-width // config.multiple_of) * config.multiple_of
