@@ -1,0 +1,132 @@
+"""Finding and reading text files: what a path means, and the rows of .txt, .jsonl and .parquet. No torch here: the login node uses it."""
+from __future__ import annotations
+
+import difflib
+import glob
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from titan_hydra.config.status import ConfigError
+
+Rows = Iterator[tuple[int, str]]
+
+
+def expand(path: str | None) -> list[Path]:
+    """The files that a path means, sorted: a file, a glob (`**` too), or a folder's files. Empty when there are none."""
+    if not path:
+        return []
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        path = os.path.join(glob.escape(path), "*")
+    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    return sorted(Path(name) for name in found if os.path.isfile(name))
+
+
+def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
+    """The files of `path` that end in one of the suffixes (all files when none is given) and hold something.
+
+    Raises ConfigError naming the key, its value, and files with similar names.
+    """
+    if not path:
+        raise ConfigError(f"{key}=null: give it files, globs allowed")
+    files = expand(path)
+    if not files:
+        raise ConfigError(f"{key}={path}: no such file{_similar(path)}")
+    usable = [file for file in files if not suffixes or kind(file) in suffixes]
+    if not usable:
+        raise ConfigError(f"{key}={path}: {files[0].name} is none of {', '.join(suffixes)}")
+    if not any(file.stat().st_size for file in usable):
+        raise ConfigError(f"{key}={path}: {'the file is' if len(usable) == 1 else 'all files are'} empty")
+    return usable
+
+
+def kind(file: Path) -> str:
+    """The suffix that says how to read a file: `.txt` for notes.txt and notes.txt.gz."""
+    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
+
+
+def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
+    """Row numbers and texts of rows start, start + every, ...: a file is one row in .txt, a line in .jsonl, a record in .parquet.
+
+    Raises ConfigError naming file and line where a row cannot be read or has no column `text_key`.
+    """
+    try:
+        yield from READERS[kind(file)](file, text_key, start, every)
+    except (OSError, EOFError, UnicodeDecodeError) as error:  # EOFError: a .gz that was cut off
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def _text(file: Path, text_key: str, start: int, every: int) -> Rows:
+    if start == 0:
+        with _open(file) as stream:
+            yield 0, stream.read().decode()
+
+
+def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
+    with _open(file) as stream:
+        for number, line in islice(enumerate(stream), start, None, every):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # also a line that is not UTF-8
+                raise ConfigError(f"{file}:{number + 1}: not a JSON line: {error}") from error
+            yield number, column(record, text_key, f"{file}:{number + 1}")
+
+
+def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        if text_key not in table.schema_arrow.names:
+            column(dict.fromkeys(table.schema_arrow.names), text_key, str(file))
+        first = 0  # number of the row group's first row
+        for group in range(table.num_row_groups):
+            size = table.metadata.row_group(group).num_rows
+            wanted = range(start + -(-max(first - start, 0) // every) * every, first + size, every)
+            if wanted:
+                values = table.read_row_group(group, columns=[text_key])[text_key]
+                for number in wanted:
+                    yield number, column({text_key: values[number - first].as_py()}, text_key, f"{file}: row {number}")
+            first += size
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{file}: not a Parquet file: {error}") from error
+
+
+READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
+    ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".parquet": _parquet}
+TEXT_SUFFIXES = tuple(READERS)
+
+
+def _open(file: Path):
+    return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
+
+
+def column(record: object, text_key: str, where: str) -> str:
+    """The text of a record. Raises ConfigError saying where, and which columns there are."""
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: not a record but {type(record).__name__}")
+    if text_key not in record:
+        raise ConfigError(f"{where}: no column {text_key!r}, but {', '.join(map(repr, record))}: set data.text_key (--text-key)")
+    if not isinstance(record[text_key], str):
+        raise ConfigError(f"{where}: column {text_key!r} holds {type(record[text_key]).__name__}, not text")
+    return record[text_key]
+
+
+def _similar(path: str) -> str:
+    """`; did you mean ...?` with names from the deepest folder of the path that exists."""
+    parent = Path(os.path.expanduser(path))
+    wanted = parent.name
+    while not parent.is_dir():
+        parent, wanted = parent.parent, parent.name
+    names = sorted(entry.name for entry in parent.iterdir())
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+    if near:
+        return "; did you mean " + " or ".join(str(parent / name) for name in near) + "?"
+    return f"; {parent}{os.sep} holds {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}"

@@ -1,0 +1,43 @@
+"""A seeded permutation of range(n) that takes no memory: a sample's place in the order is computed, not looked up."""
+from __future__ import annotations
+
+import hashlib
+
+ROUNDS = 6
+MASK = (1 << 64) - 1
+
+
+def permute(index: int, size: int, *seed: int) -> int:
+    """Where the permutation of range(size) drawn from `seed` sends `index`.
+
+    A Feistel network permutes the next power of four; walking its cycle until it lands below size permutes range(size) itself.
+    Fewer than four walks are expected, so the cost does not depend on size.
+    """
+    if size < 2:
+        return 0
+    half = ((size - 1).bit_length() + 1) // 2
+    keys = _keys(seed)
+    while True:
+        index = _feistel(index, half, keys)
+        if index < size:
+            return index
+
+
+def _keys(seed: tuple[int, ...]) -> list[int]:
+    digest = hashlib.blake2b(repr(seed).encode(), digest_size=8 * ROUNDS).digest()
+    return [int.from_bytes(digest[8 * i:8 * i + 8], "little") for i in range(ROUNDS)]
+
+
+def _feistel(index: int, half: int, keys: list[int]) -> int:
+    low = (1 << half) - 1
+    left, right = index >> half, index & low
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & low)
+    return left << half | right
+
+
+def _mix(value: int) -> int:
+    """MurmurHash3's finalizer: every input bit reaches every output bit."""
+    value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD & MASK
+    value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 & MASK
+    return value ^ value >> 33
