@@ -1,0 +1,36 @@
+"""Compose every cell of this command line with Hydra; check, place and start them together. `python launch.py --help` lists the keys."""
+import os
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+from titan_hydra.config import explain, register_schema
+from titan_hydra.launch.dispatch import dispatch, refuse_launcher
+
+cells = []
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def compose(config):
+    cells.append((config, list(HydraConfig.get().overrides.task)))  # nothing starts before all cells are known to be good
+
+
+def main() -> int:
+    """Returns the exit status: a mistake on the command line is one line and 2; HYDRA_FULL_ERROR=1 shows Hydra's traceback."""
+    refuse_launcher(sys.argv[1:])
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself and exits 1
+    register_schema()
+    try:
+        compose()
+    except Exception as error:
+        if full_error or not (line := explain(error)):
+            raise
+        print(line, file=sys.stderr)
+        return 2
+    return dispatch(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

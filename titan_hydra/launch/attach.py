@@ -1,0 +1,168 @@
+"""Watch a running attempt from a terminal: rank 0's lines as they come, a progress line, and Ctrl-C.
+
+The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop, the second kills them, and so does a stop that takes too
+long. Nothing here is needed for the run to go on: launch.py may die, and attach again.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from . import rundir
+from .failure import LAST_WORDS
+from .records import alive, last_record, read_json
+
+STOP_LIMIT = 30  # seconds for the ranks to reach the end of their step; while they write a checkpoint, no limit but a second Ctrl-C
+POLL = 0.1
+
+
+class Interrupts:
+    """Counts Ctrl-C and SIGTERM instead of being ended by them."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Interrupts]:
+        """Count while the block runs; the handlers of before come back after it."""
+        before = {number: signal.signal(number, lambda got, frame: self.received.append(got)) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @property
+    def status(self) -> int:
+        """Exit status of a program that was ended by the first signal."""
+        return 128 + self.received[0]
+
+
+def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen | None = None) -> None:
+    """Watch until all ranks of the attempt have ended. `parent` is the ranks' parent process if this launcher has started it."""
+    asked = killed = None
+    with contextlib.ExitStack() as stack:
+        show = stack.enter_context(_terminal(steps) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
+        echo = Echo(attempt / "rank_0.log", show.line)
+        while _running(attempt, parent):
+            echo.more()
+            show.progress(directory, attempt)
+            now = time.monotonic()
+            if interrupts.received and asked is None:
+                asked = now
+                show.line(f"asking {_stop(attempt, parent)} to save and stop at the end of this step; Ctrl-C again kills")
+            too_long = asked is not None and now - asked > STOP_LIMIT and not any(directory.glob("checkpoints/*.writing"))
+            if killed is None and (len(interrupts.received) > 1 or too_long):
+                killed = now
+                show.line("killing all ranks" + (f": they did not stop within {STOP_LIMIT} s" if too_long else ""))
+                kill(attempt, parent)
+            time.sleep(POLL)
+        echo.more()
+    kill(attempt, parent)  # whatever may be left when the parent itself was killed
+
+
+def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
+    """Whether the ranks' parent lives or, without one, any rank. A child of ours must be polled, or it stays as a zombie."""
+    if parent is not None:
+        return parent.poll() is None
+    return rundir.host_of_running(attempt) is not None
+
+
+def _stop(attempt: Path, parent: subprocess.Popen | None) -> str:
+    """SIGTERM to every rank, through their parent if they have one. Returns whom, in words."""
+    owner = read_json(attempt / "ranks.json")
+    ranks = rundir.processes(attempt)
+    if alive(owner):
+        os.kill(owner["pid"], signal.SIGTERM)
+    elif parent is not None:  # it has not started any rank yet
+        kill(attempt, parent)
+    else:
+        for rank in ranks:
+            os.kill(rank["pid"], signal.SIGTERM)
+    count = len((owner or {}).get("ranks", ranks))
+    return f"all {count} ranks" if count > 1 else "the rank"
+
+
+def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
+    """SIGKILL to the parent's process group (ranks and their helpers), and to ranks that belong to none."""
+    owner = read_json(attempt / "ranks.json")
+    group = parent.pid if parent is not None else owner["pid"] if alive(owner) else None
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group is not None:
+            os.killpg(group, signal.SIGKILL)
+    for rank in rundir.processes(attempt):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank["pid"], signal.SIGKILL)
+
+
+class Echo:
+    """New lines of a log, up to the traceback at its end: the guilty rank's is shown later, and it may be another's."""
+
+    def __init__(self, path: Path, line) -> None:
+        self.path, self.line = path, line
+        self.file: BinaryIO | None = None
+        self.rest, self.over = b"", False
+
+    def more(self) -> None:
+        """Hand on what has been written since the last call, whole lines only."""
+        if self.file is None:
+            try:
+                self.file = self.path.open("rb")
+            except FileNotFoundError:
+                return
+        *lines, self.rest = (self.rest + self.file.read()).split(b"\n")
+        for line in lines:
+            self.over = self.over or line.startswith(LAST_WORDS.encode())
+            if not self.over:
+                self.line(line.decode(errors="replace"))
+
+
+class _Lines:
+    """No terminal (a pipe, a CI log): plain lines and no progress."""
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def progress(self, directory: Path, attempt: Path) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _terminal(steps: int) -> Iterator[_Terminal]:
+    """A progress line below the log, gone at the end."""
+    from rich import progress
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+               progress.TextColumn("{task.fields[numbers]}"))
+    with progress.Progress(*columns, transient=True) as bar:
+        yield _Terminal(bar, bar.add_task("starting", total=steps, numbers=""))
+
+
+class _Terminal:
+    """Lines above a progress bar."""
+
+    def __init__(self, bar, task: int) -> None:
+        self.bar, self.task, self.next = bar, task, 0.0
+
+    def line(self, text: str) -> None:
+        self.bar.console.out(text, highlight=False)
+
+    def progress(self, directory: Path, attempt: Path) -> None:
+        """Step, loss, rate and time to go, from the trainer's files, twice a second."""
+        if time.monotonic() < self.next:
+            return
+        self.next = time.monotonic() + 0.5
+        status, row = read_json(attempt / "status.json"), last_record(directory / "metrics.jsonl")
+        if not status or not row:
+            return
+        total = self.bar.tasks[0].total
+        minutes, seconds = divmod(int((total - status["step"]) * row["step_seconds"]), 60)
+        numbers = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02d} to go"
+        self.bar.update(self.task, completed=status["step"], description="training", numbers=numbers)

@@ -1,0 +1,210 @@
+"""From composed cells to runs: read and check all of them, then run each that needs it, and say what came of it."""
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_hydra.config import Fault, Job, check, freeze, identity, read, world_size
+from titan_hydra.config.status import Exit
+
+from . import rundir, show, worker
+from .attach import Interrupts, attach
+from .rundir import State
+
+# launch.retry: the failures, by exit status, that it runs again.
+RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit.HANG), "failed": tuple(Exit), "all": tuple(Exit)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell that passed the checks."""
+
+    number: int  # among all cells of the command line, from 1
+    overrides: list[str]
+    job: Job
+    directory: Path
+
+    @property
+    def ranks(self) -> int:
+        return world_size(self.job)
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / (self.job.cluster.gpus_per_node or self.ranks))
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """What the cell takes at most; None without a time limit."""
+        minutes = self.job.cluster.time_minutes
+        return None if minutes is None else self.ranks * minutes / 60
+
+
+def refuse_launcher(arguments: list[str]) -> None:
+    """Hydra's launcher plugins would run each cell unchecked, and know nothing of ranks. Raises SystemExit(2)."""
+    for argument in arguments:
+        if argument.lstrip("+").startswith("hydra/launcher=") and not argument.endswith("=basic"):
+            print(f"{argument}: cells are started by this program itself; use cluster=slurm (or cluster=local)", file=sys.stderr)
+            raise SystemExit(Exit.CONFIG)
+
+
+def dispatch(composed: list[tuple]) -> int:
+    """Run composed cells, (configuration, overrides) each. Returns the exit status: of the first cell that did not end well, or 0."""
+    if not composed:  # --help, --cfg, --info
+        return Exit.DONE
+    cells, faults = read_all(composed)
+    cells = list(without_twins(cells))
+    skip = any(config.launch.skip_invalid is True for config, _ in composed)
+    for fault in faults:
+        print(f"{'left out: ' if skip else ''}{fault}", file=sys.stderr)
+    if not cells or (faults and not skip):
+        return Exit.CONFIG
+    launch = cells[0].job.launch
+    states = [rundir.state(cell.directory) for cell in cells]
+    if launch.mode == "dry":
+        show.plan(cells, states)
+        return Exit.DONE
+    if place_faults := list(faults_of_the_place(cells, states)):
+        print(*place_faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    try:
+        return run_all(cells)
+    except KeyboardInterrupt:  # between two cells, or in the one that runs in this process
+        print("stopped; the same command line goes on", file=sys.stderr)
+        return 130
+
+
+def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
+    """Type, freeze and check all cells. Returns those without faults, and the faults of the others, a line each."""
+    cells, lines = [], []
+    for number, (config, overrides) in enumerate(composed, start=1):
+        job, faults = read(config)
+        if job is not None:
+            job = freeze(job)
+            faults = check(job)
+        where = f"   (cell {number} of {len(composed)}: {' '.join(overrides)})" if len(composed) > 1 else ""
+        lines += [f"{fault}{where}" for fault in faults]
+        if not faults:
+            cells.append(Cell(number, overrides, job, rundir.directory_of(job)))
+    return cells, lines
+
+
+def without_twins(cells: list[Cell]) -> Iterable[Cell]:
+    """Cells that are one and the same experiment run once."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        twin = first.setdefault(identity(cell.job), cell)
+        if twin is cell:
+            yield cell
+        else:
+            print(f"cell {cell.number} is the same experiment as cell {twin.number} ({twin.directory.name}): it runs once")
+
+
+def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
+    """What stands against running here and now. Looks at all cells together; writes nothing where there is a fault."""
+    launch, faults = cells[0].job.launch, []
+    for cell, state in zip(cells, states, strict=True):
+        if launch.force and state.kind == "running":
+            faults.append(Fault("launch.force", True, f"{cell.directory.name} is running; stop it first (the same line without "
+                                "launch.force attaches to it, then Ctrl-C)"))
+    parallel = cells[0].job.cluster.max_parallel
+    if parallel > 1:
+        faults.append(Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1)))
+    if launch.max_gpu_hours is not None:
+        hours = [cell.gpu_hours for cell, state in zip(cells, states, strict=True) if launch.force or state.kind not in ("done", "running")]
+        if None in hours:
+            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: there is no other bound"))
+        elif sum(hours) > launch.max_gpu_hours:
+            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, f"{len(hours)} cells could take {sum(hours):,.1f} GPU-hours"))
+    for runs in {} if faults else {cell.directory.parent for cell in cells}:
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=runs).close()
+        except OSError as error:
+            faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
+    return faults
+
+
+def run_all(cells: list[Cell]) -> int:
+    """One cell after another; a failed one does not stop the others, Ctrl-C does."""
+    states: list[State] = []
+    status = Exit.DONE
+    interrupts = Interrupts()
+    for number, cell in enumerate(cells, start=1):
+        if len(cells) > 1:
+            print(f"\n[{number}/{len(cells)}] {cell.directory.name}   {' '.join(cell.overrides)}", flush=True)
+        states.append(settle(cell, interrupts))
+        status = status or rundir.result_status(states[-1])
+        if interrupts.received:
+            break
+    rest = [rundir.state(cell.directory) for cell in cells[len(states):]]
+    if len(cells) > 1:
+        show.results(cells, states + rest)
+    if interrupts.received and any(state.kind != "done" for state in [states[-1], *rest]):
+        return interrupts.status
+    return status
+
+
+def settle(cell: Cell, interrupts: Interrupts) -> State:
+    """Bring one cell to its end, whatever its state: start it, attach to it, or say why not. Returns the state it ends in."""
+    launch, fresh = cell.job.launch, cell.job.launch.force
+    while True:
+        state = rundir.state(cell.directory)
+        if state.kind == "running":
+            if not state.here:
+                print(f"{cell.directory.name}: runs on {state.host}; attach to it there", file=sys.stderr)
+                return state
+            print(f"{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
+            return watch(cell, cell.directory / "attempts" / str(state.attempt), interrupts)
+        if not fresh and state.kind == "done":
+            print(show.result_line(cell.directory))
+            return state
+        if not fresh and state.kind == "failed" and state.failure.status not in RETRY[launch.retry]:
+            show.failure(cell.directory, state.failure)
+            print("  it failed before and was not started; launch.retry=failed runs it again", file=sys.stderr)
+            return state
+        attempt = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh)
+        if attempt is not None:
+            return start(cell, attempt, interrupts)
+
+
+def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
+    """Run a claimed attempt to its end."""
+    again = f", attempt {attempt.name}" if attempt.name != "1" else ""
+    print(f"{cell.directory}{again}: {cell.ranks} rank{'s' if cell.ranks > 1 else ''}", flush=True)
+    try:
+        if cell.job.cluster.executor == "inline":
+            if worker.run(str(cell.directory), int(attempt.name), inline=True) == 130:
+                raise KeyboardInterrupt
+            rundir.end_attempt(attempt)
+            return tell(cell)
+        from . import local  # submitit
+
+        with interrupts.counted():
+            parent = local.start(cell.directory, attempt, cell.ranks, cell.job.cluster.time_minutes)
+            return watch(cell, attempt, interrupts, parent)
+    finally:
+        rundir.end_attempt(attempt)
+
+
+def watch(cell: Cell, attempt: Path, interrupts: Interrupts, parent=None) -> State:
+    """Attach to an attempt until it is over, and say how it ended."""
+    with interrupts.counted():
+        attach(cell.directory, attempt, cell.job.steps, interrupts, parent)
+    rundir.end_attempt(attempt)
+    return tell(cell)
+
+
+def tell(cell: Cell) -> State:
+    """Say how a run has ended, and what to type next."""
+    state = rundir.state(cell.directory)
+    if state.kind == "done":
+        print(show.result_line(cell.directory))
+    elif state.kind == "failed":
+        show.failure(cell.directory, state.failure)
+    else:
+        print(f"{cell.directory.name}: {show.last_word(cell.directory, state)}; the same command line resumes it", file=sys.stderr)
+    return state

@@ -1,0 +1,199 @@
+"""A run directory: created whole or not at all, claimed by one launcher at a time, and what its files say about the state of the run.
+
+    runs/<name>-<hash>/config.json overrides.txt env.json attempts/<n>/... and what the trainer adds
+
+An attempt is claimed by renaming a finished folder to attempts/<n>, which fails if that exists. Whoever claims writes who it is into the
+folder first, so there is no moment in which an attempt exists and nobody knows whose it is.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import titan_hydra
+from titan_hydra.config import Job, identity, to_dict
+from titan_hydra.config.run import versions
+from titan_hydra.config.status import Exit
+
+from .failure import Failure, guilty
+from .records import alive, read_json, this_process, write_json, write_text
+
+REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
+SILENCE = 120  # seconds without a sign of life after which a run on another host counts as interrupted
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands: new, running, done, interrupted or failed; its newest attempt (0: none), and why it failed."""
+
+    kind: str
+    attempt: int = 0
+    failure: Failure | None = None
+    host: str | None = None  # where it runs
+
+    @property
+    def here(self) -> bool:
+        return self.host == socket.gethostname()
+
+
+def directory_of(job: Job) -> Path:
+    """Where a job's run directory is, or will be."""
+    return Path(job.paths.runs).expanduser().absolute() / f"{job.name}-{identity(job)}"
+
+
+def state(directory: Path) -> State:
+    """Read the state of a run from its files."""
+    attempt = newest_attempt(directory)
+    if not directory.is_dir():
+        return State("new")
+    folder = directory / "attempts" / str(attempt)
+    host = host_of_running(folder)
+    if host:
+        return State("running", attempt, host=host)
+    if (read_json(directory / "result.json") or {}).get("status") == "done":
+        return State("done", attempt)
+    failure = guilty(folder)
+    return State("failed", attempt, failure) if failure else State("interrupted", attempt)
+
+
+def newest_attempt(directory: Path) -> int:
+    """Number of the newest attempt; 0 when there is none."""
+    return max((int(folder.name) for folder in directory.glob("attempts/[0-9]*")), default=0)
+
+
+def processes(attempt: Path) -> list[dict]:
+    """The ranks of an attempt that still run on this host."""
+    ranks = [read_json(file) for file in attempt.glob("rank_*.json")]
+    return [rank for rank in ranks if rank and "exit_status" not in rank and alive(rank)]
+
+
+def host_of_running(attempt: Path) -> str | None:
+    """The host on which an attempt is running; None when it is over.
+
+    Its owner is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
+    """
+    owner = read_json(attempt / "ranks.json") or read_json(attempt / "attempt.json")
+    if owner and "ended" not in owner:
+        if owner["host"] == socket.gethostname():
+            return owner["host"] if alive(owner) or processes(attempt) else None
+        heard = max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0)
+        return owner["host"] if time.time() - heard < SILENCE else None
+    return socket.gethostname() if processes(attempt) else None
+
+
+def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False) -> Path | None:
+    """Become the one that runs attempt `number`. Returns its folder, or None if somebody else was faster: look at the state again.
+
+    `fresh` starts the run again from nothing: the old directory goes away as a whole. Raises OSError when it cannot be written.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if not directory.is_dir():
+        return _create(directory, job, overrides)
+    attempts = directory / "attempts"
+    attempts.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".claim-", dir=attempts, ignore_cleanup_errors=True) as scratch:
+        mine = Path(scratch) / "attempt"
+        _write_attempt(mine, overrides)
+        try:
+            mine.rename(attempts / str(number))
+        except OSError:
+            return None
+    if any(host_of_running(folder) for folder in attempts.glob("[0-9]*") if folder.name != str(number)):
+        shutil.rmtree(attempts / str(number))  # the directory was replaced under us by a launcher with launch.force
+        return None
+    if fresh:
+        _remove(directory)
+        return _create(directory, job, overrides)
+    _write_run(directory, job, overrides)
+    return attempts / str(number)
+
+
+def _create(directory: Path, job: Job, overrides: list[str]) -> Path | None:
+    """A new run directory with its first attempt, in one rename."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
+        run = Path(scratch) / directory.name
+        _write_attempt(run / "attempts" / "1", overrides)
+        _write_run(run, job, overrides)
+        try:
+            run.rename(directory)
+        except OSError:
+            if directory.is_dir():
+                return None
+            raise
+    return directory / "attempts" / "1"
+
+
+def _remove(directory: Path) -> None:
+    """Take a run directory away in one rename, then delete it: what a kill in between leaves is not taken for a run."""
+    grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
+    grave.parent.mkdir(exist_ok=True)
+    directory.rename(grave)
+    for folder in grave.parent.glob(f"{directory.name}-*"):  # also what a kill has left there earlier
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        grave.parent.rmdir()
+
+
+def _write_attempt(folder: Path, overrides: list[str]) -> None:
+    folder.mkdir(parents=True)
+    write_json(folder / "attempt.json", {**this_process(), "started": time.time(), "overrides": overrides})
+
+
+def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
+    """What runs: the newest attempt's, where settings that are not part of the identity may have changed."""
+    write_json(directory / "config.json", to_dict(job))
+    write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    environment = describe_environment()
+    write_json(directory / "env.json", environment)
+    newest = directory / "attempts" / str(newest_attempt(directory))
+    write_json(newest / "env.json", environment)
+
+
+def end_attempt(attempt: Path) -> None:
+    """Mark that the launcher is through with an attempt, while it goes on to other cells."""
+    record = read_json(attempt / "attempt.json")
+    if record:
+        write_json(attempt / "attempt.json", {**record, "ended": time.time()})
+
+
+def describe_environment() -> dict:
+    """Code, versions and machine of this run. Nothing from os.environ: it may hold secrets."""
+    return {
+        "git_sha": _git("rev-parse", "HEAD"),
+        "git_diff": _git("diff", "HEAD"),
+        "git_untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
+        "versions": {**versions(), **{name: metadata.version(name) for name in ("hydra-core", "submitit")}},
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "folder": os.getcwd(),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the checkout of this code; None if it is not one, or there is no git."""
+    root = Path(titan_hydra.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, errors="replace").stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def result_status(state: State) -> int:
+    """Exit status that a run's state stands for."""
+    if state.kind == "failed":
+        return state.failure.status
+    return Exit.DONE if state.kind == "done" else Exit.REQUEUED

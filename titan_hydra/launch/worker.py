@@ -1,0 +1,178 @@
+"""What every rank starts with: it finds out which rank it is, checks that the job is the one that was submitted, and calls the trainer.
+
+Three ways in: submitit calls `run`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank without
+them); cluster=inline calls `run(..., inline=True)`. A rank imports only what its job needs: no Hydra, no launcher.
+"""
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_hydra.config import Job, from_dict, identity, world_size
+from titan_hydra.config.run import Run
+from titan_hydra.config.status import ConfigError, Exit, RunError
+
+from .failure import LAST_WORDS, describe
+from .records import read_json, this_process, write_json, write_text
+
+START_LIMIT = 300  # seconds until all ranks must have found rank 0
+# Who started this rank tells it its place in these variables: rank, ranks, its number on this host, ranks on this host.
+VARIABLES = {
+    "local": ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the ranks this process is, and who started it."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    starter: str  # local, slurm, torchrun, or nobody
+
+    @classmethod
+    def find(cls, inline: bool) -> Place:
+        starter = "nobody" if inline else os.environ.get("SUBMITIT_EXECUTOR") or ("torchrun" if "RANK" in os.environ else "nobody")
+        if starter not in VARIABLES:
+            return cls(0, 1, 0, 1, "nobody")
+        return cls(*(int(os.environ.get(variable, default)) for variable, default in zip(VARIABLES[starter], "0101", strict=True)), starter)
+
+
+def run(directory: str, attempt: int, inline: bool = False) -> int:
+    """Be one rank of a run. Ends the process with the rank's exit status, but inline, where that is returned."""
+    folder = Path(directory).absolute()
+    place, attempt_folder = Place.find(inline), folder / "attempts" / str(attempt)
+    attempt_folder.mkdir(parents=True, exist_ok=True)
+    if not inline:
+        _own_process(attempt_folder / f"rank_{place.rank}.log")
+    record = {**this_process(), "started": time.time()}
+    record_file = attempt_folder / f"rank_{place.rank}.json"
+    write_json(record_file, record)
+    error, before = None, signal.getsignal(signal.SIGTERM)
+    try:
+        _train(folder, attempt_folder, place)
+        status = Exit.DONE
+    except BaseException as caught:  # also SystemExit and KeyboardInterrupt: each way to end has its status
+        status, error = describe(caught)
+        if not inline:
+            _say_why(status, error)
+    write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
+    if inline:
+        signal.signal(signal.SIGTERM, before)  # the trainer's handler would swallow it between two cells
+        return int(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # at once: a NCCL destructor or a thread of a data loader could wait for peers that are gone
+
+
+def _own_process(log: Path) -> None:
+    """Everything this rank says goes to its log; signals act as usual again (submitit ignores SIGTERM); SIGQUIT prints all stacks."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target in (1, 2):
+        os.dup2(descriptor, target)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)
+    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
+
+
+def _train(directory: Path, attempt: Path, place: Place) -> None:
+    job = load_job(directory)
+    ranks = 1 if job.comm.name == "fake" else world_size(job)
+    if place.ranks != ranks:
+        raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))
+    os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.ranks))
+    store = _rendezvous(attempt / "rendezvous", place)
+
+    from titan_hydra.train import trainer
+
+    trainer.train(job, Run(directory, attempt, place.rank, place.local_rank, place.ranks, store))
+
+
+def load_job(directory: Path) -> Job:
+    """The job in config.json. Raises ConfigError if it is not the one whose hash the directory bears: edited, or from another version."""
+    file = directory / "config.json"
+    content = read_json(file)
+    if content is None:
+        raise ConfigError(f"{file}: no such file, or not JSON")
+    try:
+        job = from_dict(Job, content)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
+    expected = directory.name.rpartition("-")[2]
+    if identity(job) != expected:
+        raise ConfigError(f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it was submitted")
+    return job
+
+
+def _rendezvous(file: Path, place: Place):
+    """A store that all ranks share, and MASTER_ADDR and MASTER_PORT. Rank 0 takes a free port and writes it to `file`; nobody guesses one.
+
+    torchrun has a store already. Raises NoRendezvous when rank 0 does not come up.
+    """
+    from datetime import timedelta
+
+    from torch import distributed
+
+    limit = timedelta(seconds=START_LIMIT)
+    if place.starter == "torchrun" and "MASTER_PORT" in os.environ:
+        return next(distributed.rendezvous("env://", place.rank, place.ranks, timeout=limit))[0]
+    if place.rank == 0:
+        host = "127.0.0.1" if place.local_ranks == place.ranks else socket.gethostname()
+        store = distributed.TCPStore(host, 0, place.ranks, is_master=True, wait_for_workers=False, timeout=limit)
+        write_text(file, f"{host} {store.port}\n")
+        port = store.port
+    else:
+        host, port = _wait_for(file)
+        store = distributed.TCPStore(host, port, place.ranks, is_master=False, wait_for_workers=False, timeout=limit)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    return store
+
+
+class NoRendezvous(RunError):
+    """Rank 0 did not come up."""
+
+    status = Exit.HANG
+
+
+def _wait_for(file: Path) -> tuple[str, int]:
+    deadline = time.monotonic() + START_LIMIT
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
+        time.sleep(0.05)
+    host, port = file.read_text().split()
+    return host, int(port)
+
+
+def _say_why(status: int, error: dict) -> None:
+    """The last lines of this rank's log."""
+    print(f"{LAST_WORDS} {int(status)}", file=sys.stderr)
+    print(error["traceback"] or f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """DIRECTORY [ATTEMPT]; without ATTEMPT the newest one, or the first."""
+    if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
+        print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
+        return Exit.CONFIG
+    attempts = [int(folder.name) for folder in Path(arguments[0]).glob("attempts/[0-9]*")]
+    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else max(attempts, default=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
