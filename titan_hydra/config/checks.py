@@ -61,8 +61,9 @@ def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
 @rule(VALUES)
 def counts_are_positive(job: Job) -> Iterator[Fault]:
     """Sizes, steps and intervals count things."""
-    for key in ("steps", "gpus", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.multiple_of",
-                "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch", "checkpoint.interval", "validation.interval",
+    for key in ("steps", "gpus", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
+                "model.multiple_of", "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch",
+                "checkpoint.interval", "validation.interval",
                 "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
                 "comm.init_timeout_seconds", "comm.train_timeout_seconds"):
         if value_of(job, key) < 1:
@@ -71,7 +72,8 @@ def counts_are_positive(job: Job) -> Iterator[Fault]:
                 "checkpoint.keep_latest_k", "seed", "cluster.max_parallel"):
         if not value_of(job, key) >= 0:
             yield Fault(key, value_of(job, key), "must not be negative", legal=(0,))
-    for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"):
+    for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2",
+                "optimizer.muon_momentum"):
         if not 0 <= value_of(job, key) <= 1:
             yield Fault(key, value_of(job, key), "is a share between 0 and 1")
 
@@ -132,7 +134,8 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
         yield Fault("model.n_kv_heads", model.n_kv_heads, f"{model.n_heads} heads cannot share it evenly", legal=divisors(model.n_heads))
     if model.dim % model.n_heads or model.dim // model.n_heads % 2:
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
-        yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)", legal=legal)
+        yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)",
+                    legal=legal)
 
 
 @rule(LAYOUT)
@@ -141,7 +144,8 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
     seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
     parts = (2 * cp if cp > 1 else 1) * (tp if job.parallelism.sequence_parallel else 1)
     if seq_len % parts:
-        yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})", legal=_multiples_around(seq_len, parts))
+        yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})",
+                    legal=_multiples_around(seq_len, parts))
     if seq_len > job.model.max_seq_len:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
@@ -154,10 +158,12 @@ def stages_divide_the_layers(job: Job) -> Iterator[Fault]:
         return
     per_rank = {"gpipe": (1,), "1f1b": (1,), "zbv": (2,), "dualpipe_v": (2,)}.get(schedule.name, ())
     if per_rank and schedule.stages_per_rank not in per_rank:
-        yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts another number on a rank", legal=per_rank)
+        yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts another number on a rank",
+                    legal=per_rank)
     stages = pp * schedule.stages_per_rank
     if stages > layers:
-        yield Fault("parallelism.pp", pp, f"{stages} stages, but the model has {layers} blocks", legal=(layers // schedule.stages_per_rank,))
+        yield Fault("parallelism.pp", pp, f"{stages} stages, but the model has {layers} blocks",
+                    legal=(layers // schedule.stages_per_rank,))
     microbatches = schedule.microbatches
     if microbatches is not None and (microbatches < 1 or job.data.local_batch % microbatches):
         yield Fault("pp_schedule.microbatches", microbatches, f"data.local_batch {job.data.local_batch} cannot be cut into it",
@@ -196,7 +202,8 @@ def technique_is_implemented(job: Job) -> Iterator[Fault]:
 def warmup_ends_before_the_run(job: Job) -> Iterator[Fault]:
     """A rate that never reaches its peak is a typo, not a schedule."""
     if job.lr_scheduler.warmup_steps > job.steps:
-        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps, f"longer than the run of {job.steps} steps", legal=(job.steps,))
+        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps, f"longer than the run of {job.steps} steps",
+                    legal=(job.steps,))
 
 
 @rule(RECIPE)
@@ -205,12 +212,14 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
     if job.parallelism.pp == 1 or job.pp_schedule.name not in ("interleaved_zb", "zbv", "dualpipe_v"):
         return
     if job.parallelism.reshard_after_forward == "always":
-        yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients", legal=("never",))
+        yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",
+                    legal=("never",))
     if job.ac.name in ("op", "lean"):
         yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} runs a block's backward twice, which selective AC refuses",
                     legal=("none", "full", "layer"))
     if job.compile.name != "off":
-        yield Fault("compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse", legal=("off",))
+        yield Fault("compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse",
+                    legal=("off",))
 
 
 @rule(RECIPE)

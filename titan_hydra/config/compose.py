@@ -5,10 +5,15 @@ import atexit
 import re
 import shutil
 import tempfile
+from pathlib import Path
 
+from .checks import check
 from .fault import Fault, suggest
-from .load import known_keys
+from .load import freeze, known_keys, read
 from .schema import Job
+from .status import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
 
 
 def register_schema() -> None:
@@ -25,6 +30,25 @@ def _scratch() -> str:
     folder = tempfile.mkdtemp(prefix="titan_hydra_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def compose_job(*overrides: str) -> Job:
+    """Compose, freeze and check one job from this checkout's conf/, for programs other than launch.py. Raises ConfigError."""
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    register_schema()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            job, faults = read(compose("config", list(overrides)))
+    except HydraException as error:
+        raise ConfigError(explain(error)) from error
+    if job is not None:
+        job = freeze(job)
+        faults = check(job)
+    if faults:
+        raise ConfigError("\n".join(map(str, faults)))
+    return job
 
 
 def explain(error: BaseException) -> str | None:
@@ -67,11 +91,13 @@ def _bad_value(value: str, kind: str, key: str) -> str:
 
 PATTERNS = [
     (r"Could not find '([^'/]+(?:/[^'/]+)*)/([^'/]+)'\s+Available options in '[^']+':\n(.*?)(?:\nConfig search path|$)", _unknown_option),
-    (r"Could not add '([^'=]+)=[^']*'", lambda group: f"+{group}: the group is chosen already; write {group}=OPTION without +"),
-    (r"Value '(.*?)'.* (?:could not be converted to|is incompatible with type hint) '?([\w.\[\], |]+?)'?\n.*?full_key: ([\w.\[\]]+)", _bad_value),
+    (r"Multiple values for (\w+)\.", lambda group: f"+{group}: the group is in the defaults already; write {group}=OPTION without +"),
+    (r"Value '(.*?)'.* (?:could not be converted to|is incompatible with type hint) '?([\w.\[\], |]+?)'?\n"
+     r".*?full_key: ([\w.\[\]]+)", _bad_value),
     (r"Could not override '([^']+)'", _unknown_key),
     (r"Key '[^']+' (?:is )?not in .*?full_key: ([\w.]+)", _unknown_key),
-    (r"Could not append to config\. An item is already at '([^']+)'", lambda key: f"+{key}: the key exists already; write {key}=VALUE without +"),
+    (r"Could not append to config\. An item is already at '([^']+)'",
+     lambda key: f"+{key}: the key exists already; write {key}=VALUE without +"),
     (r"Could not delete from config\. '([^']+)' does not exist", _unknown_key),
     (r"Interpolation key '([^']+)' not found", lambda key: f"${{{key}}}: an interpolation names a key that does not exist"),
 ]

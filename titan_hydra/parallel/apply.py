@@ -1,0 +1,17 @@
+"""The order in which techniques are applied to a model (or to one stage of it) on the meta device."""
+from __future__ import annotations
+
+from torch import nn
+
+from titan_hydra.config.schema import Job
+
+from . import data
+from .mesh import Mesh
+
+
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
+    """Turn a meta-device module into this rank's part of it, in place.
+
+    FSDP comes last: it shards whatever parameters the techniques before it have left on this rank.
+    """
+    data.apply(module, mesh, job.precision, job.parallelism)

@@ -1,0 +1,60 @@
+"""Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards), of which DDP and HSDP are cases."""
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan_hydra.config.schema import Parallelism, Precision
+
+from .mesh import Mesh
+
+
+def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Parallelism) -> None:
+    """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. A mesh without data-parallel ranks needs no wrapping.
+
+    Each block is gathered by itself just before it runs. The last group (norm and output) is used first in the backward, so that
+    freeing it after the forward would only buy another gather.
+    """
+    if mesh.fsdp is None:
+        return
+    options = {
+        "mesh": mesh.fsdp,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(precision.compute_dtype), reduce_dtype=_dtype(precision.reduce_dtype)),
+    }
+    default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once for each
+    reshard = {"always": True, "never": False, "default": default}[parallelism.reshard_after_forward]
+    for block in module.layers.values():
+        fully_shard(block, **options, reshard_after_forward=reshard)
+    if module.tok_embeddings is not None and not module.config.tie_embeddings:
+        fully_shard(module.tok_embeddings, **options, reshard_after_forward=reshard)
+    last = [part for part in (module.norm, module.output) if part is not None]
+    if last and not module.config.tie_embeddings:
+        fully_shard(last, **options, reshard_after_forward=parallelism.reshard_after_forward == "always")
+    fully_shard(module, **options, reshard_after_forward=reshard)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # The loss is a sum divided once by the tokens of the global batch: every reduction over ranks must be a plain sum.
+            # Left to itself FSDP divides by the ranks, and with a factor of its own HSDP would still do so (TorchTitan #2318).
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def last_microbatch(module: nn.Module, last: bool) -> None:
+    """Tell a sharded module whether this backward is the step's last: replicas add up their gradients only then (TorchTitan #1929)."""
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(last)
+        module.set_requires_all_reduce(last)
+
+
+def autocast(mesh: Mesh, precision: Precision, device: torch.device) -> contextlib.AbstractContextManager:
+    """Mixed precision where no FSDP does it: on one data-parallel rank parameters stay as they are and autocast casts what is used."""
+    if mesh.fsdp is not None or precision.compute_dtype == precision.param_dtype:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=_dtype(precision.compute_dtype))
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)

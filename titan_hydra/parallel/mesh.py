@@ -1,0 +1,81 @@
+"""The device mesh: which rank has which place in (pp, dp_replicate, dp_shard, cp, tp), and the groups that follow from it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_hydra.config.schema import Parallelism
+
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # tp innermost: its ranks sit on one node, where links are fastest
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's view of the mesh. `fsdp` is what parameters are sharded (and replicated) over, None if over nothing.
+
+    `batch` joins the ranks that see different samples, `loss` those that see different tokens (batch and cp).
+    """
+
+    degrees: Parallelism
+    world: DeviceMesh | None
+    fsdp: DeviceMesh | None
+    batch: dist.ProcessGroup | None
+    loss: dist.ProcessGroup | None
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.degrees.dp_replicate * self.degrees.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among them: which slots of a batch it takes."""
+        return self.coordinate("dp_replicate") * self.degrees.dp_shard + self.coordinate("dp_shard")
+
+    def coordinate(self, name: str) -> int:
+        """This rank's place along one dimension; 0 where the mesh does not have it."""
+        if self.world is None or name not in self.world.mesh_dim_names:
+            return 0
+        return self.world.get_local_rank(name)
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this rank's loss counts in the sum over all ranks: tp ranks hold copies, and only the last stage has one."""
+        return self.coordinate("tp") == 0 and self.coordinate("pp") == self.degrees.pp - 1
+
+
+def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
+    """Build the mesh on all ranks. Raises when the product of the degrees is not the number of ranks.
+
+    Dimensions of size 1 are left out, since each would cost a process group a rank. dp_shard stays wherever parameters are
+    shared out or copied, so that FSDP, HSDP and DDP are one thing: a 2-D mesh whose inner dimension may be 1.
+    """
+    sharded = degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1
+    names = [name for name in ORDER if getattr(degrees, name) > 1 or (name == "dp_shard" and sharded)]
+    if not names:
+        if dist.get_world_size() != 1:
+            raise RuntimeError(f"all degrees are 1, but there are {dist.get_world_size()} ranks")
+        return Mesh(degrees, None, None, None, None)
+    world = init_device_mesh(device_type, tuple(getattr(degrees, name) for name in names), mesh_dim_names=tuple(names))
+    if world.size() != dist.get_world_size():
+        raise RuntimeError(f"the degrees need {world.size()} ranks, but there are {dist.get_world_size()}")
+    shard = "dp_shard"
+    if degrees.cp > 1:
+        world["dp_shard", "cp"]._flatten("dp_shard_cp")
+        shard = "dp_shard_cp"
+    fsdp = None
+    if sharded:
+        fsdp = world["dp_replicate", shard] if degrees.dp_replicate > 1 else world[shard]
+    return Mesh(degrees, world, fsdp, _group(world, ("dp_replicate", "dp_shard")), _group(world, ("dp_replicate", "dp_shard", "cp")))
+
+
+def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None:
+    """The process group over several dimensions at once; None where the mesh has none of them."""
+    present = tuple(name for name in dims if name in world.mesh_dim_names)
+    if not present:
+        return None
+    if len(present) == 1:
+        return world.get_group(present[0])
+    return world[present]._flatten("_".join(present)).get_group()

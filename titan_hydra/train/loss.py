@@ -1,0 +1,15 @@
+"""Loss functions: a sum over tokens, so that the trainer can divide once by the tokens of the whole global batch."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+IGNORED = -100  # the label of a token that does not count
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of logits [batch, seq, vocab] for labels [batch, seq]; computed in float32 whatever the logits are."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
+
+
+LOSSES = {"cross_entropy": cross_entropy}

@@ -1,0 +1,195 @@
+"""What is measured and how it is written: metrics.jsonl is the truth, the console and trackers are copies.
+
+Definitions stand in docs/metrics.md. Unknown is None, never a guess.
+"""
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from titan_hydra.config.load import world_size
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Job
+from titan_hydra.models.flops import flops_per_token
+
+from .trackers import Tracker, open_trackers
+
+# Dense bf16 peak of a device, FLOP/s, by a part of its name; the first that matches. Vendors' data sheets.
+PEAK_FLOPS = {
+    "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "A6000": 154.85e12,
+    "GB200": 2.5e15, "B200": 2.25e15, "L40S": 362e12, "MI300X": 1300e12, "MI325X": 1300e12, "MI250X": 191.5e12,
+}
+
+
+class Clock:
+    """Times one step: how long it took, and how much of that was waiting for data. Whatever runs between steps is not counted."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []  # seconds of every step of this process but the first
+        self.window: list[tuple[float, float]] = []  # (step, data) seconds since the last row
+        self._first = True
+
+    def start(self) -> None:
+        """A step begins, with fetching its batch."""
+        self._began = time.perf_counter()
+
+    def has_data(self) -> None:
+        """The batch is there."""
+        self._data = time.perf_counter() - self._began
+
+    def stop(self) -> None:
+        """The step is over, its loss on the host."""
+        seconds = time.perf_counter() - self._began
+        self.window.append((seconds, self._data))
+        if not self._first:  # the first pays for compilation, allocator and communicators
+            self.steps.append(seconds)
+        self._first = False
+
+
+class Metrics:
+    """Collects the rows of a run on every rank and writes them on rank 0."""
+
+    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int) -> None:
+        self.job, self.run, self.device, self.clock = job, run, device, Clock()
+        self.ranks = world_size(job)
+        self.tokens_per_step = job.data.global_batch * job.data.seq_len
+        self.flops = flops_per_token(job.model, job.data.seq_len)
+        self.peak = job.metrics.peak_flops or peak_flops(device)
+        self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
+        self.file: TextIO | None = None
+        self.trackers: list[Tracker] = []
+        if run.rank == 0:
+            truncate(run.directory / "metrics.jsonl", resumed_at)
+            truncate(run.directory / "events.jsonl", resumed_at)
+            self.file = (run.directory / "metrics.jsonl").open("a")
+            self.trackers = open_trackers(job, run, resumed_at)
+
+    def due(self, step: int) -> bool:
+        """Whether the step gets a row: first of this process, last of the run, or every log_every-th."""
+        return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
+
+    def record(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """Make the row of a step from the times since the last row. Every rank calls it: memory is the largest over all of them."""
+        memory, reserved = self._memory()
+        seconds, data_seconds = (sum(column) / len(self.clock.window) for column in zip(*self.clock.window, strict=True))
+        self.clock.window.clear()
+        rate = self.tokens_per_step / seconds / self.ranks
+        row = {
+            "step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": rate, "tflops": self.flops * rate / 1e12,
+            "mfu": self._mfu(rate), "memory_gib": memory, "memory_reserved_gib": reserved, "step_seconds": seconds,
+            "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
+        }
+        if self.file:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+            print(console_line(row, self.job.steps), flush=True)
+            self._track(row)
+
+    def event(self, name: str, step: int, **values: Any) -> None:
+        """A row for what happens between steps (validation, checkpoint), in events.jsonl, with its own seconds."""
+        if name == "validation":
+            self.validation_loss = values["validation_loss"]
+        if self.file:
+            with (self.run.directory / "events.jsonl").open("a") as file:
+                file.write(json.dumps({"event": name, "step": step} | values) + "\n")
+            shown = "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+            print(f"{name:>10}  step {step}  {shown}", flush=True)
+            self._track({"step": step} | {f"{name}/{key}": value for key, value in values.items() if not isinstance(value, str)})
+
+    def result(self, step: int, loss: float | None) -> dict[str, Any]:
+        """What result.json says of this process: rates over its steady steps, the first step left out."""
+        rates = sorted(self.tokens_per_step / seconds / self.ranks for seconds in self.clock.steps)
+        rate = median(rates) if rates else None
+        quarter = quantiles(rates, n=4) if len(rates) > 1 else None
+        seconds = time.time() - self.began
+        return {
+            "steps": step, "final_loss": loss, "validation_loss": self.validation_loss, "tokens_per_second": rate,
+            "tokens_per_second_iqr": quarter[2] - quarter[0] if quarter else None, "measured_steps": len(rates),
+            "memory_gib": self.memory_reserved, "mfu": self._mfu(rate), "seconds": seconds,
+            "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None, "world_size": self.ranks,
+        }
+
+    def close(self) -> None:
+        """Close the file and the trackers."""
+        if self.file:
+            self.file.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _track(self, row: dict[str, Any]) -> None:
+        for tracker in list(self.trackers):
+            try:
+                tracker.log(row)
+            except Exception as error:  # a tracker is a copy: it must never stop a run
+                print(f"warning: {tracker.name} failed and is left out from here on: {error}", flush=True)
+                self.trackers.remove(tracker)
+
+    def _mfu(self, rate: float | None) -> float | None:
+        if self.peak is None or rate is None or self.job.precision.converter:
+            return None
+        return self.flops * rate / self.peak
+
+    def _memory(self) -> tuple[float | None, float | None]:
+        """Peak GiB allocated and reserved by torch since the last row, the largest over all ranks; None on a CPU."""
+        if self.device.type != "cuda":
+            return None, None
+        stats = torch.cuda.memory_stats(self.device)
+        peaks = torch.tensor([stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]], dtype=torch.float64, device=self.device)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        active, reserved = (peaks / 2**30).tolist()
+        self.memory_reserved = max(self.memory_reserved or 0.0, reserved)
+        return active, reserved
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak, if its name is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def console_line(row: dict[str, Any], steps: int) -> str:
+    """One row for a person."""
+    parts = [
+        f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {row['loss']:.4f}", f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['tflops']:.2f} tflops",
+    ]
+    if row["mfu"] is not None:
+        parts.append(f"mfu {row['mfu']:.1%}")
+    if row["memory_reserved_gib"] is not None:
+        parts.append(f"memory {row['memory_reserved_gib']:.1f} GiB")
+    return "  ".join(parts)
+
+
+def truncate(path: Path, last_step: int) -> None:
+    """Drop the rows after `last_step`: a resumed run makes them again. A half-written last line is dropped too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except ValueError:
+            break
+    write_atomically(path, "".join(kept))
+
+
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Write a small file so that a reader sees the old content or the new one; if durable, also after a power cut."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    beside.rename(path)

@@ -1,0 +1,61 @@
+"""Optimizers and the learning rate. Rates are a pure function of the step, so a resumed run needs no scheduler state."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from titan_hydra.config.schema import LrSchedule, Optimizer
+
+
+def build_optimizers(model: nn.Module, config: Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers of a model's parameters: one AdamW, or Muon for the matrices of the blocks and AdamW for everything else."""
+    muon, adamw = [], []
+    for name, parameter in model.named_parameters():
+        is_hidden_matrix = parameter.ndim == 2 and name.startswith("layers.")
+        (muon if config.name == "muon" and is_hidden_matrix else adamw).append(parameter)
+    optimizers = [_adamw(adamw, config)]
+    if muon:
+        optimizers.append(torch.optim.Muon(muon, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
+    groups = [{"params": parameters}]
+    if config.decay_matrices_only:
+        matrices, others = ([p for p in parameters if (p.ndim > 1) is wanted] for wanted in (True, False))
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True,
+    )
+
+
+def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
+    """Give every group its peak rate times `factor`; returns the rate of the first group, the one that is logged."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+    return optimizers[0].param_groups[0]["lr"]
+
+
+def lr_factor(step: int, steps: int, config: LrSchedule) -> float:
+    """The share of the peak rate at a step, counted from 1: linear warm-up, then the schedule's shape.
+
+    Decays are laid out as if one more step followed, so that the last step still learns (TorchTitan's convention).
+    """
+    if step <= config.warmup_steps:
+        return step / (config.warmup_steps + 1)
+    if config.name == "constant":
+        return 1.0
+    decay_steps = steps - config.warmup_steps if config.name == "cosine" else round(steps * config.decay_ratio)
+    decay_steps = min(decay_steps, steps - config.warmup_steps)
+    if step <= steps + 1 - decay_steps:
+        return 1.0
+    left = (steps + 1 - step) / decay_steps  # below 1 once the decay has begun, above 0 at the last step
+    shape = "cosine" if config.name == "cosine" else config.decay_type
+    share = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}[shape]
+    return config.min_factor + (1 - config.min_factor) * share

@@ -1,0 +1,218 @@
+"""The generalized training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_hydra import models, parallel
+from titan_hydra.config import identity
+from titan_hydra.config.run import Run, versions
+from titan_hydra.config.schema import Job
+from titan_hydra.config.status import NotFinite, Stopped
+from titan_hydra.models.flops import count_parameters
+from titan_hydra.models.init import init_weights
+from titan_hydra.parallel import data as data_parallel
+from titan_hydra.parallel.gradients import clip_gradients
+from titan_hydra.parallel.mesh import Mesh
+
+from . import data
+from .checkpoint import Checkpointer
+from .data.loader import Batch, Loader
+from .loss import IGNORED, LOSSES
+from .metrics import Metrics, write_atomically
+from .optimizer import build_optimizers, lr_factor, set_lr
+from .world import GarbageCollection, set_timeout, world
+
+
+@dataclass
+class Trainer:
+    """What a step needs. `build` makes one; the equivalence harness steps it just as `train` does."""
+
+    job: Job
+    mesh: Mesh
+    device: torch.device
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    stop_requested: list[int] = field(default_factory=list)  # signals received
+
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
+        """Gradients of one global batch, from this rank's samples of it. Returns this rank's share of the mean loss.
+
+        The loss is the sum over all tokens that count, divided by their number over the whole global batch, counted once
+        before the first microbatch: true under accumulation and uneven masks alike.
+        """
+        tokens = (batch.labels != IGNORED).sum().to(self.device)
+        if self.mesh.batch is not None:
+            dist.all_reduce(tokens, group=self.mesh.batch)
+        total = torch.zeros((), device=self.device)
+        microbatches = batch.split(self.job.data.local_batch)
+        for number, microbatch in enumerate(microbatches, start=1):
+            data_parallel.last_microbatch(self.model, number == len(microbatches))
+            loss = self.loss(microbatch) / tokens.clamp(min=1)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Summed loss of a microbatch."""
+        batch = batch.to(self.device)
+        with data_parallel.autocast(self.mesh, self.job.precision, self.device):
+            logits = self.model(batch.tokens, positions=batch.positions, documents=batch.documents)
+        return LOSSES[self.job.loss.name](logits, batch.labels)
+
+    def clip(self) -> torch.Tensor:
+        """Clip the whole model's gradient; returns its norm before that."""
+        return clip_gradients(self.model.parameters(), self.job.optimizer.max_norm)
+
+    def agree(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float, bool]:
+        """The loss over all ranks, the norm, and whether any rank was asked to stop: the step's one synchronization."""
+        share = loss.double() if self.mesh.reports_loss else torch.zeros_like(loss, dtype=torch.float64)
+        values = torch.stack([share, torch.tensor(float(bool(self.stop_requested)), dtype=torch.float64, device=self.device)])
+        dist.all_reduce(values)
+        return values[0].item(), grad_norm.item(), values[1].item() > 0
+
+    def update(self) -> None:
+        """Take the optimizer's step and drop the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @torch.no_grad()
+    def validate(self, loader: Loader, steps: int) -> float:
+        """Mean loss over `steps` held-out global batches, in which every token counts once, whatever the layout."""
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        loader.rewind()
+        for _ in range(steps):
+            for microbatch in loader.next().split(self.job.data.local_batch):
+                totals[0] += self.loss(microbatch)
+                totals[1] += (microbatch.labels != IGNORED).sum().to(self.device)
+        if self.mesh.loss is not None:
+            dist.all_reduce(totals, group=self.mesh.loss)
+        self.model.train()
+        return (totals[0] / totals[1].clamp(min=1)).item()
+
+
+def build(job: Job, device: torch.device) -> Trainer:
+    """This rank's part of the model, with its initial values, and its optimizers."""
+    mesh = parallel.build_mesh(job.parallelism, device.type)
+    with torch.device("meta"):  # shapes without memory: nothing is ever held whole
+        model = models.build(job.model, job.data.seq_len)
+    model.to(getattr(torch, job.precision.param_dtype))
+    parallel.apply(model, mesh, job)
+    model.to_empty(device=device)
+    init_weights(model, job.model, job.seed)
+    model.train()
+    return Trainer(job, mesh, device, model, build_optimizers(model, job.optimizer))
+
+
+def train(job: Job, run: Run) -> None:
+    """Train a job to its last step on this rank, resuming from the newest complete checkpoint of the run if there is one.
+
+    Raises NotFinite, Stopped or CheckpointError on all ranks alike.
+    """
+    with world(job, run) as device:
+        trainer = build(job, device)
+        checkpointer = Checkpointer(job.checkpoint, run, trainer.model, trainer.optimizers)
+        start, data_state = checkpointer.resume()
+        if start == 0 and job.checkpoint.initial_load_path:
+            checkpointer.load_weights(job.checkpoint.initial_load_path)
+        loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
+        if data_state is not None:
+            loader.load(data_state)
+        held_out = None
+        if job.validation.name == "on":
+            held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+        metrics = Metrics(job, run, device, resumed_at=start)
+        listen(trainer)
+        if run.rank == 0:
+            print(start_line(job, trainer, start), flush=True)
+        try:
+            loss = loop(trainer, loader, held_out, checkpointer, metrics, run, start)
+            if run.rank == 0:
+                write_result(job, run, metrics.result(job.steps, loss))
+        finally:
+            for source in (loader, held_out):
+                if source is not None:
+                    source.close()
+            metrics.close()
+
+
+def loop(
+    trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics, run: Run, start: int,
+) -> float | None:
+    """The steps after `start`, up to the last. Returns the last step's loss."""
+    job, clock, loss = trainer.job, metrics.clock, None
+    garbage = GarbageCollection(job.train.gc_interval)
+    for step in range(start + 1, job.steps + 1):
+        clock.start()
+        batch = loader.next()
+        clock.has_data()
+        lr = set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
+        share = trainer.forward_backward(batch)
+        loss, grad_norm, stop = trainer.agree(share, trainer.clip())
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NotFinite(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made")
+        trainer.update()
+        clock.stop()
+        if metrics.due(step):
+            metrics.record(step, loss, grad_norm, lr)
+        heartbeat(run, step)
+        last = step == job.steps or stop
+        if held_out is not None and (step % job.validation.interval == 0 or step == job.steps):
+            validate(trainer, held_out, metrics, step)
+        if checkpointer.due(step, last):
+            metrics.event("checkpoint", step, seconds=checkpointer.save(step, loader.state()))
+        if stop and step < job.steps:
+            saved = "its checkpoint is written" if checkpointer.due(step, last) else "nothing is saved, as checkpoint=off"
+            raise Stopped(f"stopped after step {step} of {job.steps}; {saved}")
+        if step == start + 1:
+            set_timeout(job.comm.train_timeout_seconds, [trainer.mesh.batch, trainer.mesh.loss])
+        garbage.step(step)
+    return loss
+
+
+def validate(trainer: Trainer, held_out: Loader, metrics: Metrics, step: int) -> None:
+    """Measure held-out loss, always on the same samples, and record it with its own time."""
+    began = time.perf_counter()
+    loss = trainer.validate(held_out, trainer.job.validation.steps)
+    metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
+
+
+def listen(trainer: Trainer) -> None:
+    """Note SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on it at the next step's end."""
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda received, frame: trainer.stop_requested.append(received))
+
+
+def heartbeat(run: Run, step: int) -> None:
+    """Say where the run is, for those who watch it from outside."""
+    if run.rank == 0:
+        write_atomically(run.attempt / "status.json", json.dumps({"step": step, "time": time.time()}), durable=False)
+
+
+def start_line(job: Job, trainer: Trainer, start: int) -> str:
+    """What is trained, on what, from where: the first line a person wants to see."""
+    accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks)
+    parameters = count_parameters(job.model)
+    return (
+        f"{job.model.name}: {parameters:,} parameters on {dist.get_world_size()} x {trainer.device.type}, {job.parallelism.name}, "
+        f"{job.precision.name}; global batch {job.data.global_batch} ({accumulation} accumulation), sequence {job.data.seq_len}; "
+        f"steps {start + 1} to {job.steps}"
+    )
+
+
+def write_result(job: Job, run: Run, measured: dict) -> None:
+    """result.json: the run's last word, written once it is done."""
+    overrides = (run.directory / "overrides.txt").read_text().splitlines() if (run.directory / "overrides.txt").exists() else []
+    environment = json.loads((run.directory / "env.json").read_text()) if (run.directory / "env.json").exists() else {}
+    result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
+    result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
+    write_atomically(run.directory / "result.json", json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,63 @@
+"""The world a rank lives in: its device, its process group, and how reproducible its arithmetic is."""
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Job
+
+
+@contextlib.contextmanager
+def world(job: Job, run: Run) -> Iterator[torch.device]:
+    """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs); leave it on the way out."""
+    device = torch.device("cuda", run.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    set_determinism(job)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=run.store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=job.comm.init_timeout_seconds),
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def set_determinism(job: Job) -> None:
+    """Seed torch, and with debug.deterministic refuse every kernel whose result may differ from run to run."""
+    torch.manual_seed(job.seed)
+    torch.autograd.set_detect_anomaly(job.debug.anomaly)
+    torch.use_deterministic_algorithms(job.debug.deterministic)
+    if job.debug.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+
+
+def set_timeout(seconds: int, groups: list[dist.ProcessGroup | None]) -> None:
+    """Shorten the time-out of collectives, once the slow first step is over, in the default group and in the given ones."""
+    dist.barrier()  # no rank may still be inside a collective that was promised the long one
+    for group in [dist.group.WORLD, *(group for group in groups if group is not None)]:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+class GarbageCollection:
+    """Collects at the same step on all ranks. Left to itself each rank would pause at another moment and hold up the others."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        gc.disable()
+        gc.collect(1)
+
+    def step(self, step: int) -> None:
+        """Collect the young generations if it is time."""
+        if step % self.interval == 0:
+            gc.collect(1)
