@@ -73,8 +73,8 @@ class Synthetic:
         self.signature = {"vocab_size": vocab_size}
 
     def sample(self, step: int, slot: int) -> np.ndarray:
-        generator = np.random.Generator(np.random.Philox(key=[self.seed % (1 << 64), step * self.global_batch + slot]))
-        return generator.integers(self.vocab_size, size=self.seq_len + 1)
+        key = np.array([self.seed % (1 << 64), step * self.global_batch + slot], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key)).integers(self.vocab_size, size=self.seq_len + 1)
 
     def state(self, slot: int) -> dict[str, int]:
         return {}

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,8 +11,7 @@ import numpy as np
 import torch
 
 from titan_hydra.config.status import ConfigError
-
-IGNORED = -100  # a label that cross entropy does not count
+from titan_hydra.train.loss import IGNORED
 
 
 @dataclass
@@ -22,6 +22,17 @@ class Batch:
     labels: torch.Tensor
     documents: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+
+    def split(self, size: int) -> list[Batch]:
+        """Microbatches of `size` samples, in order."""
+        return [self._each(lambda tensor, row=row: tensor[row : row + size]) for row in range(0, len(self.tokens), size)]
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return Batch(*(None if tensor is None else change(tensor) for tensor in (self.tokens, self.labels, self.documents, self.positions)))
 
 
 class Samples(Protocol):

@@ -1,0 +1,95 @@
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from titan_hydra.config.status import ConfigError
+from titan_hydra.train.data import files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("b.txt", "a.txt", "deep/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("path", "names"), [
+    ("a.txt", ["a.txt"]), ("*.txt", ["a.txt", "b.txt"]), ("", ["a.txt", "b.txt"]),
+    ("**/*.txt", ["a.txt", "b.txt", "deep/c.txt"]), ("none.txt", [])])
+def test_expand(folder, path, names):
+    assert [str(file.relative_to(folder)) for file in files.expand(f"{folder}/{path}")] == names
+
+
+def test_a_name_with_glob_characters_is_found(tmp_path):
+    (tmp_path / "a[1].txt").write_text("x")
+    assert files.expand(str(tmp_path / "a[1].txt"))
+
+
+def test_missing_file_names_key_value_and_near_names(folder):
+    with pytest.raises(ConfigError, match=r"data\.path=.*/aa\.txt: no such file; did you mean .*/a\.txt"):
+        files.require("data.path", f"{folder}/aa.txt")
+    with pytest.raises(ConfigError, match=r"did you mean .*/deep\?"):
+        files.require("data.path", f"{folder}/deeep/more/c.txt")
+
+
+def test_files_of_no_use(folder):
+    (folder / "empty.txt").touch()
+    with pytest.raises(ConfigError, match="the file is empty"):
+        files.require("data.path", str(folder / "empty.txt"))
+    with pytest.raises(ConfigError, match=r"a\.txt is none of \.bin"):
+        files.require("data.path", str(folder / "a.txt"), (".bin",))
+    with pytest.raises(ConfigError, match=r"data\.path=null"):
+        files.require("data.path", None)
+
+
+def jsonl(path, records):
+    path.write_bytes(b"".join(record if isinstance(record, bytes) else json.dumps(record).encode() + b"\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize(("start", "every"), [(0, 1), (3, 1), (1, 4), (9, 7), (30, 1)])
+def test_rows_are_numbered_alike_in_every_kind_of_file(tmp_path, start, every):
+    texts = [f"text {i}" for i in range(23)]
+    lines = jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=5)
+    for name in ("x.jsonl", "x.jsonl.gz", "x.parquet"):
+        assert list(files.rows(tmp_path / name, "text", start, every)) == list(enumerate(texts))[start::every]
+
+
+def test_text_file_is_one_row(folder):
+    assert list(files.rows(folder / "a.txt")) == [(0, "a.txt")]
+    assert list(files.rows(folder / "a.txt", start=1)) == []
+
+
+def test_blank_lines_are_passed_over(tmp_path):
+    path = jsonl(tmp_path / "x.jsonl", [{"text": "a"}, b"\n", {"text": "b"}])
+    assert list(files.rows(path)) == [(0, "a"), (2, "b")]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    (b"{'text': 1}\n", r"x\.jsonl:2: not a JSON line"),
+    (b'{"text": "\xff"}\n', r"x\.jsonl:2: not a JSON line"),
+    (b'{"body": "a", "id": 1}\n', r"x\.jsonl:2: no column 'text', but 'body', 'id': set data\.text_key"),
+    (b'{"text": 3}\n', r"x\.jsonl:2: column 'text' holds int"),
+    (b"[1]\n", r"x\.jsonl:2: not a record but list")])
+def test_bad_lines_are_named(tmp_path, line, message):
+    path = jsonl(tmp_path / "x.jsonl", [{"text": "a"}, line])
+    with pytest.raises(ConfigError, match=message):
+        list(files.rows(path))
+
+
+def test_bad_files_are_named(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(b"not parquet")
+    (tmp_path / "x.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20])
+    for name, message in [("x.parquet", "not a Parquet file"), ("x.txt", "cannot be read"), ("x.jsonl.gz", "cannot be read")]:
+        with pytest.raises(ConfigError, match=rf"{name}: {message}"):
+            list(files.rows(tmp_path / name))
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "y.parquet")
+    with pytest.raises(ConfigError, match="no column 'text', but 'body'"):
+        list(files.rows(tmp_path / "y.parquet"))

@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_hydra.config import schema
+from titan_hydra.config.status import ConfigError
+from titan_hydra.train import data, tokenizer
+from titan_hydra.train.data.streams import Stream
+
+
+class Listed:
+    """Texts in memory as a source: a list of units, each a list of texts."""
+
+    def __init__(self, units):
+        self.contents, self.units = units, len(units)
+
+    def rows(self, unit, start=0):
+        yield from list(enumerate(self.contents[unit]))[start:]
+
+
+TOKENIZER = tokenizer.load(schema.Tokenizer(name="embedded"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
+       seq_len=st.integers(1, 40))
+def test_packing_loses_and_doubles_no_token(units, seq_len):
+    stream = Stream(Listed(units), TOKENIZER, slot=0, slots=1, seq_len=seq_len, seed=None)
+    epoch = [token for unit in units for text in unit if text for token in TOKENIZER.document(text)]
+    samples = [stream.sample() for _ in range(len(epoch) // seq_len)]
+    assert all(len(sample) == seq_len + 1 for sample in samples)
+    joined = np.concatenate([samples[0][:1], *(sample[1:] for sample in samples)]) if samples else np.array([], int)
+    assert joined.tolist()[:len(epoch)] == epoch[:len(joined)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
+       slots=st.integers(1, 5), taken=st.integers(0, 9), seed=st.none() | st.integers(0, 9))
+def test_state_is_exact_wherever_it_is_taken(units, slots, taken, seed):
+    for slot in range(slots):
+        stream, other = (Stream(Listed(units), TOKENIZER, slot, slots, 7, seed) for _ in range(2))
+        for _ in range(taken):
+            stream.sample()
+        other.load(stream.state)
+        assert [stream.sample().tolist() for _ in range(5)] == [other.sample().tolist() for _ in range(5)]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_an_epoch_deals_every_unit_once(seed):
+    units = [[f"unit {i}"] for i in range(12)]
+    streams = [Stream(Listed(units), TOKENIZER, slot, 4, 8, seed) for slot in range(4)]
+    for epoch in range(3):
+        turns = [stream._unit(turn) for stream in streams for turn in range(epoch * 3, epoch * 3 + 3)]
+        assert sorted(turns) == list(range(12))
+
+
+def test_slots_that_share_a_document_begin_at_different_places():
+    text = " ".join(map(str, range(1000)))
+    streams = [Stream(Listed([[text]]), TOKENIZER, slot, 4, 8, 0) for slot in range(4)]
+    starts = [stream.sample()[0] for stream in streams]
+    document = TOKENIZER.document(text)
+    assert starts == [document[len(document) * quarter // 4] for quarter in range(4)]
+
+
+def test_a_source_without_text_is_refused():
+    stream = Stream(Listed([[], [""]]), TOKENIZER, 0, 2, 8, 0)
+    with pytest.raises(ConfigError, match="no document with text"):
+        stream.sample()
+
+
+def test_fewer_rows_than_slots_still_feed_every_slot(job, tmp_path):
+    (tmp_path / "tiny.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    for shuffle in (True, False):
+        loader = data.build(job(name="text_files", path=str(tmp_path / "tiny.jsonl"), global_batch=16, shuffle=shuffle), 0, 1)
+        assert [loader.next().tokens.shape for _ in range(3)] == [(16, 32)] * 3
