@@ -1,0 +1,236 @@
+"""`titan convert`: a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
+
+Both ways stream: an export holds one file's tensors in memory, an import one tensor. The marker of completeness comes last: config.json
+of an export, `.metadata` of a checkpoint. This way a folder whose writing was cut short is never taken for a whole one.
+"""
+import argparse
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from titan_hydra.config import from_dict, to_dict
+from titan_hydra.config.schema import Model
+from titan_hydra.config.status import CheckpointError, ConfigError
+from titan_hydra.models.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
+
+from .checkpoint import newest
+
+PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """titan convert CHECKPOINT --to hf DIR, titan convert HF_DIR --from hf DIR"""
+    parser.add_argument("source", type=Path, help="checkpoint or run directory (--to), Hugging Face folder (--from)")
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--to", choices=["hf"], help="export to this format")
+    direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
+    parser.add_argument("target", type=Path, help="folder to write; new or empty")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="number format to write; default: bfloat16 (--to), unchanged (--from)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
+    parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Convert and say what was written. Raises ConfigError or CheckpointError with one line."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    if args.to:
+        files = export_hf(args.source, args.target, DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
+        print(f"{args.target}: {len(files)} file{'s' * (len(files) > 1)} of weights; load with AutoModelForCausalLM.from_pretrained")
+    else:
+        import_hf(args.source, args.target, DTYPES.get(args.dtype))
+        print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")
+    return 0
+
+
+def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: float = 5.0, config_file: Path | None = None) -> list[str]:
+    """Write the model of a checkpoint or run as Hugging Face's LlamaForCausalLM; returns the names of the weight files."""
+    checkpoint = find_checkpoint(source)
+    config = read_model_config(checkpoint, config_file)
+    shapes = parameter_shapes(config)
+    reader = Reader(checkpoint)
+    _check_stored(reader.metadata, shapes, checkpoint)
+    shards = _plan_shards({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_shard_gb * 1e9)
+    _make_target(target)
+    files = [_shard_name(i, len(shards)) for i in range(len(shards))]
+    for file, names in zip(files, shards, strict=True):
+        tensors = {hf_name(name): reader.tensor(name, shapes[name], dtype) for name in names}
+        save_file(tensors, target / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        weight_map = {hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        _write_json(target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(target / "config.json", to_hf_config(config, dtype))
+    return files
+
+
+def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a Hugging Face Llama folder as a checkpoint of `model.*` alone, with the model section as its config.json."""
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder")
+    config_file = source / "config.json"
+    try:
+        config = from_hf_config(_read_json(config_file), config_file)
+    except KeyError as error:
+        raise ConfigError(f"{config_file}: lacks {error}") from error
+    shapes = parameter_shapes(config)
+    files = _weight_files(source)
+    state = {PREFIX + name: _meta_tensor(name, shape, dtype, files, source) for name, shape in shapes.items()}
+
+    def read(key: str) -> Tensor:
+        name = hf_name(key.removeprefix(PREFIX))
+        with safe_open(files[name], framework="pt") as file:
+            return file.get_tensor(name).to(state[key].dtype)
+
+    _make_target(target)
+    _write_json(target / "config.json", {"model": to_dict(config)})
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
+
+
+def find_checkpoint(source: Path) -> Path:
+    """`source` if it is a complete checkpoint, else the newest complete one of that run (or of its checkpoints folder)."""
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder")
+    if (source / ".metadata").is_file():
+        return source
+    step = newest(source / "checkpoints") or newest(source)
+    if step is None:
+        raise ConfigError(f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*")
+    return step
+
+
+def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
+    """The model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's)."""
+    candidates = [config_file] if config_file else [checkpoint / "config.json", checkpoint.absolute().parents[1] / "config.json"]
+    file = next((file for file in candidates if file.is_file()), None)
+    if file is None:
+        raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
+    try:
+        return from_dict(Model, _read_json(file)["model"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads single tensors of a checkpoint; its metadata, which can be large, is read once."""
+
+    def __init__(self, checkpoint: Path):
+        super().__init__(checkpoint)
+        self.checkpoint = checkpoint
+        try:
+            self.metadata = super().read_metadata()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{checkpoint}/.metadata: cannot be read ({error})") from error
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        return self.metadata
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A whole parameter, converted to `dtype` as it is read, however many ranks wrote it."""
+        state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
+        try:
+            dcp.load(state, storage_reader=self, no_dist=True)
+        except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
+        return state[PREFIX + name]
+
+
+class LazySavePlanner(dcp.DefaultSavePlanner):
+    """Saves a state dict of meta tensors; `read(key)` gives each real one when its turn to be written comes."""
+
+    def __init__(self, read: Callable[[str], Tensor]):
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.read(index.fqn)
+
+
+def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint: Path) -> None:
+    stored = {key.removeprefix(PREFIX): entry.size for key, entry in metadata.state_dict_metadata.items()
+              if key.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)}
+    for name in shapes | stored:
+        if shapes.get(name) != stored.get(name):
+            has, needs = (tuple(found[name]) if name in found else "nothing" for found in (stored, shapes))
+            raise ConfigError(f"{checkpoint}: {PREFIX}{name} is {has}, but the model of its config.json has {needs} there")
+
+
+def _plan_shards(sizes: dict[str, int], limit: float) -> list[list[str]]:
+    """Names by file, in order; a file exceeds `limit` bytes only where a single tensor does."""
+    shards, used = [[]], 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _weight_files(source: Path) -> dict[str, Path]:
+    """Which file of a Hugging Face folder holds each tensor."""
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: source / file for name, file in _read_json(index)["weight_map"].items()}
+    single = source / "model.safetensors"
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
+
+
+def _meta_tensor(name: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
+    """What the checkpoint will hold under `name`, without its numbers. Raises ConfigError where the folder has something else."""
+    theirs = hf_name(name)
+    if theirs not in files:
+        raise ConfigError(f"{source}: has no {theirs}, which its config.json asks for")
+    try:
+        with safe_open(files[theirs], framework="pt") as file:
+            entry = file.get_slice(theirs)
+            found, stored = tuple(entry.get_shape()), entry.get_dtype()
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{files[theirs]}: {theirs} cannot be read ({error})") from error
+    if found != tuple(shape):
+        raise ConfigError(f"{files[theirs]}: {theirs} is {found}; config.json asks for {tuple(shape)}")
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    if stored not in dtypes:
+        raise ConfigError(f"{files[theirs]}: {theirs} is {stored}; legal: {', '.join(dtypes)}")
+    return torch.empty(shape, dtype=dtype or dtypes[stored], device="meta")
+
+
+def _make_target(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        occupied = any(target.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written ({error.strerror})") from error
+    if occupied:
+        raise ConfigError(f"{target}: exists and is not empty; name a new folder")
+    if not os.access(target, os.W_OK):
+        raise ConfigError(f"{target}: cannot be written (permission denied)")
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
+
+
+def _write_json(file: Path, data: dict) -> None:
+    file.write_text(json.dumps(data, indent=2) + "\n")
