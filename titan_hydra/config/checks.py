@@ -13,6 +13,7 @@ from .load import DEGREES, data_parallel, devices_here, known_keys, world_size
 from .schema import Job
 
 Rule = Callable[[Job], Iterator[Fault]]
+RANKS: list[Rule] = []  # the degrees, from which the batch and much else follow
 VALUES: list[Rule] = []  # each value by itself
 LAYOUT: list[Rule] = []  # degrees, model and batch against each other
 RECIPE: list[Rule] = []  # techniques against each other
@@ -21,7 +22,7 @@ PLACE: list[Rule] = []  # the machine and its files
 
 def check(job: Job) -> list[Fault]:
     """All faults of a frozen job, from the first group of rules that has any."""
-    for group in (VALUES, LAYOUT, RECIPE, PLACE):
+    for group in (RANKS, VALUES, LAYOUT, RECIPE, PLACE):
         faults = [fault for rule in group for fault in rule(job)]
         if faults:
             return faults
@@ -42,6 +43,30 @@ def value_of(job: Job, key: str) -> object:
     for part in key.split("."):
         job = getattr(job, part)
     return job
+
+
+# --- the degrees -------------------------------------------------------------------------------------------------------------------
+
+@rule(RANKS)
+def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
+    """Every rank has one place in the mesh: the product of the degrees is their number. One degree may be -1 and takes the rest."""
+    free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
+    bad = [name for name in DEGREES if getattr(job.parallelism, name) < 1 and name not in free]
+    for name in bad:
+        yield Fault(f"parallelism.{name}", getattr(job.parallelism, name), "a degree is at least 1", legal=(1,))
+    if len(free) == 2:
+        yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
+    elif free and not bad:
+        fixed = -world_size(job)
+        yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
+                    legal=_multiples_around(job.gpus, fixed))
+    elif not bad and world_size(job) != job.gpus:
+        product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
+        yield Fault("gpus", job.gpus, f"the degrees need {world_size(job)} ranks ({product or 'all are 1'})", legal=(world_size(job),))
+
+
+def _multiples_around(number: int, base: int) -> tuple[int, ...]:
+    return tuple(multiple for multiple in (number // base * base, (number // base + 1) * base) if multiple)
 
 
 # --- each value by itself -----------------------------------------------------------------------------------------------------------
@@ -93,28 +118,6 @@ def family_is_registered(job: Job) -> Iterator[Fault]:
 
 
 # --- degrees, model and batch against each other ------------------------------------------------------------------------------------
-
-@rule(LAYOUT)
-def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
-    """Every rank has one place in the mesh: the product of the degrees is their number. One degree may be -1 and takes the rest."""
-    free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
-    bad = [name for name in DEGREES if getattr(job.parallelism, name) < 1 and name not in free]
-    for name in bad:
-        yield Fault(f"parallelism.{name}", getattr(job.parallelism, name), "a degree is at least 1", legal=(1,))
-    if len(free) == 2:
-        yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
-    elif free and not bad:
-        fixed = -world_size(job)
-        yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
-                    legal=_multiples_around(job.gpus, fixed))
-    elif not bad and world_size(job) != job.gpus:
-        product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
-        yield Fault("gpus", job.gpus, f"the degrees need {world_size(job)} ranks ({product or 'all are 1'})", legal=(world_size(job),))
-
-
-def _multiples_around(number: int, base: int) -> tuple[int, ...]:
-    return tuple(multiple for multiple in (number // base * base, (number // base + 1) * base) if multiple)
-
 
 @rule(LAYOUT)
 def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:

@@ -60,7 +60,7 @@ def freeze(job: Job) -> Job:
         job.gpus = max(node // fixed, 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)
-    if job.data.global_batch is None:
+    if job.data.global_batch is None and data_parallel(job) > 0:
         job.data.global_batch = job.data.local_batch * data_parallel(job)
     return job
 

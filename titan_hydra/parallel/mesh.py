@@ -52,6 +52,8 @@ def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
     Dimensions of size 1 are left out, since each would cost a process group a rank. dp_shard stays wherever parameters are
     shared out or copied, so that FSDP, HSDP and DDP are one thing: a 2-D mesh whose inner dimension may be 1.
     """
+    if any(getattr(degrees, name) < 1 for name in ORDER):
+        raise ValueError(f"a degree is at least 1: {degrees}")
     sharded = degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1
     names = [name for name in ORDER if getattr(degrees, name) > 1 or (name == "dp_shard" and sharded)]
     if not names:

@@ -55,8 +55,8 @@ def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], step
     """The table as a page of the docs."""
     lines = [
         "# Acceptance", "",
-        f"Largest relative difference of each layout from one process in fp32, over {steps} steps: loss, gradient norm, and the gradient of",
-        "the worst parameter at the first step. `start differs` counts initial tensors that differ in any bit.", "",
+        f"Largest relative difference of each layout from one process in fp32, over {steps} steps: loss, gradient norm, and the gradient",
+        "of the worst parameter at the first step. `start differs` counts initial tensors that differ in any bit.", "",
         f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
     ]

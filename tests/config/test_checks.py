@@ -1,0 +1,126 @@
+"""Every rule refuses what it should, names the key and the nearest legal value, and what passes builds its mesh."""
+import copy
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_hydra.config import check, compose_job, freeze
+from titan_hydra.config.checks import LAYOUT, RECIPE, degrees_fill_the_ranks, technique_is_implemented, value_of
+from titan_hydra.parallel import build_mesh
+
+
+@pytest.fixture(scope="module")
+def base():
+    return compose_job()
+
+
+def changed(base, **values):
+    """A frozen job with some values changed; `__` stands for the dot of a key."""
+    job = copy.deepcopy(base)
+    job.gpus = job.data.global_batch = None
+    job.parallelism.dp_shard = -1
+    for key, value in values.items():
+        *path, last = key.split("__")
+        setattr(value_of(job, ".".join(path)) if path else job, last, value)
+    return freeze(job)
+
+
+def test_the_default_job_is_legal(base):
+    assert check(base) == []
+
+
+ZBV = {"parallelism__pp": 2, "pp_schedule__name": "zbv", "pp_schedule__stages_per_rank": 2}
+BAD = [  # what is changed, the key that is named, what the line must contain
+    ({"steps": 0}, "steps", "at least 1"),
+    ({"optimizer__lr": -1.0}, "optimizer.lr", "negative"),
+    ({"optimizer__beta2": 1.5}, "optimizer.beta2", "between 0 and 1"),
+    ({"optimizer__name": "adam"}, "optimizer.name", "adamw or muon"),
+    ({"metrics__trackers": ["mlflow"]}, "metrics.trackers", "mlflow"),
+    ({"parallelism__ep": 2}, "parallelism.ep", "nearest legal: 1"),
+    ({"model__family": "llama4"}, "model.family", "llama3"),
+    ({"gpus": 3, "parallelism__dp_replicate": 2}, "gpus", "nearest legal: 2 or 4"),
+    ({"gpus": 4, "parallelism__dp_shard": 2}, "gpus", "nearest legal: 2"),
+    ({"parallelism__dp_shard": 0}, "parallelism.dp_shard", "at least 1"),
+    ({"gpus": 4, "parallelism__dp_replicate": -1}, "parallelism.dp_replicate", "only one degree"),
+    ({"gpus": 3, "parallelism__tp": 3}, "parallelism.tp", "nearest legal: 2 or 4"),
+    ({"model__n_kv_heads": 3}, "model.n_kv_heads", "nearest legal: 2 or 4"),
+    ({"model__n_heads": 3, "model__n_kv_heads": 3}, "model.n_heads", "nearest legal: 2 or 4"),
+    ({"data__seq_len": 250, "parallelism__cp": 2}, "data.seq_len", "nearest legal: 248 or 252"),
+    ({"data__seq_len": 255, "parallelism__tp": 2}, "data.seq_len", "nearest legal: 254 or 256"),
+    ({"data__seq_len": 200000}, "data.seq_len", "131072"),
+    ({"parallelism__pp": 8}, "parallelism.pp", "nearest legal: 6"),
+    ({"parallelism__pp": 2, "pp_schedule__name": "zbv"}, "pp_schedule.stages_per_rank", "nearest legal: 2"),
+    ({"parallelism__pp": 2, "pp_schedule__microbatches": 3}, "pp_schedule.microbatches", "nearest legal: 2 or 4"),
+    ({"gpus": 2, "data__global_batch": 40}, "data.global_batch", "nearest legal: 32 or 48"),
+    ({"lr_scheduler__warmup_steps": 500}, "lr_scheduler.warmup_steps", "nearest legal: 200"),
+    ({"precision__converter": "float8", "model__dim": 264, "model__n_heads": 12, "model__n_kv_heads": 12}, "model.dim", "256 or 272"),
+    ({"optimizer__name": "muon", "precision__param_dtype": "bfloat16"}, "precision.param_dtype", "float32"),
+    ({**ZBV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
+    ({**ZBV, "ac__name": "op"}, "ac.name", "full"),
+    ({**ZBV, "compile__name": "block"}, "compile.name", "off"),
+    ({"gpus": 2, "cluster__executor": "inline"}, "gpus", "inline"),
+    ({"gpus": 4, "cluster__gpus_per_node": 2}, "gpus", "nearest legal: 2"),
+    ({"data__name": "text_files"}, "data.path", "needs it"),
+    ({"data__name": "text_files", "data__path": "/nowhere/*.txt"}, "data.path", "no such file"),
+    ({"data__name": "text_files", "data__path": __file__, "validation__name": "on"}, "data.validation_path", "needs it"),
+    ({"model__vocab_size": 2048}, "model.vocab_size", "nearest legal: 4096"),
+    ({"tokenizer__name": "tiktoken"}, "tokenizer.path", "needs it"),
+    ({"tokenizer__name": "tiktoken", "tokenizer__path": "/nowhere/tokenizer.model"}, "tokenizer.path", "no such file"),
+    ({"tokenizer__name": "tiktoken", "tokenizer__path": __file__}, "tokenizer.path", "cannot be read"),
+    ({"tokenizer__name": "hf", "tokenizer__path": __file__}, "tokenizer.path", "cannot be read"),
+    ({"checkpoint__initial_load_path": "/nowhere"}, "checkpoint.initial_load_path", "not a complete checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("values", "key", "text"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
+def test_a_bad_value_is_named_with_what_would_be_legal(base, values, key, text):
+    faults = [fault for fault in check(changed(base, **values)) if fault.key == key]
+    assert faults, check(changed(base, **values))
+    assert any(text in str(fault) for fault in faults)
+
+
+def test_a_tokenizer_smaller_than_the_embedding_is_fine(base):
+    assert check(changed(base, model__vocab_size=8192)) == []
+
+
+def test_what_is_not_built_yet_is_refused(base):
+    faults = list(technique_is_implemented(changed(base, ac__name="full")))
+    assert [fault.key for fault in faults] == ["ac.name"]
+
+
+degree = st.sampled_from([-1, 0, 1, 2, 3, 4])
+
+
+@settings(max_examples=60, deadline=None)
+@given(gpus=st.integers(1, 16), dp_replicate=degree, dp_shard=degree, cp=st.sampled_from([1, 2]), tp=st.sampled_from([1, 2, 4]),
+       pp=st.sampled_from([1, 2, 3]))
+def test_degrees_that_pass_build_their_mesh_and_others_would_not(base, gpus, dp_replicate, dp_shard, cp, tp, pp):
+    job = changed(base, gpus=gpus, parallelism__dp_replicate=dp_replicate, parallelism__dp_shard=dp_shard, parallelism__cp=cp,
+                  parallelism__tp=tp, parallelism__pp=pp)
+    refused = list(degrees_fill_the_ranks(job))
+    dist.init_process_group("fake", store=FakeStore(), rank=gpus - 1, world_size=gpus)
+    try:
+        if refused:
+            with pytest.raises((RuntimeError, ValueError, AssertionError)):
+                build_mesh(job.parallelism, "cpu")
+        else:
+            mesh = build_mesh(job.parallelism, "cpu")
+            assert (mesh.world.size() if mesh.world else 1) == gpus
+            assert mesh.data_rank == mesh.data_ranks - 1  # the last rank takes the last slots
+    finally:
+        dist.destroy_process_group()
+
+
+@settings(max_examples=100, deadline=None)
+@given(gpus=st.integers(1, 64), dp_replicate=st.sampled_from([1, 2]), tp=st.sampled_from([1, 2]), local=st.integers(1, 5),
+       steps=st.integers(1, 4))
+def test_what_freeze_derives_passes_the_checks(base, gpus, dp_replicate, tp, local, steps):
+    gpus *= dp_replicate * tp
+    job = changed(base, gpus=gpus, parallelism__dp_replicate=dp_replicate, parallelism__tp=tp, data__local_batch=local,
+                  data__global_batch=local * (gpus // tp) * steps)
+    rules = [rule for rule in LAYOUT + RECIPE if rule is not technique_is_implemented]
+    assert [fault for rule in rules for fault in rule(job)] == []
+    assert freeze(job) == job

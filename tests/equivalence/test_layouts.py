@@ -1,0 +1,20 @@
+"""Every layout of the acceptance matrix learns what one process learns; `titan verify` runs the same table."""
+import pytest
+
+from titan_hydra.train.acceptance import MATRIX
+from titan_hydra.train.verify import verify
+
+
+@pytest.fixture(scope="session")
+def outcomes():
+    """All cases at once: one set of processes for each number of ranks."""
+    return {outcome.case.name: outcome for outcome in verify(MATRIX)}
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: case.name)
+def test_layout_learns_what_one_process_learns(case, outcomes):
+    outcome = outcomes[case.name]
+    assert outcome.start == 0, "initial weights depend on the layout"
+    assert outcome.loss <= case.loss
+    assert outcome.norm <= case.norm
+    assert outcome.gradients <= case.gradients, outcome.worst
