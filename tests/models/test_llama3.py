@@ -169,7 +169,7 @@ def test_a_tied_head_has_one_weight(tiny):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp_reshard", "tp"])
 def test_gradients_on_two_ranks_are_those_of_one(layout, tied, tiny, on_ranks):
     config, tokens = tiny(tie_embeddings=tied), some_tokens()
     expected = gradients(model_of(config), tokens)
@@ -187,7 +187,7 @@ def test_gradients_on_two_ranks_are_those_of_one(layout, tied, tiny, on_ranks):
         else:
             for block in model.layers.values():
                 fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            fully_shard(model, mesh=mesh, reshard_after_forward=layout == "fsdp_reshard")
         model.to_empty(device="cpu")
         draw(model, config)
         actual = gradients(model, tokens)  # every rank has the whole batch, so FSDP's mean over ranks is the gradient itself

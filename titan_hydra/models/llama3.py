@@ -149,8 +149,8 @@ class TiedOutput(nn.Linear):
     """An output head without a weight of its own: it multiplies by the embedding's.
 
     The Parameter has one owner and one name, so it cannot come apart in to_empty, a checkpoint or an optimizer. A Linear all the
-    same, so tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which stays gathered
-    from the root's forward to the end of its backward.
+    same, so tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which is gathered as long
+    as the root's forward runs: the weight of a group of its own would be gone again when the head needs it.
     """
 
     def __init__(self, embedding: nn.Embedding):
