@@ -1,0 +1,124 @@
+"""launch.py as a user starts it: a process in an empty folder, real ranks, real trainer."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Runs code after the trainer has been imported, in the ranks of one test only.
+SABOTAGE = """
+import importlib.util, os, sys
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "titan_hydra.train.trainer":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            exec({code!r}, {{"trainer": module, "rank": int(os.environ["RANK"]), "os": os}})
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder)
+"""
+AT_STEP_3 = """
+update = trainer.Trainer.update
+count = []
+def sabotaged(self):
+    count.append(1)
+    if len(count) == 3 and rank == {rank}:
+        {action}
+    update(self)
+trainer.Trainer.update = sabotaged
+"""
+
+
+class Launcher:
+    """Starts launch.py in a folder and looks at what it leaves there."""
+
+    TINY = ("debug=tiny", "precision=fp32")
+    ENDLESS = (*TINY, "steps=1000000", "metrics.log_every=20")
+    ROOT = ROOT
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.env = folder, {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(self, *overrides: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, str(ROOT / "launch.py"), *overrides], cwd=self.folder, env=self.env, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+    def run(self, *overrides: str) -> subprocess.CompletedProcess:
+        process = self.start(*overrides)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(overrides, process.returncode, out, err)
+
+    def python(self, *arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=120)
+
+    def sabotage(self, code: str) -> None:
+        """Run `code` in every rank once the trainer is imported; it sees `trainer`, `rank` and `os`."""
+        folder = self.folder.parent / f"{self.folder.name}-sabotage"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SABOTAGE.format(code=code))
+        self.env["PYTHONPATH"] = str(folder)
+
+    def sabotage_step_3(self, rank: int, action: str) -> None:
+        self.sabotage(AT_STEP_3.format(rank=rank, action=action))
+
+    def heal(self) -> None:
+        self.env.pop("PYTHONPATH", None)
+
+    @property
+    def run_directory(self) -> Path:
+        (directory,) = (self.folder / "runs").iterdir()
+        return directory
+
+    def attempt(self, number: int = 1) -> Path:
+        return self.run_directory / "attempts" / str(number)
+
+    def rank(self, rank: int, attempt: int = 1) -> dict:
+        return json.loads((self.attempt(attempt) / f"rank_{rank}.json").read_text())
+
+    def wait_for_step(self, step: int = 20, attempt: int = 1) -> None:
+        self.wait(lambda: json.loads((self.attempt(attempt) / "status.json").read_text())["step"] >= step)
+
+    def wait(self, condition, seconds: float = 60) -> float:
+        """Wait until something is so; a file that is not there yet means not yet. Returns how long it took."""
+        began = time.monotonic()
+        while time.monotonic() - began < seconds:
+            try:
+                if condition():
+                    return time.monotonic() - began
+            except (OSError, ValueError):
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"not so within {seconds} s")
+
+    def processes(self) -> list[int]:
+        """Every process that works in this folder: launcher, parent of the ranks, ranks, their helpers."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if (entry / "cwd").readlink() == self.folder and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    launcher = Launcher(folder.resolve())
+    yield launcher
+    for process in launcher.processes():
+        os.kill(process, signal.SIGKILL)

@@ -1,0 +1,169 @@
+"""How a running job ends: Ctrl-C, kills, errors of one rank, launchers that die or come twice. Real ranks; no process may be left."""
+import json
+import os
+import signal
+import time
+
+import pytest
+
+
+def rows(launcher):
+    return [json.loads(line)["step"] for line in (launcher.run_directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_first_interrupt_saves_and_the_same_line_resumes(launcher):
+    process = launcher.start(*launcher.ENDLESS, "gpus=2")
+    launcher.wait_for_step()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to launch.py and whatever shares its process group
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "asking all 2 ranks to save and stop" in out and "Ctrl-C again kills" in out
+    assert "the same command line resumes it" in err and "Traceback" not in out + err
+    assert launcher.processes() == []
+    saved = [path.name for path in (launcher.run_directory / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    stopped_at = int(saved[0].removeprefix("step-"))
+
+    process = launcher.start(*launcher.ENDLESS, "gpus=2")
+    launcher.wait_for_step(stopped_at + 5, attempt=2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert f"steps {stopped_at + 1} to 1000000" in out
+    assert launcher.processes() == []
+
+
+def test_second_interrupt_kills(launcher):
+    launcher.sabotage("trainer.listen = lambda _: trainer.signal.signal(trainer.signal.SIGTERM, trainer.signal.SIG_IGN)")
+    process = launcher.start(*launcher.ENDLESS, "gpus=2")
+    launcher.wait_for_step()
+    process.send_signal(signal.SIGINT)
+    time.sleep(3)
+    assert process.poll() is None  # the ranks do not listen
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 130 and "killing all ranks" in out, err
+    assert "the same command line resumes it" in err
+    assert launcher.processes() == []
+
+
+def test_interrupt_while_ranks_are_starting(launcher):
+    process = launcher.start(*launcher.ENDLESS, "gpus=2")
+    launcher.wait(lambda: launcher.attempt().exists())
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=45)
+    assert process.returncode == 130, err
+    assert launcher.processes() == []
+
+
+def test_interrupt_ends_a_sweep(launcher):
+    process = launcher.start("-m", *launcher.ENDLESS, "seed=1,2")
+    launcher.wait_for_step()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert [line.split()[2] for line in out.splitlines() if " seed=" in line and "[" not in line][1] == "new"
+    assert launcher.processes() == []
+
+
+@pytest.mark.parametrize(("action", "blamed", "status"), [
+    ('raise ValueError("unlucky rank")', "rank 1: ValueError: unlucky rank", 1),
+    ("os._exit(1)", "rank 1 ended with status 1 and without a word", 1),
+    ("os.kill(os.getpid(), 9)", "rank 1 was killed by signal 9", 1),
+    ("import ctypes; ctypes.string_at(0)", "rank 1 was killed by signal 11", 1),
+    ('import torch; raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")', "rank 1: OutOfMemoryError", 76),
+    ('raise trainer.NotFinite("step 3: loss nan")', "rank 1: step 3: loss nan", 78),
+    ('raise RuntimeError("stage 1 failed") from MemoryError("no more")', "rank 1: RuntimeError: stage 1 failed", 76),
+])
+def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, status):
+    launcher.sabotage_step_3(1, action)
+    failed = launcher.run(*launcher.ENDLESS, "gpus=3", "data.global_batch=6")
+    assert failed.returncode == status, failed.stderr
+    assert blamed in failed.stderr
+    assert ("Traceback" in failed.stderr) == ("raise" in action and "NotFinite" not in action)
+    assert "Traceback" not in failed.stdout
+    assert launcher.processes() == []
+
+
+def test_peers_of_a_dead_rank_are_gone_within_five_seconds(launcher):
+    """Also peers that would wait in a collective for ever: these hold on to nothing but time."""
+    launcher.sabotage("import time\nif rank != 1: trainer.Trainer.update = lambda self: time.sleep(1000)\n"
+                      "else: trainer.Trainer.update = lambda self: time.sleep(1) or os._exit(1)")
+    process = launcher.start(*launcher.ENDLESS, "gpus=3", "data.global_batch=6")
+    launcher.wait(lambda: (launcher.attempt() / "rank_1.json").exists())
+    launcher.wait(lambda: not os.path.exists(f"/proc/{launcher.rank(1)['pid']}"))
+    assert launcher.wait(lambda: launcher.processes() == []) < 5
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 1 and "rank 1 ended with status 1" in err
+    assert "trainer.py" in (launcher.attempt() / "rank_0.log").read_text()  # SIGQUIT: where the killed rank was
+
+
+def test_hang_is_a_timeout_and_names_who_did_not_notice(launcher):
+    launcher.sabotage_step_3(1, "import time; time.sleep(1000)")
+    failed = launcher.run(*launcher.ENDLESS, "gpus=2", "comm.train_timeout_seconds=2")
+    assert failed.returncode == 77, failed.stderr
+    assert "rank 1 had not noticed" in failed.stderr
+    assert "in sabotaged" in (launcher.attempt() / "rank_1.log").read_text()
+    assert launcher.processes() == []
+
+
+def test_rank_that_dies_while_importing(launcher):
+    launcher.sabotage("os._exit(3)")
+    failed = launcher.run(*launcher.ENDLESS, "gpus=2")
+    assert failed.returncode == 1 and "ended with status 3 and without a word" in failed.stderr
+    folder = launcher.folder.parent / "early"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import os, sys\nif os.environ.get('SUBMITIT_LOCAL_GLOBALID') == '1':\n"
+                                             "    print('no such module', file=sys.stderr, flush=True); os._exit(4)")
+    launcher.env["PYTHONPATH"] = str(folder)
+    failed = launcher.run(*launcher.ENDLESS, "gpus=2", "seed=1")
+    assert failed.returncode == 1, failed.stderr
+    assert "no such module" in failed.stderr and "rank 1 ended with status 4" in failed.stderr
+    assert launcher.processes() == []
+
+
+def test_two_launchers_run_a_line_once(launcher):
+    processes = [launcher.start(*launcher.TINY, "gpus=2", "steps=300") for _ in range(3)]
+    texts = [process.communicate(timeout=90) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], texts
+    assert rows(launcher) == list(range(1, 301))
+    assert [path.name for path in (launcher.run_directory / "attempts").glob("[0-9]*")] == ["1"]
+    assert sum("300/300" in out for out, _ in texts) >= 1
+    assert [path.name for path in (launcher.folder / "runs").iterdir()] == [launcher.run_directory.name]
+
+
+def test_ranks_outlive_their_launcher_and_the_line_attaches_again(launcher):
+    first = launcher.start(*launcher.ENDLESS, "gpus=2")
+    launcher.wait_for_step()
+    first.kill()
+    first.wait()
+    second = launcher.start(*launcher.ENDLESS, "gpus=2")
+    assert "attached to it" in second.stdout.readline()
+    assert launcher.run(*launcher.ENDLESS, "gpus=2", "launch.force=true").returncode == 2
+    launcher.wait_for_step(json.loads((launcher.attempt() / "status.json").read_text())["step"] + 20)
+    second.send_signal(signal.SIGINT)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 130 and "stopped after step" in err
+    assert launcher.processes() == []
+
+
+def test_power_cut_is_an_interruption(launcher):
+    """Everything is killed at once; nobody can write how it ended."""
+    process = launcher.start(*launcher.ENDLESS, "gpus=2", "checkpoint.interval=10")
+    launcher.wait_for_step(30)
+    for pid in launcher.processes():
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    launcher.wait(lambda: launcher.processes() == [])
+    again = launcher.start(*launcher.ENDLESS, "gpus=2", "checkpoint.interval=10")
+    launcher.wait_for_step(40, attempt=2)
+    again.send_signal(signal.SIGINT)
+    out, _ = again.communicate(timeout=60)
+    assert "attempt 2" in out and "steps 1 to" not in out
+
+
+@pytest.mark.slow
+def test_time_limit_saves_and_stops(launcher):
+    done = launcher.run(*launcher.ENDLESS, "gpus=1", "cluster.time_minutes=1")
+    assert done.returncode == 75, done.stderr
+    assert "stopped after step" in done.stderr and launcher.processes() == []

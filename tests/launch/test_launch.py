@@ -1,0 +1,2 @@
+"""One command line: faults, states of a run, sweeps."""
+
