@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -68,16 +69,18 @@ class Checkpointer:
         try:
             writing.mkdir(parents=True, exist_ok=True)
             dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(writing, sync_files=True))
-        except Exception as error:  # DCP hands one rank's OSError to all, wrapped
+        except (Exception, CheckpointException) as error:  # DCP hands one rank's OSError to all, wrapped in no Exception
             failure = error
         try:
             _write_synced(writing / f"rank_{self.run.rank:05d}.json", json.dumps(self._rank_state(data_state)))
         except OSError as error:
             failure = failure or error
         if _any_rank(failure is not None):
+            reason = _cause(failure, writing)
+            dist.barrier()  # all have looked at the disk before it is freed
             if self.run.rank == 0:
                 shutil.rmtree(writing, ignore_errors=True)
-            raise CheckpointError(f"the checkpoint of step {step} could not be written to {self.folder}: {_cause(failure)}; "
+            raise CheckpointError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; "
                                   f"{_kept(newest(self.folder))}") from failure
         if self.run.rank == 0:
             _sync_folder(writing)
@@ -99,7 +102,7 @@ class Checkpointer:
         if path is None:
             return 0, None
         state = self._state()
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        _read(state, path)
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.optimizers, state["optimizer"], options=OPTIONS)
         for optimizer in self.optimizers:  # what is saved is the state, not the recipe: rates come from this job's configuration
@@ -110,7 +113,7 @@ class Checkpointer:
     def load_weights(self, path: str) -> None:
         """Load only `model.*` from a checkpoint folder, saved on any layout (or made by `titan convert --from hf`)."""
         state = {"model": get_model_state_dict(self.model)}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        _read(state, Path(path))
         set_model_state_dict(self.model, state["model"])
 
     def _state(self) -> dict[str, Any]:
@@ -144,6 +147,14 @@ class Checkpointer:
             shutil.rmtree(deleting, ignore_errors=True)
 
 
+def _read(state: dict[str, Any], path: Path) -> None:
+    """Fill a state dict from a checkpoint folder. Raises CheckpointError in one line where DCP would show every rank's traceback."""
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {_cause(error, path)}") from error
+
+
 def complete(folder: Path) -> list[Path]:
     """The complete steps in a checkpoints folder, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and (path / ".metadata").exists())
@@ -170,12 +181,14 @@ def _any_rank(here: bool) -> bool:
     return bool(flag.item())
 
 
-def _cause(failure: Exception | None) -> str:
-    """The OSError at the bottom of what DCP raises, in words."""
+def _cause(failure: BaseException | None, folder: Path) -> str:
+    """The OSError at the bottom of what DCP raises, in words. torch's zip writer hides a full disk behind an error of its own."""
     text = str(failure)
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG):
         if os.strerror(code) in text:
             return os.strerror(code)
+    if shutil.disk_usage(folder if folder.exists() else folder.parent).free < 2**20:
+        return os.strerror(errno.ENOSPC)
     return "another rank failed" if failure is None else text.strip().splitlines()[-1]
 
 

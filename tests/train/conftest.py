@@ -1,0 +1,64 @@
+"""Small jobs that the trainer's tests share."""
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from titan_hydra.config import Job, compose_job, from_dict, identity, to_dict, world_size
+from titan_hydra.config.run import Run
+
+TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
+
+
+@pytest.fixture
+def tiny():
+    """`tiny(*overrides)` is a job of a second."""
+    return lambda *overrides: compose_job(*TINY, *overrides)
+
+
+@pytest.fixture
+def run_job(tmp_path):
+    """`run_job(job)` trains it to the end in real ranks, in a run directory under tmp_path that it returns."""
+    def run(job: Job, directory: Path | None = None, expect: int = 0) -> Path:
+        directory = directory or tmp_path / f"{job.name}-{identity(job)}"
+        number = 1 + sum(1 for _ in (directory / "attempts").glob("*")) if directory.exists() else 1
+        attempt = directory / "attempts" / str(number)
+        attempt.mkdir(parents=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["titan_hydra.train.trainer"])
+        ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(world_size(job))]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+        errors = [path.read_text() for path in sorted(attempt.glob("error_*"))]
+        assert [process.exitcode for process in ranks] == [expect] * len(ranks), errors
+        return directory
+
+    return run
+
+
+def _rank(config: dict, directory: Path, attempt: Path, rank: int) -> None:
+    import sys
+    import traceback
+
+    import torch
+
+    from titan_hydra.config.status import RunError
+    from titan_hydra.train.trainer import train
+
+    torch.set_num_threads(1)
+    job = from_dict(Job, config)
+    log = (attempt / f"rank_{rank}.log").open("a")
+    os.dup2(log.fileno(), 1)
+    store = dist.FileStore(str(attempt / "store"), world_size(job))
+    try:
+        train(job, Run(directory, attempt, rank, rank, world_size(job), store))
+    except RunError as error:
+        (attempt / f"error_{rank}").write_text(str(error))
+        sys.exit(int(error.status))
+    except BaseException:
+        (attempt / f"error_{rank}").write_text(traceback.format_exc())
+        sys.exit(1)
