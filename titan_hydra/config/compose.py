@@ -23,6 +23,7 @@ def register_schema() -> None:
 
     ConfigStore.instance().store(name="schema", node=Job)
     OmegaConf.register_new_resolver("scratch", _scratch, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("describe", _describe, replace=True)  # looked up by --help alone
 
 
 def _scratch() -> str:
@@ -30,6 +31,13 @@ def _scratch() -> str:
     folder = tempfile.mkdtemp(prefix="titan_hydra_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _describe() -> str:
+    """The groups and keys, for `python launch.py --help`; Hydra's template would read a dollar sign."""
+    from .describe import help_text
+
+    return help_text().replace("$", "$$")
 
 
 def compose_job(*overrides: str) -> Job:

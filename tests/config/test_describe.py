@@ -1,0 +1,71 @@
+"""The page and the help are made from the schema and conf/, so they must be current, and what they are made of complete."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from titan_hydra.config import describe, read, register_schema
+from titan_hydra.config.compose import CONF
+
+ROOT = CONF.parent
+OPTIONS = [(group, file) for group in describe.groups() for file in describe.option_files(group)]
+
+
+def test_the_page_in_docs_is_what_the_schema_and_conf_say():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == describe.page(), "run python -m titan_hydra.config.describe docs/configuration.md"
+
+
+def test_every_folder_of_conf_is_a_group_of_the_schema():
+    assert {folder.name for folder in CONF.iterdir() if folder.is_dir()} <= set(describe.groups())
+
+
+@pytest.mark.parametrize(("group", "file"), OPTIONS, ids=lambda value: getattr(value, "stem", value))
+def test_an_option_says_when_to_choose_it_and_composes_into_the_schema(group, file):
+    assert describe.when(file).endswith("."), f"{file}: the first comment line must say when to choose it"
+    register_schema()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        job, faults = read(compose("config", [f"{group}={file.stem}"]))
+    assert not faults
+    if group != describe.GROUP_OF_RECIPES:
+        assert getattr(job, group).name == file.stem
+
+
+def test_every_key_has_help():
+    for key, spec in describe.KEYS.items():
+        assert spec.metadata["help"] and not spec.metadata["help"].endswith("."), key
+
+
+def test_what_is_refused_is_marked_and_what_works_is_not(monkeypatch):
+    monkeypatch.setattr(describe, "IMPLEMENTED", {"parallelism.tp": (1,)})
+    page = describe.page()
+    assert "**parallelism=tp**: Every matrix split over the ranks of one node: when even one layer's activations are too large. " \
+           "*Not built yet.*" in page.replace("\n  ", " ")
+    assert page.count("*Not built yet.*") == 4  # tp and the three layouts that contain it
+    assert "`parallelism.tp`: int, `1`; *built so far:* `1`." in page
+    assert "(tp)" in describe.help_text() and "(cp)" not in describe.help_text()
+
+
+def test_help_of_the_launcher_names_every_option_and_key_and_fits_a_terminal(tmp_path):
+    command = [sys.executable, str(ROOT / "launch.py"), "--help"]
+    text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    words = set(text.replace("(", " ").replace(")", " ").replace("*", " ").split())
+    assert all(file.stem in words for _, file in OPTIONS)
+    assert {key.split(".", 1)[-1] for group in describe.groups() for key in describe.keys_of(group)} - {"name"} <= words
+    assert set(describe.plain_keys()) <= words
+    assert max(map(len, text.splitlines())) <= 100
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_and_printing_give_the_same_page(tmp_path):
+    module = [sys.executable, "-m", "titan_hydra.config.describe"]
+    printed = subprocess.run(module, capture_output=True, text=True, check=True).stdout
+    subprocess.run([*module, str(tmp_path / "page.md")], check=True)
+    assert Path(tmp_path / "page.md").read_text() == printed == describe.page()
+
+
+def test_describing_imports_no_torch():
+    code = "import sys; from titan_hydra.config import describe; describe.page(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,209 @@
+"""The configuration in words: docs/configuration.md and the text of `python launch.py --help`, both made from the schema and conf/.
+
+    python -m titan_hydra.config.describe                          # print the page
+    python -m titan_hydra.config.describe docs/configuration.md    # write it
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import textwrap
+import typing
+from pathlib import Path
+from typing import Any
+
+from .checks import IMPLEMENTED
+from .compose import CONF
+from .fault import as_typed
+from .load import known_keys
+from .schema import Job, default_of
+
+PAGE_WIDTH, HELP_WIDTH = 140, 100
+KEYS = known_keys()
+GROUP_OF_RECIPES = "experiment"  # the one group without keys of its own: its options set keys of all the others
+
+INTRODUCTION = """\
+# Configuration
+
+Every key and every option. This page is made from `titan_hydra/config/schema.py` and `conf/` by
+
+    python -m titan_hydra.config.describe docs/configuration.md
+
+`group=option` chooses a file of `conf/`, `group.key=value` changes one value, and `python launch.py --cfg job` shows what comes out.
+An option replaces the defaults of its group by what stands beside it here; what you type on the command line wins over both.
+
+The identity hash that names a run directory is made of the whole resolved configuration, less the keys marked *not in the hash*: they say
+where and how a run is made, not which experiment it is. Two command lines with the same hash are the same run.
+
+*Not built yet* and *built so far* mark what the configuration knows and this version refuses, before anything starts, with a line that
+names what works.
+"""
+
+HELP = """\
+== Groups (group=option) and their keys (group.key=value) ==
+* is the default; (what stands in brackets) is not built yet.
+
+{groups}
+
+== Keys without a group (key=value) ==
+
+{keys}"""
+
+
+def main(arguments: list[str]) -> None:
+    """Print the page, or write it to the file that is named."""
+    if arguments:
+        Path(arguments[0]).write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+
+
+def page() -> str:
+    """docs/configuration.md."""
+    parts = [INTRODUCTION, "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
+    for group in groups():
+        parts += [f"## {group}\n", _sentence(meaning(group)) + "\n"]
+        if option_files(group):
+            parts += [*(_option_item(group, file) for file in option_files(group)), ""]
+        if keys_of(group):
+            parts += ["Keys:\n", *map(_key_item, keys_of(group)), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def help_text() -> str:
+    """All groups, options and keys on a screen or two."""
+    lines = []
+    for group in groups():
+        names = " ".join(_marked(group, file) for file in option_files(group))
+        keys = " ".join(key.removeprefix(f"{group}.") for key in keys_of(group) if key != f"{group}.name")
+        lines.append(f"{group} - {meaning(group)}")
+        lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
+        lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
+    keys = [_wrap(f"{key} - {spec.metadata['help']}", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
+    return HELP.format(groups="\n".join(lines), keys="\n".join(keys))
+
+
+def _marked(group: str, file: Path) -> str:
+    if not_built(group, file):
+        return f"({file.stem})"
+    return f"{file.stem}*" if file.stem == default_options().get(group) else file.stem
+
+
+def groups() -> list[str]:
+    """Sections of the schema in its order, those without a folder in conf/ too, then the whole recipes."""
+    return [key for key, spec in KEYS.items() if "." not in key and _is_group(spec)] + [GROUP_OF_RECIPES]
+
+
+def meaning(group: str) -> str:
+    """What a group is about."""
+    return "whole recipes: each sets keys of many groups" if group == GROUP_OF_RECIPES else KEYS[group].metadata["help"]
+
+
+def keys_of(group: str) -> dict[str, dataclasses.Field]:
+    """The keys below a group that take a value."""
+    return {key: spec for key, spec in KEYS.items() if key.startswith(f"{group}.") and not _is_group(spec)}
+
+
+def plain_keys() -> dict[str, dataclasses.Field]:
+    """The keys that stand in no group."""
+    return {key: spec for key, spec in KEYS.items() if "." not in key and not _is_group(spec)}
+
+
+def option_files(group: str) -> list[Path]:
+    """The options of a group, the default first."""
+    files = sorted((CONF / group).glob("*.yaml"))
+    return sorted(files, key=lambda file: file.stem != default_options().get(group))
+
+
+def when(file: Path) -> str:
+    """The comment line of an option file: when to choose it. Hydra's own `# @package` line is not it. "" if there is none."""
+    comments = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#") and "@package" not in line]
+    return comments[0].lstrip("# ") if comments else ""
+
+
+def settings(group: str, file: Path) -> dict[str, Any]:
+    """The keys that an option sets, by their full names, less `name`."""
+    package = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}."
+    flat = dict(_flatten(_load(file), package))
+    return {key: value for key, value in flat.items() if key != f"{group}.name"}
+
+
+def not_built(group: str, file: Path) -> bool:
+    """Whether the checks refuse an option, whatever else is chosen."""
+    values = settings(group, file) | {f"{group}.name": _load(file).get("name")}
+    return any(key in values and values[key] not in works for key, works in IMPLEMENTED.items())
+
+
+def default_options() -> dict[str, str]:
+    """The defaults list of conf/config.yaml."""
+    chosen = {}
+    for entry in _load(CONF / "config.yaml")["defaults"]:
+        if isinstance(entry, dict):
+            chosen |= {group: option for group, option in entry.items() if not group.startswith("override ")}
+    return chosen
+
+
+def _key_item(key: str) -> str:
+    spec = KEYS[key]
+    notes = [] if spec.metadata["identity"] else ["*not in the hash*"]
+    if key in IMPLEMENTED:
+        notes.append("*built so far:* " + ", ".join(f"`{as_typed(value)}`" for value in IMPLEMENTED[key]))
+    choices = f" One of {', '.join(f'`{choice}`' for choice in spec.metadata['choices'])}." if spec.metadata["choices"] else ""
+    head = f"- `{key}`: {_type_of(key)}, {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
+    return _wrap(f"{head} {_sentence(spec.metadata['help'])}{choices}", PAGE_WIDTH, "", "  ")
+
+
+def _option_item(group: str, file: Path) -> str:
+    default = " (default)" if file.stem == default_options().get(group) else ""
+    text = f"- **{group}={file.stem}**{default}: {when(file)}{' *Not built yet.*' * not_built(group, file)}"
+    values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in settings(group, file).items())
+    return _wrap(f"{text} Sets `{values}`." if values else text, PAGE_WIDTH, "", "  ")
+
+
+def _shown_default(key: str) -> str:
+    """A key's value when nothing sets it. Values without a group may be given in conf/config.yaml."""
+    given = _load(CONF / "config.yaml").get(key) if "." not in key else None
+    default = given or default_of(KEYS[key])
+    return "given by the option" if default == "???" else f"`{as_typed(default)}`" if default != "" else "empty"
+
+
+def _type_of(key: str) -> str:
+    kind: Any = Job
+    for part in key.split("."):
+        kind = typing.get_type_hints(kind)[part]
+    return (kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)).replace("None", "null")
+
+
+def _is_group(spec: dataclasses.Field) -> bool:
+    return dataclasses.is_dataclass(spec.default_factory)
+
+
+def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        elif key == "defaults":
+            for override in value:
+                yield from ((group.removeprefix("override /"), option) for group, option in override.items())
+        else:
+            yield prefix + key, value
+
+
+@functools.cache
+def _load(file: Path) -> dict:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.load(file))
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "." * (text[-1] not in ".?!")
+
+
+def _wrap(text: str, width: int, first: str, rest: str) -> str:
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
