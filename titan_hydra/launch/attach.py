@@ -20,7 +20,8 @@ from .failure import LAST_WORDS
 from .records import alive, last_record, read_json
 
 STOP_LIMIT = 30  # seconds for the ranks to reach the end of their step; while they write a checkpoint, no limit but a second Ctrl-C
-POLL = 0.1
+POLL = 0.1  # seconds
+BACKLOG = 4096  # bytes of an older log that are shown
 
 
 class Interrupts:
@@ -103,7 +104,10 @@ def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
 
 
 class Echo:
-    """New lines of a log, up to the traceback at its end: the guilty rank's is shown later, and it may be another's."""
+    """New lines of a log, up to the traceback at its end: the guilty rank's is shown later, and it may be another's.
+
+    Of a log that is long already, because the run was started earlier, only the end is shown.
+    """
 
     def __init__(self, path: Path, line) -> None:
         self.path, self.line = path, line
@@ -117,6 +121,9 @@ class Echo:
                 self.file = self.path.open("rb")
             except FileNotFoundError:
                 return
+            if os.fstat(self.file.fileno()).st_size > BACKLOG:
+                self.file.seek(-BACKLOG, os.SEEK_END)
+                self.file.readline()
         *lines, self.rest = (self.rest + self.file.read()).split(b"\n")
         for line in lines:
             self.over = self.over or line.startswith(LAST_WORDS.encode())

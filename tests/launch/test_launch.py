@@ -1,2 +1,0 @@
-"""One command line: faults, states of a run, sweeps."""
-
