@@ -1,4 +1,5 @@
 """Small jobs that the trainer's tests share."""
+import json
 import multiprocessing
 import os
 from pathlib import Path
@@ -20,12 +21,13 @@ def tiny():
 
 @pytest.fixture
 def run_job(tmp_path):
-    """`run_job(job)` trains it to the end in real ranks, in a run directory under tmp_path that it returns."""
+    """`run_job(job)` trains it to the end in real ranks, in a run directory under tmp_path that it returns; `.rows` reads its rows."""
     def run(job: Job, directory: Path | None = None, expect: int = 0) -> Path:
         directory = directory or tmp_path / f"{job.name}-{identity(job)}"
         number = 1 + sum(1 for _ in (directory / "attempts").glob("*")) if directory.exists() else 1
         attempt = directory / "attempts" / str(number)
         attempt.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps(to_dict(job)))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["titan_hydra.train.trainer"])
         ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(world_size(job))]
@@ -37,6 +39,7 @@ def run_job(tmp_path):
         assert [process.exitcode for process in ranks] == [expect] * len(ranks), errors
         return directory
 
+    run.rows = lambda directory: [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return run
 
 

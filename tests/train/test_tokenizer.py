@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from titan_hydra.config import schema
+from titan_hydra.config.files import vocabulary_size
 from titan_hydra.config.status import ConfigError
 from titan_hydra.train import tokenizer, tokenizer_cli
 from titan_hydra.train.data.embedded import topics
@@ -41,6 +42,7 @@ def test_names_of_special_tokens_in_a_text_are_text():
 
 
 def test_embedded_is_what_the_design_says():
+    assert vocabulary_size(EMBEDDED) == 4096
     assert (LOADED.vocab_size, LOADED.bos_id, LOADED.eos_id) == (4096, 3840, 3841)
     assert LOADED.decode([3840, 3841, 3846, 3849, 4095]) == (
         "<|begin_of_text|><|end_of_text|><|start_header_id|><|eot_id|><|reserved_special_token_250|>")
@@ -53,10 +55,8 @@ def test_a_million_blanks_do_not_end_the_process():
     assert LOADED.decode(LOADED.encode(text)) == text
 
 
-def test_vocab_size_needs_no_library():
-    check = ("import sys; from titan_hydra.config import schema; from titan_hydra.train import tokenizer; "
-             "assert tokenizer.vocab_size_of(schema.Tokenizer()) == 4096; "
-             "import titan_hydra.train.data.files; import titan_hydra.train.data; "
+def test_imports_bring_in_no_library():
+    check = ("import sys; import titan_hydra.train.tokenizer; import titan_hydra.train.data.files; import titan_hydra.train.data; "
              "assert not {'torch', 'tiktoken', 'tokenizers', 'datasets', 'numpy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", check], check=True)
 
@@ -76,7 +76,7 @@ def test_hf(tmp_path):
     config = hf(tmp_path / "tokenizer.json")
     loaded = tokenizer.load(config)
     assert (loaded.vocab_size, loaded.bos_id, loaded.eos_id) == (258, 256, 257)
-    assert tokenizer.vocab_size_of(config) == 258
+    assert vocabulary_size(config) == 258
     text = "naïve 🙂</s> x"
     assert loaded.decode(loaded.encode(text)) == text
     assert 257 not in loaded.encode(text)
@@ -119,9 +119,8 @@ def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path, name, content, messag
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    for function in (tokenizer.load, tokenizer.vocab_size_of):
-        with pytest.raises(ConfigError, match=r"tokenizer\.path=.*/none: No such file"):
-            function(schema.Tokenizer(name="hf", path=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match=r"tokenizer\.path=.*/none: No such file"):
+        tokenizer.load(schema.Tokenizer(name="hf", path=str(tmp_path / "none")))
 
 
 # The command
@@ -144,7 +143,7 @@ def trained(tmp_path_factory):
 def test_trained_tokenizer_is_of_llama3s_kind(trained):
     loaded = tokenizer.load(schema.Tokenizer(name="tiktoken", path=str(trained)))
     assert (loaded.vocab_size, loaded.bos_id) == (1500, 1244)
-    assert tokenizer.vocab_size_of(schema.Tokenizer(name="tiktoken", path=str(trained))) == 1500
+    assert vocabulary_size(schema.Tokenizer(name="tiktoken", path=str(trained))) == 1500
     first = [base64.b64decode(line.split()[0]) for line in trained.read_text().splitlines()[:256]]
     assert first == [bytes([byte]) for byte in range(256)]
 

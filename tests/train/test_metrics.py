@@ -1,0 +1,135 @@
+"""What a run records: the fields, what they mean, and that copies go on in the same place after a resume."""
+import json
+import shutil
+
+import pytest
+import torch
+
+from titan_hydra.config import compose_job
+from titan_hydra.models.flops import flops_per_token
+from titan_hydra.train import data
+from titan_hydra.train.checkpoint import complete
+from titan_hydra.train.loss import cross_entropy
+from titan_hydra.train.metrics import Clock, truncate
+
+ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib", "step_seconds",
+       "data_seconds", "tokens_seen"}
+RESULT = {"status", "hash", "name", "overrides", "steps", "final_loss", "tokens_per_second", "tokens_per_second_iqr", "measured_steps",
+          "memory_gib", "mfu", "seconds", "gpu_hours", "world_size", "versions", "git_sha"}
+
+
+def events(directory):
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_rows_and_result_have_their_fields_and_agree(tiny, run_job):
+    job = tiny("steps=6", "metrics.log_every=2", "validation=on", "validation.interval=3", "validation.steps=2", "gpus=2",
+               "data.global_batch=8")
+    directory = run_job(job)
+    rows, result = run_job.rows(directory), json.loads((directory / "result.json").read_text())
+    assert [row["step"] for row in rows] == [1, 2, 4, 6]
+    for row in rows:
+        assert row.keys() >= ROW
+        rate = 8 * 64 / row["step_seconds"] / 2
+        assert row["tokens_per_second"] == pytest.approx(rate)
+        assert row["tflops"] == pytest.approx(flops_per_token(job.model, 64) * rate / 1e12)
+        assert row["tokens_seen"] == row["step"] * 8 * 64
+        assert 0 <= row["data_seconds"] <= row["step_seconds"]
+        assert row["mfu"] is row["memory_gib"] is row["memory_reserved_gib"] is None, "unknown on a CPU"
+    assert result.keys() >= RESULT
+    assert (result["status"], result["steps"], result["measured_steps"], result["world_size"]) == ("done", 6, 5, 2)
+    assert result["final_loss"] == rows[-1]["loss"]
+    assert [(event["event"], event["step"]) for event in events(directory)] == [("validation", 3), ("validation", 6), ("checkpoint", 6)]
+    assert result["validation_loss"] == events(directory)[1]["validation_loss"]
+    lines = (directory / "attempts/1/rank_0.log").read_text()
+    assert "step 6/6  loss" in lines
+    assert (directory / "attempts/1/rank_1.log").read_text() == "", "only rank 0 speaks"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
+    job = tiny("steps=1", "validation=on", "validation.steps=3", f"gpus={ranks}", "data.global_batch=4", "optimizer.lr=0")
+    directory = run_job(job)
+    from titan_hydra import models
+    from titan_hydra.models.init import init_weights
+
+    model = models.build(job.model, 64)
+    init_weights(model, job.model, job.seed)
+    loader = data.build(job, 0, 1, split="validation")
+    batches = [loader.next() for _ in range(3)]
+    loader.close()
+    with torch.no_grad():
+        total = sum(cross_entropy(model(batch.tokens), batch.labels).item() for batch in batches)
+    assert events(directory)[0]["validation_loss"] == pytest.approx(total / (3 * 4 * 64), rel=1e-5)
+
+
+def test_a_step_time_has_no_validation_or_checkpoint_in_it(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    clock = Clock()
+    for _ in range(3):
+        clock.start()
+        now += 1
+        clock.has_data()
+        now += 2
+        clock.stop()
+        now += 100  # a validation
+    assert clock.window == [(3.0, 1.0)] * 3
+    assert clock.steps == [3.0, 3.0], "the first step is not a steady one"
+
+
+def test_rows_after_the_resumed_step_are_made_again(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    truncate(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_not_finite_stops_every_rank_before_the_update(tiny, run_job):
+    job = tiny("gpus=2", "optimizer.lr=1e30", "optimizer.max_norm=0", "lr_scheduler=constant", "lr_scheduler.warmup_steps=0", "steps=20")
+    directory = run_job(job, expect=78)
+    assert "the update was not made" in (directory / "attempts/1/error_0").read_text()
+    assert not (directory / "result.json").exists()
+
+
+def cut_back(directory, step):
+    """As if the run had been killed after saving `step`."""
+    (directory / "result.json").unlink()
+    for path in complete(directory / "checkpoints"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+
+
+def test_wandb_offline_goes_on_in_the_same_run(tiny, run_job):
+    job = tiny("metrics=wandb", "checkpoint.interval=1", "checkpoint.keep_latest_k=0")
+    directory = run_job(job)
+    cut_back(directory, 3)
+    run_job(job, directory)
+    folders = sorted((directory / "wandb").glob("offline-run-*"))
+    identity = directory.name.rpartition("-")[2]
+    assert len(folders) == 2
+    assert {folder.name.rpartition("-")[2] for folder in folders} == {identity}
+    assert len(run_job.rows(directory)) == 5
+
+
+def test_tensorboard_has_every_row_once(tiny, run_job):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = tiny("metrics=tensorboard", "checkpoint.interval=1", "checkpoint.keep_latest_k=0")
+    directory = run_job(job)
+    cut_back(directory, 3)
+    run_job(job, directory)
+    accumulator = EventAccumulator(str(directory / "tensorboard"))
+    accumulator.Reload()
+    scalars = accumulator.Scalars("loss")
+    assert [scalar.step for scalar in scalars] == [1, 2, 3, 4, 5]
+    assert [scalar.value for scalar in scalars] == pytest.approx([row["loss"] for row in run_job.rows(directory)])
+
+
+def test_a_tracker_that_fails_never_stops_a_run(tiny, run_job, tmp_path):
+    job = compose_job("debug=tiny", "metrics=tensorboard")
+    directory = tmp_path / "run-x"
+    directory.mkdir()
+    (directory / "tensorboard").write_text("not a folder")
+    run_job(job, directory)
+    assert "tensorboard could not start and is left out" in (directory / "attempts/1/rank_0.log").read_text()
