@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.config import schema
+from titan_hydra.config.files import tokenizer_file
 from titan_hydra.config.status import ConfigError
-
-EMBEDDED = Path(__file__).parent.parent / "assets" / "tokenizer.model"
 
 # How Llama 3 cuts text into words before it merges bytes, and the 256 special tokens that follow the ranks, in Meta's order.
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -53,20 +52,11 @@ def load(config: schema.Tokenizer) -> Tokenizer:
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
 
-def vocab_size_of(config: schema.Tokenizer) -> int:
-    """Number of ids, special tokens included, without building the tokenizer or importing its library."""
-    path, content = _read(config)
-    if config.name != "hf":
-        return len(_ranks(path, content)) + len(LLAMA3_SPECIALS)
-    spec = _json(path, content)
-    return _size(spec["model"]["vocab"], spec.get("added_tokens", []))
-
-
 def _read(config: schema.Tokenizer) -> tuple[Path, bytes]:
     if config.name != "embedded" and not config.path:
         wanted = "tokenizer.json" if config.name == "hf" else "tokenizer.model"
         raise ConfigError(f"tokenizer.path=null: tokenizer={config.name} needs the path of a {wanted}")
-    path = EMBEDDED if config.name == "embedded" else Path(config.path).expanduser()
+    path = tokenizer_file(config)
     try:
         return path, path.read_bytes()
     except OSError as error:

@@ -1,29 +1,16 @@
-"""Finding and reading text files: what a path means, and the rows of .txt, .jsonl and .parquet. No torch here: the login node uses it."""
+"""Reading text files: the rows of .txt, .jsonl and .parquet, .gz too. No torch here, so that commands can use it on a login node."""
 from __future__ import annotations
 
-import difflib
-import glob
 import gzip
 import json
-import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from titan_hydra.config.files import expand, similar
 from titan_hydra.config.status import ConfigError
 
 Rows = Iterator[tuple[int, str]]
-
-
-def expand(path: str | None) -> list[Path]:
-    """The files that a path means, sorted: a file, a glob (`**` too), or a folder's files. Empty when there are none."""
-    if not path:
-        return []
-    path = os.path.expanduser(path)
-    if os.path.isdir(path):
-        path = os.path.join(glob.escape(path), "*")
-    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-    return sorted(Path(name) for name in found if os.path.isfile(name))
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
@@ -35,7 +22,8 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
         raise ConfigError(f"{key}=null: give it files, globs allowed")
     files = expand(path)
     if not files:
-        raise ConfigError(f"{key}={path}: no such file{_similar(path)}")
+        near = " or ".join(similar(path))
+        raise ConfigError(f"{key}={path}: no such file" + (f"; did you mean {near}?" if near else ""))
     usable = [file for file in files if not suffixes or kind(file) in suffixes]
     if not usable:
         raise ConfigError(f"{key}={path}: {files[0].name} is none of {', '.join(suffixes)}")
@@ -117,16 +105,3 @@ def column(record: object, text_key: str, where: str) -> str:
     if not isinstance(record[text_key], str):
         raise ConfigError(f"{where}: column {text_key!r} holds {type(record[text_key]).__name__}, not text")
     return record[text_key]
-
-
-def _similar(path: str) -> str:
-    """`; did you mean ...?` with names from the deepest folder of the path that exists."""
-    parent = Path(os.path.expanduser(path))
-    wanted = parent.name
-    while not parent.is_dir():
-        parent, wanted = parent.parent, parent.name
-    names = sorted(entry.name for entry in parent.iterdir())
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
-    if near:
-        return "; did you mean " + " or ".join(str(parent / name) for name in near) + "?"
-    return f"; {parent}{os.sep} holds {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}"

@@ -104,10 +104,11 @@ class Stream:
                 raise ConfigError("data.path: no document with text in it")
 
     def _unit(self, turn: int) -> int:
-        """The unit of a turn. Epochs differ even unshuffled, so that a slot does not meet the same units in each."""
+        """The unit of a turn. Unshuffled, epochs still begin at different units, or a slot could meet the same few in each."""
         epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
         if self.seed is None:
-            return (place + epoch) % self.source.units
+            start = permute(0, self.source.units, epoch) if epoch else 0
+            return (start + place) % self.source.units
         return permute(place, self.source.units, self.seed, epoch)
 
     def _any_text(self) -> bool:
