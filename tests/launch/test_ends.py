@@ -56,6 +56,16 @@ def test_interrupt_while_ranks_are_starting(launcher):
     assert launcher.processes() == []
 
 
+def test_interrupt_before_the_trainer_listens_needs_no_patience(launcher):
+    launcher.sabotage("import time; open(f'importing_{rank}', 'w'); time.sleep(1000)")
+    process = launcher.start(*launcher.ENDLESS, "gpus=2")
+    launcher.wait(lambda: len(list(launcher.folder.glob("importing_*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=15)  # submitit would have the ranks ignore it
+    assert process.returncode == 130, err
+    assert launcher.processes() == []
+
+
 def test_interrupt_ends_a_sweep(launcher):
     process = launcher.start("-m", *launcher.ENDLESS, "seed=1,2")
     launcher.wait_for_step()
