@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.config import check, compose_job, freeze
 from titan_hydra.config.checks import LAYOUT, RECIPE, degrees_fill_the_ranks, technique_is_implemented, value_of
+from titan_hydra.config.compose import CONF
 from titan_hydra.parallel import build_mesh
 
 
@@ -33,6 +34,8 @@ def test_the_default_job_is_legal(base):
 
 
 ZBV = {"parallelism__pp": 2, "pp_schedule__name": "zbv", "pp_schedule__stages_per_rank": 2}
+CSV = {"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": str(CONF / "pp_schedule" / "zb_h1.csv"),
+       "data__local_batch": 8}
 BAD = [  # what is changed, the key that is named, what the line must contain
     ({"steps": 0}, "steps", "at least 1"),
     ({"optimizer__lr": -1.0}, "optimizer.lr", "negative"),
@@ -54,8 +57,23 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"parallelism__pp": 8}, "parallelism.pp", "nearest legal: 6"),
     ({"parallelism__pp": 2, "pp_schedule__name": "zbv"}, "pp_schedule.stages_per_rank", "nearest legal: 2"),
     ({"parallelism__pp": 2, "pp_schedule__microbatches": 3}, "pp_schedule.microbatches", "nearest legal: 2 or 4"),
+    ({"parallelism__pp": 4, "pp_schedule__microbatches": 2}, "pp_schedule.microbatches", "nearest legal: 4"),
+    ({"parallelism__pp": 4, "data__local_batch": 2}, "data.local_batch", "nearest legal: 4"),
+    ({**ZBV, "pp_schedule__name": "interleaved_zb", "data__local_batch": 5, "pp_schedule__microbatches": 5}, "pp_schedule.microbatches",
+     "2 equal rounds"),
+    ({**ZBV, "pp_schedule__name": "dualpipe_v", "pp_schedule__microbatches": 2}, "pp_schedule.microbatches", "nearest legal: 4"),
+    ({"parallelism__pp": 2, "pp_schedule__layers_per_stage": 2}, "pp_schedule.layers_per_stage", "nearest legal: 3"),
+    ({"parallelism__pp": 2, "pp_schedule__layers_per_stage": 3, "pp_schedule__split": ["layers.1"]}, "pp_schedule.layers_per_stage",
+     "null"),
+    ({"parallelism__pp": 2, "pp_schedule__split": ["layers.9"]}, "pp_schedule.split", "layers.5"),
+    ({"parallelism__pp": 2, "pp_schedule__split": ["layers.1", "norm"]}, "pp_schedule.split", "1 names"),
+    ({"parallelism__pp": 3, "pp_schedule__split": ["norm", "layers.1"]}, "pp_schedule.split", "in the order"),
+    ({"parallelism__pp": 2, "pp_schedule__name": "csv"}, "pp_schedule.csv", "needs a file"),
+    ({"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": "/nowhere.csv"}, "pp_schedule.csv", "no such file"),
+    ({**CSV, "pp_schedule__microbatches": 4}, "pp_schedule.microbatches", "nearest legal: 8"),
+    ({**CSV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
+    ({"parallelism__pp": 2, "model__tie_embeddings": True}, "model.tie_embeddings", "different pipeline stages"),
     ({"gpus": 2, "data__global_batch": 40}, "data.global_batch", "nearest legal: 32 or 48"),
-    ({"lr_scheduler__warmup_steps": 500}, "lr_scheduler.warmup_steps", "nearest legal: 200"),
     ({"precision__converter": "float8", "model__dim": 264, "model__n_heads": 12, "model__n_kv_heads": 12}, "model.dim", "256 or 272"),
     ({"optimizer__name": "muon", "precision__param_dtype": "bfloat16"}, "precision.param_dtype", "float32"),
     ({**ZBV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from . import pipeline
 from .fault import Fault, divisors
 from .files import expand, similar, tokenizer_file, vocabulary_size
 from .load import DEGREES, data_parallel, devices_here, known_keys, world_size
@@ -153,24 +154,7 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
 
-@rule(LAYOUT)
-def stages_divide_the_layers(job: Job) -> Iterator[Fault]:
-    """Every pipeline stage holds at least one block, and a schedule fixes how many stages a rank has."""
-    pp, schedule, layers = job.parallelism.pp, job.pp_schedule, job.model.n_layers
-    if pp == 1:
-        return
-    per_rank = {"gpipe": (1,), "1f1b": (1,), "zbv": (2,), "dualpipe_v": (2,)}.get(schedule.name, ())
-    if per_rank and schedule.stages_per_rank not in per_rank:
-        yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts another number on a rank",
-                    legal=per_rank)
-    stages = pp * schedule.stages_per_rank
-    if stages > layers:
-        yield Fault("parallelism.pp", pp, f"{stages} stages, but the model has {layers} blocks",
-                    legal=(layers // schedule.stages_per_rank,))
-    microbatches = schedule.microbatches
-    if microbatches is not None and (microbatches < 1 or job.data.local_batch % microbatches):
-        yield Fault("pp_schedule.microbatches", microbatches, f"data.local_batch {job.data.local_batch} cannot be cut into it",
-                    legal=divisors(job.data.local_batch))
+LAYOUT.append(pipeline.pipeline_is_laid_out)
 
 
 @rule(LAYOUT)
@@ -186,7 +170,7 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 # Techniques that are configured but not implemented yet: the values that work today. Choosing another is a fault, not a surprise.
 IMPLEMENTED = {
-    "parallelism.tp": (1,), "parallelism.pp": (1,), "parallelism.cp": (1,), "parallelism.async_tp": (False,),
+    "parallelism.cp": (1,),
     "ac.name": ("none",), "compile.name": ("off",), "precision.converter": (None,), "loss.name": ("cross_entropy",),
     "checkpoint.name": ("off", "sync"), "profiling.name": ("off",), "comm.name": ("default",),
     "cluster.executor": ("inline", "local"), "launch.packed": (False,), "launch.wait": (False,),
@@ -202,17 +186,9 @@ def technique_is_implemented(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
-def warmup_ends_before_the_run(job: Job) -> Iterator[Fault]:
-    """A rate that never reaches its peak is a typo, not a schedule."""
-    if job.lr_scheduler.warmup_steps > job.steps:
-        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps, f"longer than the run of {job.steps} steps",
-                    legal=(job.steps,))
-
-
-@rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
     """They split the backward in two; torch then computes wrong gradients under resharding, without an error (cpu.md, section 3)."""
-    if job.parallelism.pp == 1 or job.pp_schedule.name not in ("interleaved_zb", "zbv", "dualpipe_v"):
+    if job.parallelism.pp == 1 or not pipeline.splits_backward(job):
         return
     if job.parallelism.reshard_after_forward == "always":
         yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",
