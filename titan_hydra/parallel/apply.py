@@ -5,13 +5,15 @@ from torch import nn
 
 from titan_hydra.config.schema import Job
 
-from . import data
+from . import data, tensor
 from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Turn a meta-device module into this rank's part of it, in place.
 
-    FSDP comes last: it shards whatever parameters the techniques before it have left on this rank.
+    The order is the paper's, and each step needs the one before. FSDP comes last: it shards whatever parameters the techniques
+    before it have left on this rank.
     """
+    tensor.apply(module, mesh, job)
     data.apply(module, mesh, job.precision, job.parallelism)

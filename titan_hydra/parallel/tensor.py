@@ -1,0 +1,64 @@
+"""Tensor and sequence parallelism: a model's plan (plans.py) carried out on the tensor-parallel ranks."""
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+from titan_hydra.config.schema import Job
+from titan_hydra.config.status import ConfigError
+
+from .mesh import Mesh
+from .plans import PLANS, Linears, Norm
+
+
+def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears()) -> None:  # noqa: B008 - frozen
+    """Split a meta-device stage's weights over the tp ranks, in place, and put the communication around the parts that need it.
+
+    Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only.
+    """
+    if mesh.degrees.tp == 1:
+        return
+    tp = mesh.world["tp"]
+    norm = Norm(split=job.parallelism.sequence_parallel, reduce_dtype=getattr(torch, job.precision.reduce_dtype))
+    plan = PLANS[job.model.family](job.parallelism, norm, linears)
+    parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
+    for block in module.layers.values():
+        parallelize_module(block, tp, plan.block)
+    # FSDP warns of a head whose logits are a view: nothing here changes logits in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if module.tok_embeddings is not None:
+        module.tok_embeddings.register_forward_hook(_arrived)
+    overlap(tp, job)
+
+
+def _arrived(embedding: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    """The embedding's output, once its reduction over ranks has arrived; clone() waits and keeps the gradient's way back.
+
+    A compiled block that is handed a tensor still on its way crashes in the backward or, under FSDP, gives the embedding a wrong
+    gradient without an error.
+    """
+    return output.clone()
+
+
+def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
+    """Async tensor parallelism: the compiler cuts matmuls into pieces and moves one piece while it computes the next.
+
+    Raises ConfigError on a CPU: the pieces move through memory that GPUs share.
+    """
+    torch._inductor.config._micro_pipeline_tp = job.parallelism.async_tp
+    if not job.parallelism.async_tp:
+        return
+    if tp.device_type != "cuda":
+        raise ConfigError("parallelism.async_tp=true: needs GPUs that read each other's memory, and this rank runs on the CPU; "
+                          "nearest legal: false")
+    enable_symm_mem_for_group(tp.get_group().group_name)
+
+
+def loss_context(mesh: Mesh) -> contextlib.AbstractContextManager:
+    """Around the loss, forward and backward: cross-entropy of logits that stay split over the vocabulary, where they do."""
+    return loss_parallel() if mesh.degrees.tp > 1 and mesh.degrees.loss_parallel else contextlib.nullcontext()
