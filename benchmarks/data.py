@@ -8,8 +8,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from titan_hydra import cli
 from titan_hydra.config import schema
-from titan_hydra.train import data, tokenizer_cli
+from titan_hydra.train import data
 from titan_hydra.train.data.embedded import Embedded
 
 
@@ -34,10 +35,7 @@ def write_corpus(folder: Path) -> tuple[str, str]:
     for unit in range(corpus.units):
         for _, text in corpus.rows(unit):
             (folder / f"{unit:05}.txt").write_text(text)
-    parser = argparse.ArgumentParser()
-    tokenizer_cli.add_arguments(parser)
-    tokenizer_cli.main(parser.parse_args(
-        ["encode", "--tokenizer", "embedded", "--workers", "1", "--out", f"{folder}/corpus.bin", f"{folder}/*.txt"]))
+    cli.main(["tokenizer", "encode", "--tokenizer", "embedded", "--workers", "1", "--out", f"{folder}/corpus.bin", f"{folder}/*.txt"])
     return f"{folder}/*.txt", f"{folder}/corpus.bin"
 
 

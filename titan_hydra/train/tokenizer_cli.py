@@ -6,10 +6,13 @@ import base64
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from pathlib import Path
 
@@ -41,14 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the subcommand; what the user can mend, a full disk too, is one line on stderr and an exit status."""
+    """Run the subcommand. Raises ConfigError for all that the user can mend, a full disk and a killed worker too."""
     try:
         return {"train": train, "encode": encode}[args.tokenizer_command](args)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: {args.out}: {error.strerror or error}", file=sys.stderr)
-    return Exit.CONFIG
+        raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
+    except BrokenProcessPool as error:
+        raise ConfigError(f"--workers={args.workers}: a worker was killed, perhaps for want of memory; take fewer") from error
 
 
 def train(args: argparse.Namespace) -> int:
@@ -152,17 +154,24 @@ def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str,
         yield from map(_encode_batch, _batches(texts))
         return
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit the tokenizer's threads half-way
-    with ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype)) as pool:
-        waiting: deque = deque()
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype))
+    waiting: deque = deque()
+    try:
         for batch in _batches(texts):
             waiting.append(pool.submit(_encode_batch, batch))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
+    """Load the tokenizer. A worker leaves Ctrl-C to the process that writes, and ends when that process is gone."""
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     global _tokenizer, _dtype
     _tokenizer, _dtype = tokenizers_of_jobs.load(config), dtype
 

@@ -1,5 +1,4 @@
 """Jobs and small corpora that the data tests share."""
-import argparse
 import gzip
 import json
 
@@ -7,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from titan_hydra import cli
 from titan_hydra.config import schema
-from titan_hydra.train import tokenizer_cli
 
 TEXTS = [f"Document {i}: " + " ".join(f"word{i * j % 97}" for j in range(i % 40 + 1)) for i in range(120)]
 
@@ -52,7 +51,4 @@ def jsonl(texts):
 
 def encode(out, *files):
     """Run `titan tokenizer encode` in this process."""
-    parser = argparse.ArgumentParser()
-    tokenizer_cli.add_arguments(parser)
-    arguments = ["encode", "--tokenizer", "embedded", "--workers", "1", "--out", str(out), *map(str, files)]
-    assert tokenizer_cli.main(parser.parse_args(arguments)) == 0
+    assert cli.main(["tokenizer", "encode", "--tokenizer", "embedded", "--workers", "1", "--out", str(out), *map(str, files)]) == 0
