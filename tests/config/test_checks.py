@@ -73,7 +73,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({**CSV, "pp_schedule__microbatches": 4}, "pp_schedule.microbatches", "nearest legal: 8"),
     ({**CSV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
     ({"parallelism__pp": 2, "model__tie_embeddings": True}, "model.tie_embeddings", "different pipeline stages"),
-    ({"gpus": 2, "data__global_batch": 40}, "data.global_batch", "nearest legal: 32 or 48"),
+    ({"gpus": 2, "data__local_batch": 8, "data__global_batch": 40}, "data.global_batch", "nearest legal: 32 or 48"),
     ({"precision__converter": "float8", "model__dim": 264, "model__n_heads": 12, "model__n_kv_heads": 12}, "model.dim", "256 or 272"),
     ({"optimizer__name": "muon", "precision__param_dtype": "bfloat16"}, "precision.param_dtype", "float32"),
     ({**ZBV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),

@@ -70,6 +70,7 @@ class PipelineSchedule:
     stages_per_rank: int = key(1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else")
     microbatches: int | None = key(None, "microbatches the local batch is cut into; null: twice the number of stages, or fewer if it must")
     layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head weighed in")
+    split: list[str] = key(list, "first module of each stage but the first, as [layers.2,layers.4]; empty: by layers_per_stage")
     csv: str | None = key(None, "file with the schedule's actions, for pp_schedule=csv")
 
 

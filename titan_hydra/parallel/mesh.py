@@ -42,8 +42,13 @@ class Mesh:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss counts in the sum over all ranks: tp ranks hold copies, and only the last stage has one."""
-        return self.coordinate("tp") == 0 and self.coordinate("pp") == self.degrees.pp - 1
+        """Whether this rank's loss counts in the sum over all ranks: tp ranks hold copies. A pipeline rank without the last stage has 0."""
+        return self.coordinate("tp") == 0
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other stages of the same model; None without pipeline parallelism."""
+        return self.world.get_group("pp") if self.degrees.pp > 1 else None
 
 
 def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:

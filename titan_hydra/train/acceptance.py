@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan_hydra.config.compose import CONF
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,6 +30,9 @@ def case(name: str, ranks: int, *overrides: str, **options) -> Case:
 
 
 EVEN = {"uneven_mask": True, "loss": 1e-6, "norm": 1e-6, "gradients": 1e-5}
+SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v")
+DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
+DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
 
 MATRIX = [
@@ -43,4 +48,35 @@ MATRIX = [
     case("fsdp 4, uneven mask, accumulation 4", 4, "parallelism=fsdp", "data.local_batch=1", **EVEN),
     case("fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8", base=("model.tie_embeddings=true",)),
     case("hsdp 4, muon", 4, "parallelism=hsdp", "data.local_batch=4", base=("optimizer=muon",), loss=1e-4, norm=1e-3),
+
+    # Tensor parallel
+    *(case(f"tp {ranks}, sequence parallel {sp}, loss parallel {lp}", ranks, "parallelism=tp", f"parallelism.tp={ranks}",
+           f"parallelism.sequence_parallel={sp}", f"parallelism.loss_parallel={lp}", "data.local_batch=16")
+      for ranks in (2, 4) for sp in ("on", "off") for lp in ("on", "off")),
+    *(case(f"{layout} 4, tp 2", 4, f"parallelism={layout}", "parallelism.tp=2", "data.local_batch=8") for layout in ("ddp", "fsdp")),
+    case("fsdp 4, tp 2, accumulation 4", 4, "parallelism=fsdp_tp", "data.local_batch=2"),
+    *(case(f"fsdp 4, tp 2, uneven mask, vocabulary 2047, loss parallel {lp}", 4, "parallelism=fsdp_tp", "data.local_batch=8",
+           f"parallelism.loss_parallel={lp}", **EVEN, **ODD) for lp in ("on", "off")),
+    case("fsdp 4, tp 2, tied embeddings, vocabulary 2047", 4, "parallelism=fsdp_tp", "data.local_batch=8",
+         base=("model.tie_embeddings=true", "model.vocab_size=2047")),
+    case("tp 2, tied embeddings", 2, "parallelism=tp", "data.local_batch=16", base=("model.tie_embeddings=true",)),
+    case("fsdp 4, tp 2, muon", 4, "parallelism=fsdp_tp", "data.local_batch=8", base=("optimizer=muon",), loss=1e-4, norm=1e-3),
+    case("hsdp 8, tp 2", 8, "parallelism=hsdp", "parallelism.tp=2", "data.local_batch=4"),
+
+    # Pipeline parallel, 8 microbatches
+    *(case(f"pp {ranks}, {schedule}, accumulation {steps}", ranks, "parallelism=pp", f"parallelism.pp={ranks}", f"pp_schedule={schedule}",
+           f"data.local_batch={16 // steps}", "pp_schedule.microbatches=8", **DEEP)
+      for schedule in SCHEDULES for ranks in (2, 4) for steps in (1, 2)),
+    case("pp 2, csv", 2, "parallelism=pp", "pp_schedule=csv", f"pp_schedule.csv={CONF}/pp_schedule/zb_h1.csv",
+         "data.local_batch=16", **DEEP),
+    *(case(f"{layout} 2, pp 2, {schedule}", 4, f"parallelism={layout}", "parallelism.pp=2", f"pp_schedule={schedule}", "data.local_batch=8",
+           **DEEP) for layout, schedule in (("ddp", "1f1b"), ("ddp", "zbv"), *(("fsdp", schedule) for schedule in SCHEDULES))),
+    *(case(f"{layout} 2, pp 2, {schedule}, accumulation 2", 4, f"parallelism={layout}", "parallelism.pp=2", f"pp_schedule={schedule}",
+           "data.local_batch=4", **DEEP) for layout, schedule in (("ddp", "1f1b"), ("fsdp", "1f1b"), ("fsdp", "zbv"))),
+    case("fsdp 2, pp 2, always reshard", 4, "parallelism=fsdp_pp", "data.local_batch=8", "parallelism.reshard_after_forward=always",
+         **DEEP),
+    *(case(f"fsdp 2, pp 2, {schedule}, uneven mask, vocabulary 2047", 4, "parallelism=fsdp_pp", f"pp_schedule={schedule}",
+           "data.local_batch=8", **EVEN, **DEEP_ODD) for schedule in ("1f1b", "zbv")),
+    case("hsdp 8, pp 2", 8, "parallelism=hsdp", "parallelism.dp_shard=2", "parallelism.pp=2", "data.local_batch=4", **DEEP),
+    case("hsdp 8, pp 2, accumulation 2", 8, "parallelism=hsdp", "parallelism.dp_shard=2", "parallelism.pp=2", "data.local_batch=2", **DEEP),
 ]

@@ -18,16 +18,19 @@ from titan_hydra.config.schema import Job
 from titan_hydra.config.status import NotFinite, Stopped
 from titan_hydra.models.flops import count_parameters
 from titan_hydra.models.init import init_weights
-from titan_hydra.parallel import data as data_parallel
+from titan_hydra.parallel import tensor as tensor_parallel
 from titan_hydra.parallel.gradients import clip_gradients
 from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel.pipeline import Pipeline
+from titan_hydra.parallel.stages import split, whole
 
 from . import data
 from .checkpoint import Checkpointer
 from .data.loader import Batch, Loader
-from .loss import IGNORED, LOSSES
+from .loss import IGNORED, TARGETS_IN_FORWARD
 from .metrics import Metrics, write_atomically
 from .optimizer import build_optimizers, lr_factor, set_lr
+from .step import Plain, build_step
 from .world import GarbageCollection, set_timeout, world
 
 
@@ -38,7 +41,8 @@ class Trainer:
     job: Job
     mesh: Mesh
     device: torch.device
-    model: nn.Module
+    model: nn.Module  # all that this rank holds, under the plain names
+    step: Plain | Pipeline
     optimizers: list[torch.optim.Optimizer]
     stop_requested: list[int] = field(default_factory=list)  # signals received
 
@@ -51,25 +55,26 @@ class Trainer:
         tokens = (batch.labels != IGNORED).sum().to(self.device)
         if self.mesh.batch is not None:
             dist.all_reduce(tokens, group=self.mesh.batch)
+        tokens = tokens.clamp(min=1)
         total = torch.zeros((), device=self.device)
-        microbatches = batch.split(self.job.data.local_batch)
-        for number, microbatch in enumerate(microbatches, start=1):
-            data_parallel.last_microbatch(self.model, number == len(microbatches))
-            loss = self.loss(microbatch) / tokens.clamp(min=1)
-            loss.backward()
-            total += loss.detach()
+        parts = batch.split(self.job.data.local_batch)
+        for number, part in enumerate(parts, start=1):
+            inputs, labels, context = self.prepare(part)
+            with tensor_parallel.loss_context(self.mesh):
+                total += self.step.forward_backward(inputs, labels, tokens, last=number == len(parts), **context)
         return total
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Summed loss of a microbatch."""
+    def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Inputs and labels of a local batch on this rank's device, and by name what else the model's forward needs."""
         batch = batch.to(self.device)
-        with data_parallel.autocast(self.mesh, self.job.precision, self.device):
-            logits = self.model(batch.tokens, positions=batch.positions, documents=batch.documents)
-        return LOSSES[self.job.loss.name](logits, batch.labels)
+        context = {"positions": batch.positions, "documents": batch.documents}
+        if self.job.loss.name in TARGETS_IN_FORWARD:
+            context["targets"] = batch.labels
+        return batch.tokens, batch.labels, {name: value for name, value in context.items() if value is not None}
 
     def clip(self) -> torch.Tensor:
         """Clip the whole model's gradient; returns its norm before that."""
-        return clip_gradients(self.model.parameters(), self.job.optimizer.max_norm)
+        return clip_gradients(self.model.parameters(), self.job.optimizer.max_norm, self.mesh.pipeline)
 
     def agree(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float, bool]:
         """The loss over all ranks, the norm, and whether any rank was asked to stop: the step's one synchronization."""
@@ -91,11 +96,13 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         loader.rewind()
         for _ in range(steps):
-            for microbatch in loader.next().split(self.job.data.local_batch):
-                totals[0] += self.loss(microbatch)
-                totals[1] += (microbatch.labels != IGNORED).sum().to(self.device)
-        if self.mesh.loss is not None:
-            dist.all_reduce(totals, group=self.mesh.loss)
+            for part in loader.next().split(self.job.data.local_batch):
+                inputs, labels, context = self.prepare(part)
+                with tensor_parallel.loss_context(self.mesh):
+                    loss = self.step.forward(inputs, labels, **context)
+                if self.mesh.reports_loss and self.step.has_loss:
+                    totals += torch.stack([loss.double(), (labels != IGNORED).sum().double()])
+        dist.all_reduce(totals)
         self.model.train()
         return (totals[0] / totals[1].clamp(min=1)).item()
 
@@ -106,11 +113,13 @@ def build(job: Job, device: torch.device) -> Trainer:
     with torch.device("meta"):  # shapes without memory: nothing is ever held whole
         model = models.build(job.model, job.data.seq_len)
     model.to(getattr(torch, job.precision.param_dtype))
-    parallel.apply(model, mesh, job)
-    model.to_empty(device=device)
-    init_weights(model, job.model, job.seed)
-    model.train()
-    return Trainer(job, mesh, device, model, build_optimizers(model, job.optimizer))
+    stages = split(model, mesh, job)  # [model] without pipeline parallelism
+    for stage in stages:
+        parallel.apply(stage, mesh, job)
+        stage.to_empty(device=device)
+        init_weights(stage, job.model, job.seed)
+    model = whole(stages).train()
+    return Trainer(job, mesh, device, model, build_step(stages, mesh, job, device), build_optimizers(model, job.optimizer))
 
 
 def train(job: Job, run: Run) -> None:
@@ -174,7 +183,7 @@ def loop(
             saved = "its checkpoint is written" if checkpointer.due(step, last) else "nothing is saved, as checkpoint=off"
             raise Stopped(f"stopped after step {step} of {job.steps}; {saved}")
         if step == start + 1:
-            set_timeout(job.comm.train_timeout_seconds, [trainer.mesh.batch, trainer.mesh.loss])
+            set_timeout(job.comm.train_timeout_seconds, [trainer.mesh.batch, trainer.mesh.loss, trainer.mesh.pipeline])
         garbage.step(step)
     return loss
 

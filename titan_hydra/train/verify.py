@@ -41,14 +41,19 @@ BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8",
 
 def job_of(case: Case) -> Job:
     """The layout's job."""
-    return compose_job(*BASE, *case.base, *case.overrides)
+    return compose_job(*later_wins(*BASE, *case.base, *case.overrides))
 
 
 def reference_of(case: Case) -> Job:
     """The same job in one process, its global batch in one piece."""
-    job = compose_job(*BASE, *case.base, "parallelism=single")
+    job = compose_job(*later_wins(*BASE, *case.base, "parallelism=single"))
     job.data.local_batch = job.data.global_batch
     return job
+
+
+def later_wins(*overrides: str) -> list[str]:
+    """Overrides with one value a key: Hydra refuses a group that is chosen twice."""
+    return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Trace:
 def trace(job: Job, device: torch.device, uneven_mask: bool = False) -> Trace:
     """Train a job for its steps, as `train` does, and keep what is compared. A collective; whole tensors are on every rank."""
     trainer = build(job, device)
-    weights = {name: _whole(parameter.detach()).clone() for name, parameter in trainer.model.named_parameters()}
+    weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
     loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     result = Trace([], [], {}, weights)
     for step in range(1, job.steps + 1):
@@ -91,13 +96,23 @@ def trace(job: Job, device: torch.device, uneven_mask: bool = False) -> Trace:
         set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
         if step == 1:
-            result.gradients = {name: _whole(parameter.grad).clone() for name, parameter in trainer.model.named_parameters()}
+            result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
         loss, norm, _ = trainer.agree(share, trainer.clip())
         trainer.update()
         result.losses.append(loss)
         result.norms.append(norm)
     loader.close()
     return result
+
+
+def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A whole tensor for each parameter of the whole model, by name. A collective."""
+    own = {name: _whole(value(parameter)).clone() for name, parameter in trainer.model.named_parameters()}
+    if trainer.mesh.pipeline is None:
+        return own
+    parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
+    dist.all_gather_object(parts, own, group=trainer.mesh.pipeline)
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def ignore_unevenly(batch: Batch, trainer: Trainer) -> None:

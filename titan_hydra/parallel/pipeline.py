@@ -1,0 +1,142 @@
+"""Pipeline parallelism: this rank's stages under one of torch's schedules, one local batch at a time."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
+
+from titan_hydra.config import pipeline as layout
+from titan_hydra.config.schema import Job
+
+from . import data
+from .mesh import Mesh
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble, "dualpipe_v": ScheduleDualPipeV,
+    "csv": _PipelineScheduleRuntime,
+}
+FORWARD = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+
+
+class Stage(PipelineStage):
+    """torch's stage, whose forward runs in the job's mixed precision, and which a forward alone leaves as it was."""
+
+    def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device):
+        stages = layout.stage_count(job)
+        hidden = hidden_state(mesh, job)
+        tokens = torch.empty(hidden.shape[0], job.data.seq_len // job.parallelism.cp, dtype=torch.int64, device="meta")
+        # Shapes are known, so nothing need be run to find them out. The last stage's output goes nowhere but into the loss.
+        super().__init__(module, index, stages, device, input_args=hidden if index else tokens, output_args=hidden,
+                         group=mesh.pipeline)
+        self.mixed_precision = lambda: data.autocast(mesh, job.precision, device)
+
+    def forward_one_chunk(self, number: int, *args, **kwargs) -> Tensor:
+        with self.mixed_precision():
+            output = super().forward_one_chunk(number, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[number] = ((), ())  # else it would hold the logits of all microbatches until the next step
+        return output
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:  # schedules call it behind a forward alone too
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+class Pipeline:
+    """This rank's stages under the job's schedule. `loss(output, labels)` is a sum over tokens; the last stage's rank computes it."""
+
+    def __init__(self, modules: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, loss: Callable[[Tensor, Tensor], Tensor]):
+        indices = layout.stages_of_ranks(job)[mesh.coordinate("pp")]
+        self.stages = [Stage(module, index, mesh, job, device) for module, index in zip(modules, indices, strict=True)]
+        self.has_first, self.has_loss = self.stages[0].is_first, self.stages[-1].is_last
+        self.device, self.loss, self.tokens = device, loss, torch.ones((), device=device)
+        self.schedule = build_schedule(self.stages, job, lambda output, labels: self.loss(output, labels) / self.tokens)
+        # Made now: NCCL would make the group's communicator at its first mixed exchange, in which not every rank takes part.
+        dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
+
+    def forward_backward(self, inputs: Tensor, labels: Tensor, tokens: Tensor, last: bool, **context: Tensor) -> Tensor:
+        """Add a local batch's gradients of its summed loss / `tokens`. Returns that loss, 0 where another rank has the last stage.
+
+        torch's stages add up gradients over the data-parallel ranks once for every local batch, not only for the step's `last`.
+        """
+        self.tokens, losses = tokens, []
+        self.schedule.step(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
+        return self._sum(losses).detach()
+
+    def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
+        """The summed loss of a local batch, 0 where another rank has the last stage. Gradients are to be off."""
+        self.tokens, losses = torch.ones((), device=self.device), []
+        with forward_only(self.schedule):
+            self.schedule.eval(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
+        return self._sum(losses)
+
+    def _inputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        return (inputs,) if self.has_first else ()
+
+    def _labels(self, labels: Tensor, losses: list[Tensor]) -> dict:
+        return {"target": labels, "losses": losses} if self.has_loss else {}
+
+    def _sum(self, losses: list[Tensor]) -> Tensor:
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+
+def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> _PipelineSchedule:
+    """torch's schedule over this rank's stages. The loss is divided by the tokens of the global batch, so it may not scale gradients."""
+    name = job.pp_schedule.name
+    single = name in ("gpipe", "1f1b")
+    schedule = SCHEDULES[name](stages[0] if single else stages, n_microbatches=layout.microbatches(job), loss_fn=loss, scale_grads=False)
+    if name == "csv":
+        schedule._load_csv(job.pp_schedule.csv)
+    return schedule
+
+
+@contextlib.contextmanager
+def forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
+    """Leave out of a schedule what is not forward, for as long as it lasts.
+
+    torch's own eval walks through the backward with nothing to do in it, and a V schedule stumbles where two stages are neighbours
+    on a rank. Sends and receives that are left still match, as those of a microbatch's backward go away on both sides.
+    """
+    if not isinstance(schedule, _PipelineScheduleRuntime):
+        yield
+        return
+    whole = schedule.pipeline_order_with_comms
+    own = sorted({stage.stage_index for stage in schedule._stages})
+    gather, free = ([_Action(stage, kind) for stage in own] for kind in (_ComputationType.UNSHARD, _ComputationType.RESHARD))
+    forward = [part for action in whole[schedule.rank] for part in action.sub_actions or (action,) if part.computation_type in FORWARD]
+    schedule.pipeline_order_with_comms = whole | {schedule.rank: [*gather, *forward, *free]}
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = whole
+
+
+def hidden_state(mesh: Mesh, job: Job) -> Tensor:
+    """A microbatch of what goes from stage to stage, as this rank holds it, on the meta device.
+
+    Without `requires_grad` torch would not send its gradient back, and say nothing.
+    """
+    degrees, precision = job.parallelism, job.precision
+    parts = degrees.cp * (degrees.tp if degrees.sequence_parallel else 1)
+    # Where autocast does the mixed precision, the residual stream keeps the dtype of the embedding.
+    dtype = precision.compute_dtype if mesh.fsdp is not None else precision.param_dtype
+    shape = (job.data.local_batch // layout.microbatches(job), job.data.seq_len // parts, job.model.dim)
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=True)

@@ -1,0 +1,51 @@
+"""One local batch through the model: gradients or loss alone, with the same loss function whether or not there is a pipeline."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_hydra.config.schema import Job
+from titan_hydra.parallel import compile
+from titan_hydra.parallel import data as data_parallel
+from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel.pipeline import Pipeline
+
+from .loss import LOSSES
+
+
+def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device) -> Plain | Pipeline:
+    """What runs a local batch: `forward_backward` and `forward`, pipelined or not."""
+    summed = compile.function(LOSSES[job.loss.name], job.compile)
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        total = summed(output, labels)
+        return total.to_local() if isinstance(total, DTensor) else total
+
+    if mesh.degrees.pp > 1:
+        return Pipeline(stages, mesh, job, device, loss)
+    return Plain(stages[0], mesh, job, device, loss)
+
+
+class Plain:
+    """Runs local batches through a whole model. `loss(output, labels)` is a sum over tokens."""
+
+    has_loss = True  # on every rank; a pipeline knows it only where its last stage is
+
+    def __init__(self, model: nn.Module, mesh: Mesh, job: Job, device: torch.device, loss: Callable[[Tensor, Tensor], Tensor]):
+        self.model, self.mesh, self.job, self.device, self.loss = model, mesh, job, device, loss
+
+    def forward_backward(self, inputs: Tensor, labels: Tensor, tokens: Tensor, last: bool, **context: Tensor) -> Tensor:
+        """Add a local batch's gradients of its summed loss / `tokens`, and return that loss. Replicas add up theirs at the `last`."""
+        data_parallel.last_microbatch(self.model, last)
+        loss = self.forward(inputs, labels, **context) / tokens
+        loss.backward()
+        return loss.detach()
+
+    def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
+        """The summed loss of a local batch."""
+        with data_parallel.autocast(self.mesh, self.job.precision, self.device):
+            output = self.model(inputs, **context)
+        return self.loss(output, labels)
