@@ -1,0 +1,133 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention is the one place where the parts meet.
+
+Ring attention (torch's own; arXiv 2310.01889) keeps queries in place while keys and values pass by: gathered at once
+(`cp_rotate=allgather`) or handed on from rank to rank (`alltoall`). Ulysses (arXiv 2309.14509) exchanges a part of the sequence with
+all heads for the whole sequence with a part of the heads, and back.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import _attention as ring
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan_hydra.config.schema import Job
+from titan_hydra.config.status import ConfigError
+
+from .mesh import Mesh
+
+
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
+    """Replace the attention kernel of every block of a stage by one that sees the whole sequence, in place.
+
+    torch keeps the ring's options for the whole process, so every job sets them anew, one without context parallelism to off.
+    """
+    ring._disable_context_parallel_dispatcher()
+    if mesh.degrees.cp == 1:
+        return
+    cp = mesh.world["cp"]
+    if mesh.degrees.cp_rotate != "ulysses":
+        enable_ring(job, cp.device_type)
+    for block in module.layers.values():
+        sdpa = block.attention.sdpa
+        block.attention.sdpa = Ulysses(sdpa, cp.get_group()) if mesh.degrees.cp_rotate == "ulysses" else Ring(sdpa, cp)
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """This rank's part of every sequence of a batch: tokens, labels and positions, cut by one index so that they stay together.
+
+    `documents` stay whole: only Ulysses can mask by them, and there each rank's heads see the whole sequence.
+    """
+    if mesh.degrees.cp == 1:
+        return batch
+    seq_len = batch.tokens.shape[1]
+    index = local_index(seq_len, mesh)
+    positions = torch.arange(seq_len).expand_as(batch.tokens) if batch.positions is None else batch.positions
+    return dataclasses.replace(batch, tokens=batch.tokens[:, index], labels=batch.labels[:, index], positions=positions[:, index])
+
+
+def local_index(seq_len: int, mesh: Mesh) -> Tensor:
+    """Which places of a sequence this rank holds.
+
+    A causal query costs as much as there is before it. In the ring's balanced order rank r takes the r-th chunk of 2 * cp from the
+    front and the r-th from the back, as torch's ring expects it; under Ulysses every rank has all queries, and order is kept.
+    """
+    cp, rank = mesh.degrees.cp, mesh.coordinate("cp")
+    places = torch.arange(seq_len)
+    if mesh.degrees.cp_rotate == "ulysses" or not mesh.degrees.cp_load_balance:
+        return places.chunk(cp)[rank]
+    chunks = places.chunk(2 * cp)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
+
+
+def enable_ring(job: Job, device_type: str) -> None:
+    """Have torch dispatch attention on sequence-sharded DTensors to its ring, in this job's manner.
+
+    Raises ConfigError for float32 on CUDA: there cuDNN and flash refuse it, and the plain kernel knows of no ring.
+    """
+    if device_type == "cuda" and job.precision.compute_dtype == "float32":
+        raise ConfigError("precision.compute_dtype=float32: ring attention has no float32 kernel on CUDA; "
+                          "nearest legal: bfloat16, or parallelism.cp_rotate=ulysses")
+    if device_type == "cpu":
+        from . import ring_cpu
+
+        ring_cpu.register()
+    ring._cp_options.enable_load_balance = job.parallelism.cp_load_balance
+    ring.set_rotate_method(job.parallelism.cp_rotate)
+    ring._enable_context_parallel_dispatcher()
+
+
+class Ring(nn.Module):
+    """Causal attention on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
+
+    def __init__(self, sdpa: nn.Module, mesh: DeviceMesh):
+        """`sdpa` tells the kernels to choose from. Raises ConfigError where none of them can work in a ring."""
+        super().__init__()
+        self.mesh = mesh
+        self.repeat = sdpa.backend == "efficient"  # knows no grouped queries; the others pass fewer keys and values around
+        # torch would fall back on the plain kernel without a word, and that takes rank order for sequence order (pytorch #147793).
+        fused = {SDPBackend.FLASH_ATTENTION} if mesh.device_type == "cpu" else set(sdpa.BACKENDS["auto"]) - {SDPBackend.MATH}
+        self.kernels = [kernel for kernel in sdpa.BACKENDS[sdpa.backend] if kernel in fused]
+        if not self.kernels:
+            raise ConfigError(f"model.attention={sdpa.backend}: cannot work in a ring on {mesh.device_type}; nearest legal: auto or flash")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            raise NotImplementedError("ring attention knows no mask but the causal one")
+        if self.repeat:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        q, k, v = (DTensor.from_local(x, self.mesh, [Shard(2)], run_check=False) for x in (q, k, v))
+        with sdpa_kernel(self.kernels, set_priority=True):
+            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return h.to_local()
+
+
+class Ulysses(nn.Module):
+    """Attention on q, k, v [batch, heads, seq / ranks, head_dim], computed by `sdpa` on the whole sequence of 1 / ranks of the heads."""
+
+    def __init__(self, sdpa: nn.Module, group: dist.ProcessGroup):
+        super().__init__()
+        self.sdpa, self.group = sdpa, group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask` is the whole sequence's."""
+        ranks = self.group.size()
+        heads = [x.shape[1] // ranks for x in (q, k, v)]
+        # What goes to one rank lies together, so that one exchange does for all three.
+        qkv = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2).flatten(1, 2)
+        q, k, v = self.exchange(qkv, scatter=1, gather=2).split(heads, dim=1)
+        return self.exchange(self.sdpa(q, k, v, mask), scatter=2, gather=1)
+
+    def exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
+        """Give each rank its part of dimension `scatter`, and join what they give along `gather` (one of them is the other + 1)."""
+        parts = x.unflatten(scatter, (self.group.size(), -1)).movedim(scatter, 0).contiguous()
+        parts = all_to_all_single_autograd(parts, None, None, self.group)
+        return parts.movedim(0, gather).flatten(gather, gather + 1)
