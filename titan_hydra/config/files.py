@@ -15,6 +15,8 @@ LLAMA3_SPECIALS = 256  # appended to the ranks of every Llama 3 tokenizer.model
 def expand(pattern: str) -> list[Path]:
     """The files that a path or a glob names, sorted; a folder names all files in it."""
     path = Path(pattern).expanduser()
+    if path.is_file():  # also where its name would mean something as a glob
+        return [path]
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
@@ -37,8 +39,9 @@ def vocabulary_size(config: Tokenizer) -> int:
     file = tokenizer_file(config)
     if config.name == "hf":
         content = json.loads(file.read_text(encoding="utf-8"))
-        added = {token["id"] for token in content.get("added_tokens", [])}
-        return max(set(content["model"]["vocab"].values()) | added) + 1
+        vocabulary = content["model"]["vocab"]  # a unigram model has a list of pieces, the others a map to ids
+        ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(vocabulary.values())
+        return max(ids | {token["id"] for token in content.get("added_tokens", [])}) + 1
     lines = [line for line in file.read_bytes().splitlines() if line.strip()]
     if not lines or any(len(line.split()) != 2 for line in lines[:3]):
         raise ValueError("not a tokenizer.model file (base64 token and rank on each line)")

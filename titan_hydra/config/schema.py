@@ -55,12 +55,16 @@ class Parallelism:
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them")
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them")
     ep: int = key(1, "expert-parallel ranks; 1, as no model here has experts")
+    backend: str = key("fsdp2", "who shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
+                       choices=("fsdp2", "simple_fsdp"))
     reshard_after_forward: str = key("default", "free gathered parameters after the forward: default is always (ZeRO-3) without "
                                      "and never (ZeRO-2) with pipeline parallelism", choices=("default", "always", "never"))
     sequence_parallel: bool = key(True, "under tp, split norms and residuals over the sequence too")
     loss_parallel: bool = key(True, "under tp, compute the loss on logits that stay split over the vocabulary")
     async_tp: bool = key(False, "overlap tensor-parallel communication with matmuls; needs compile and CUDA")
     cp_rotate: str = key("allgather", "how context parallelism moves keys and values", choices=("allgather", "alltoall", "ulysses"))
+    cp_load_balance: bool = key(True, "give each context-parallel rank early and late parts of the sequence, since late queries cost "
+                                "more; ulysses is balanced as it is")
 
 
 @dataclass
@@ -128,6 +132,7 @@ class LrSchedule:
 @dataclass
 class Loss:
     name: str = key("cross_entropy", "loss function", choices=("cross_entropy", "linear_cross_entropy"))
+    chunk_tokens: int = key(2048, "linear_cross_entropy: tokens whose logits are held at a time; more are faster, fewer take less memory")
 
 
 @dataclass

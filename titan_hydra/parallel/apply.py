@@ -5,8 +5,11 @@ from torch import nn
 
 from titan_hydra.config.schema import Job
 
-from . import data, tensor
+from . import activation_checkpoint, compile, data, float8, simple_fsdp, tensor
 from .mesh import Mesh
+
+
+SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by parallelism.backend
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
@@ -15,5 +18,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     The order is the paper's, and each step needs the one before. FSDP comes last: it shards whatever parameters the techniques
     before it have left on this rank.
     """
-    tensor.apply(module, mesh, job)
-    data.apply(module, mesh, job.precision, job.parallelism)
+    tensor.apply(module, mesh, job, float8.linears(job))
+    activation_checkpoint.apply(module, job.ac)
+    compile.apply(module, job.compile)
+    SHARDING[job.parallelism.backend](module, mesh, job.precision, job.parallelism)

@@ -22,6 +22,7 @@ class Case:
     loss: float = 1e-5
     norm: float = 1e-5
     gradients: float = 1e-5
+    slow: bool = False  # more than a few seconds: left out by `pytest -m "not slow"`
 
 
 def case(name: str, ranks: int, *overrides: str, **options) -> Case:
@@ -63,6 +64,15 @@ MATRIX = [
     case("fsdp 4, tp 2, muon", 4, "parallelism=fsdp_tp", "data.local_batch=8", base=("optimizer=muon",), loss=1e-4, norm=1e-3),
     case("hsdp 8, tp 2", 8, "parallelism=hsdp", "parallelism.tp=2", "data.local_batch=4"),
 
+    # Activation checkpointing and compile
+    *(case(f"fsdp 4, tp 2, ac {ac}", 4, "parallelism=fsdp_tp", f"ac={ac}", "data.local_batch=8") for ac in ("full", "layer", "op", "lean")),
+    case("tp 2, ac op, sequence parallel off", 2, "parallelism=tp", "ac=op", "parallelism.sequence_parallel=off", "data.local_batch=16"),
+    *(case(f"fsdp 4, tp 2, compile, ac {ac}", 4, "parallelism=fsdp_tp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
+           "data.local_batch=4", slow=ac != "none") for ac in ("none", "full", "layer", "op", "lean", "memory_budget")),
+    case("fsdp 2, tp 2, compile by inductor", 4, "parallelism=fsdp_tp", "compile=block", "data.local_batch=8", slow=True),
+    *(case(f"tp 2, compile, {what}", 2, "parallelism=tp", "compile=block", "compile.backend=aot_eager", "data.local_batch=16", f"parallelism.{what}=off", slow=True)
+      for what in ("loss_parallel", "sequence_parallel")),
+
     # Pipeline parallel, 8 microbatches
     *(case(f"pp {ranks}, {schedule}, accumulation {steps}", ranks, "parallelism=pp", f"parallelism.pp={ranks}", f"pp_schedule={schedule}",
            f"data.local_batch={16 // steps}", "pp_schedule.microbatches=8", **DEEP)
@@ -79,4 +89,31 @@ MATRIX = [
            "data.local_batch=8", **EVEN, **DEEP_ODD) for schedule in ("1f1b", "zbv")),
     case("hsdp 8, pp 2", 8, "parallelism=hsdp", "parallelism.dp_shard=2", "parallelism.pp=2", "data.local_batch=4", **DEEP),
     case("hsdp 8, pp 2, accumulation 2", 8, "parallelism=hsdp", "parallelism.dp_shard=2", "parallelism.pp=2", "data.local_batch=2", **DEEP),
+    # SimpleFSDP
+    *(case(f"simple_fsdp {ranks}", ranks, "parallelism=fsdp", "parallelism.backend=simple_fsdp", f"data.local_batch={16 // ranks}")
+      for ranks in (2, 4)),
+    case("simple_fsdp 4, vocabulary 2047, uneven mask", 4, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=2",
+         uneven_mask=True, **ODD),
+    case("simple_fsdp 4, hsdp", 4, "parallelism=hsdp", "parallelism.backend=simple_fsdp", "data.local_batch=4"),
+    case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
+         base=("model.tie_embeddings=true",)),
+    case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8"),
+    case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8", **ODD),
+
+    # Context parallel
+    *(case(f"cp {ranks}, {rotate}{'' if balance else ' in order'}, sequence {seq_len}", ranks, "parallelism=cp", f"parallelism.cp={ranks}",
+           f"parallelism.cp_rotate={rotate}", f"parallelism.cp_load_balance={balance}", "data.local_batch=16",
+           base=(f"data.seq_len={seq_len}",))
+      for ranks in (2, 4) for seq_len in (16, 32, 64)
+      for rotate, balance in (("allgather", True), ("allgather", False), ("alltoall", True), ("alltoall", False), ("ulysses", True))),
+    *(case(f"fsdp 4, cp 2, {rotate}", 4, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=8")
+      for rotate in ("allgather", "alltoall", "ulysses")),
+    case("ddp 4, cp 2", 4, "parallelism=ddp", "parallelism.cp=2", "data.local_batch=8"),
+    case("hsdp 8, cp 2", 8, "parallelism=hsdp", "parallelism.cp=2", "data.local_batch=4"),
+    case("cp 2, never reshard, accumulation 2", 2, "parallelism=cp", "data.local_batch=8", "parallelism.reshard_after_forward=never"),
+    *(case(f"fsdp 4, cp 2, {rotate}, uneven mask, vocabulary 2047, accumulation 2", 4, "parallelism=fsdp_cp",
+           f"parallelism.cp_rotate={rotate}", "data.local_batch=4", **EVEN, **ODD) for rotate in ("alltoall", "ulysses")),
+    *(case(f"fsdp 8, cp 2, tp 2, {rotate}", 8, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "parallelism.tp=2",
+           "data.local_batch=8") for rotate in ("allgather", "ulysses")),
+    case("cp 2, tp 2, pp 2, uneven mask", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", **EVEN),
 ]

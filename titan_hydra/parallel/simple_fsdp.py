@@ -1,0 +1,90 @@
+"""SimpleFSDP (arXiv 2411.00284): fully sharded data parallelism as a parametrization, with no hooks and no state.
+
+A parameter is a DTensor sharded over the mesh; reading it in a forward gathers it, and the gather's backward reduces the gradient to
+the shard. All communication is in the graph, where a compiler can see, bucket and reorder it. Eager, a gathered parameter lives
+until its backward, unless activation checkpointing reads it again.
+"""
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from titan_hydra.config.schema import Parallelism, Precision
+
+from .mesh import Mesh
+
+
+def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Parallelism) -> None:
+    """Shard every parameter of a meta-device stage over `mesh.fsdp` and make reading it a gather, in place."""
+    if mesh.fsdp is None:
+        return
+    gather = Gather(mesh.fsdp, getattr(torch, precision.compute_dtype), getattr(torch, precision.reduce_dtype))
+    classes: dict[tuple[type, tuple[str, ...]], type] = {}
+    for part in module.modules():
+        names = tuple(name for name, parameter in part._parameters.items() if parameter is not None)
+        for name in names:
+            part._parameters[name] = nn.Parameter(shard(part._parameters[name], mesh))
+        if names:
+            key = (type(part), names)
+            if key not in classes:  # one class for all equal modules, so that a compiler sees them as equal
+                classes[key] = gathering(*key, gather)
+            part.__class__ = classes[key]
+
+
+def gathering(cls: type, names: tuple[str, ...], gather: Gather) -> type:
+    """A subclass of a module's class whose parameters are whole when they are read as attributes."""
+    def whole(name: str) -> property:
+        return property(lambda self: gather(self._parameters[name]))
+
+    return type(cls.__name__, (cls,), {name: whole(name) for name in names})
+
+
+def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
+    """This rank's shard on dim 0, uneven where it must be. A tensor-parallel parameter becomes one DTensor over both meshes.
+
+    No rank needs another's data: on the meta device there are none.
+    """
+    placements = placements_of(mesh.fsdp)
+    if not isinstance(parameter, DTensor):
+        return distribute_tensor(parameter.detach(), mesh.fsdp, placements, src_data_rank=None)
+    local = distribute_tensor(parameter.to_local().detach(), mesh.fsdp, placements, src_data_rank=None).to_local()
+    (inner,) = parameter.placements
+    if inner == Shard(0):  # already split by tp: what FSDP takes is a stride of the whole
+        placements = (*placements[:-1], _StridedShard(0, split_factor=parameter.device_mesh.size()))
+    both = mesh.world[(*mesh.fsdp.mesh_dim_names, *parameter.device_mesh.mesh_dim_names)]
+    return DTensor.from_local(local, both, (*placements, inner), run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def placements_of(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Replicated over replicas, if the mesh has them, and sharded on dim 0 over the last dimension."""
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+
+
+class Gather:
+    """Shard to whole tensor in the compute dtype; backward, whole gradient to shard in the reduction's dtype, a plain sum."""
+
+    def __init__(self, mesh: DeviceMesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        self.mesh, self.compute_dtype, self.reduce_dtype = mesh, compute_dtype, reduce_dtype
+
+    def __call__(self, parameter: DTensor) -> torch.Tensor:
+        if parameter.device_mesh.ndim == self.mesh.ndim:
+            return self._whole(parameter)
+        # Tensor parallel: gather over the data-parallel dimensions alone, and stay a DTensor over tp.
+        *_, inner = parameter.placements
+        tp = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[-1]]
+        shape = list(parameter.shape)
+        if isinstance(inner, Shard):
+            shape[inner.dim], _ = inner.local_shard_size_and_offset(shape[inner.dim], tp.size(), tp.get_local_rank())
+        stride = torch.empty(shape, device="meta").stride()
+        local = DTensor.from_local(parameter.to_local(), self.mesh, placements_of(self.mesh), run_check=False, shape=torch.Size(shape), stride=stride)
+        return DTensor.from_local(self._whole(local), tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+    def _whole(self, parameter: DTensor) -> torch.Tensor:
+        replicated = parameter.redistribute(
+            placements=[Replicate()] * self.mesh.ndim, forward_dtype=self.compute_dtype, backward_dtype=self.reduce_dtype,
+        )
+        # Each rank has the gradient of its own samples: partial sums. Left out, they would be taken for equal copies (TorchTitan #2217).
+        return replicated.to_local(grad_placements=[Partial()] * self.mesh.ndim)
