@@ -31,11 +31,14 @@ class Llama3(nn.Module):
         else:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, targets: Tensor | None = None,
+    ) -> Tensor:
         """`tokens` is the hidden state [batch, seq, dim] where an earlier stage holds the embedding.
 
         `positions` [batch, seq] stand for 0, 1, ... where the sequence is split or reordered. `documents` [batch, seq] are ids of
-        packed documents: attention stays within one, and positions restart with each unless given.
+        packed documents: attention stays within one, and positions restart with each unless given. `targets` [batch, seq] go to an
+        `output` that takes them, which then returns the loss.
         """
         mask = None
         if documents is not None:
@@ -45,7 +48,9 @@ class Llama3(nn.Module):
         for block in self.layers.values():
             h = block(h, positions, mask)
         h = h if self.norm is None else self.norm(h)
-        return h if self.output is None else self.output(h)
+        if self.output is None:
+            return h
+        return self.output(h) if targets is None else self.output(h, targets=targets)  # by name: hooks take only the first by place
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:

@@ -1,0 +1,126 @@
+"""Float8 linears (torchao): which are converted, how tensor parallelism splits them, and what FSDP gathers of them."""
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from titan_hydra.config.schema import Job, Precision
+from titan_hydra.config.status import ConfigError
+
+from .mesh import Mesh
+from .plans import Linears
+
+STEP = 16  # Float8 matmuls take dimensions in steps of 16
+
+
+def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
+    """Turn the linears of a meta-device model into torchao's Float8Linear, in place; parameters keep names, dtype and values.
+
+    Returns the report of what was and was not converted. Raises ConfigError where this device has no Float8 matmuls, or a rank's
+    part of a matrix would not suit them.
+    """
+    precision = job.precision
+    if not precision.emulate:
+        needs_hardware(precision, device, (8, 9), "Float8", "H100, H200 or L40", "precision=float8_emulate")
+    chosen, left = select(model, precision, STEP)
+    if not precision.emulate:
+        parts_suit(model, chosen, mesh.degrees.tp)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig.from_recipe_name(precision.recipe)
+    gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1  # else there is nothing to gather
+    config = dataclasses.replace(recipe, emulate=precision.emulate, enable_fsdp_float8_all_gather=gather)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)
+    return report(f"float8 {precision.recipe}{' (emulated)' * precision.emulate}", chosen, left)
+
+
+def after_step(model: nn.Module) -> None:
+    """The scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one a weight and step."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def linears(job: Job) -> Linears:
+    """The styles that tensor parallelism splits linears with. Tensorwise scaling casts before the ranks gather, and halves the bytes.
+
+    A row's scale needs the whole row, so the rowwise recipes gather what the model computes in, as plain linears do. So does
+    emulation: gloo, which it is for, cannot gather Float8.
+    """
+    precision = job.precision
+    if precision.converter != "float8" or precision.recipe != "tensorwise" or precision.emulate:
+        return Linears()
+    return float8_linears()
+
+
+def float8_linears() -> Linears:
+    """torchao's styles, which gather Float8."""
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+
+    return Linears(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+
+
+def needs_hardware(precision: Precision, device: torch.device, capability: tuple[int, int], what: str, cards: str, nearest: str) -> None:
+    """Raises ConfigError unless this rank's device computes in the format."""
+    here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if here is None or here < capability:
+        runs_on = "the CPU" if here is None else f"a GPU of capability {here[0]}.{here[1]}"
+        raise ConfigError(f"precision={precision.name}: {what} matmuls need a GPU of capability {capability[0]}.{capability[1]} or later "
+                          f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}")
+
+
+def select(model: nn.Module, precision: Precision, step: int) -> tuple[set[str], dict[str, str]]:
+    """Names of the linears to convert, and of the others with the reason. Raises ConfigError if a name to skip is in none.
+
+    A linear is left out whose name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), whose
+    dimensions are not multiples of `step`, or that is the head: its logits decide the loss.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for part in precision.skip:
+        if not any(part in name for name in names):
+            raise ConfigError(f"precision.skip={part}: no linear's name contains it; nearest legal: {', '.join(kinds(names))}")
+    left = {}
+    for name in names:
+        module = model.get_submodule(name)
+        if module is model.output:
+            left[name] = "the head"
+        elif any(part in name for part in precision.skip):
+            left[name] = "precision.skip"
+        elif module.in_features % step or module.out_features % step:
+            left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
+    chosen = set(names) - left.keys()
+    if not chosen:
+        raise ConfigError(f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16")
+    return chosen, left
+
+
+def parts_suit(model: nn.Module, chosen: Iterable[str], ranks: int) -> None:
+    """Raises ConfigError if a tensor-parallel rank's part of a converted linear is not in steps of 16."""
+    for name in chosen:
+        module = model.get_submodule(name)
+        for width in (module.in_features, module.out_features):
+            if width % (STEP * ranks):
+                raise ConfigError(f"parallelism.tp={ranks}: a rank's part of {name} ({module.in_features} x {module.out_features}) would "
+                                  f"not be in steps of {STEP}, which Float8 matmuls need; nearest legal: {width // STEP} or a divisor of it")
+
+
+def report(format: str, chosen: Iterable[str], left: dict[str, str]) -> list[str]:
+    """Lines for the log: how many linears were converted and which, and the others with the reason."""
+    chosen = sorted(chosen)
+    return [f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"]
+
+
+def grouped(left: dict[str, str]) -> list[str]:
+    """The names that share a reason, with it."""
+    return [f"{', '.join(kinds(name for name in left if left[name] == reason))} ({reason})" for reason in dict.fromkeys(left.values())]
+
+
+def kinds(names: Iterable[str]) -> list[str]:
+    """Names with their block's number as `*`, and how often each is there."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]

@@ -1,0 +1,119 @@
+"""Head and loss in one, chunk by chunk over the tokens: the logits of a whole batch are never held, in the forward or the backward."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from titan_hydra.config.schema import Job
+
+from .mesh import Mesh
+
+
+def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
+    """Let a model's head return the summed loss where it is given targets, in place; it keeps its weight under its name.
+
+    The head, and not a loss function behind the model, so that its weight is used inside the forward: FSDP gathers it for no longer.
+    """
+    head, chunk = model.output, job.loss.chunk_tokens
+
+    def forward(head: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        return F.linear(hidden, head.weight) if targets is None else loss_of(hidden, head.weight, targets, chunk)
+
+    head.forward = MethodType(forward, head)
+    return [f"linear_cross_entropy: logits of {chunk} tokens at a time"]
+
+
+def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """`linear_cross_entropy`, also on DTensors: under tensor parallelism each rank has the whole hidden state and a part of the vocabulary.
+
+    Its logits give it a part of the hidden state's gradient, whose sum DTensor takes on the way back.
+    """
+    if not isinstance(weight, DTensor):
+        return linear_cross_entropy(hidden, weight, targets, chunk)
+    mesh = weight.device_mesh
+    vocabulary = Vocabulary(mesh.get_group(), mesh.get_local_rank() * -(-weight.shape[0] // mesh.size()))
+    loss = linear_cross_entropy(hidden.to_local(grad_placements=[Partial()]), weight.to_local(), targets, chunk, vocabulary)
+    return DTensor.from_local(loss, mesh, [Replicate()])
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ranks that split the vocabulary, and the number of this rank's first row."""
+
+    group: dist.ProcessGroup
+    first: int
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
+    """Summed cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab] for targets [batch, seq]; negative ones do not count.
+
+    Matmuls run in the dtype of the arguments, or autocast's; softmax and sums in float32.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden, weight = hidden.to(torch.get_autocast_dtype(device)), weight.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled())
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The gradients are computed with the loss, while a chunk's logits are at hand, and scaled in the backward.
+
+    So the head's matmul is not repeated. From forward to backward the weight's gradient is held in float32, in which the chunks
+    add up to it: a schedule that runs all forwards first holds one for each microbatch.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None, train: bool) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        if train:
+            hidden_gradient = torch.empty_like(hidden)
+            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden), chunk):
+            part, right = hidden[start : start + chunk], targets[start : start + chunk].unsqueeze(1)
+            losses, slopes = softmax(part @ weight.T, right, vocabulary)
+            total += losses.sum()
+            if train:
+                slopes = slopes.to(weight.dtype)
+                torch.mm(slopes, weight, out=hidden_gradient[start : start + chunk])
+                weight_gradient += slopes.T @ part
+        if train:
+            ctx.save_for_backward(hidden_gradient, weight_gradient)
+            ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return hidden_gradient * gradient, (weight_gradient * gradient).to(ctx.dtype), None, None, None, None
+
+
+def softmax(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
+    """Losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], and the losses' slopes by the logits; both fp32."""
+    counts = targets >= 0
+    if vocabulary is not None:
+        targets = targets - vocabulary.first
+    here = counts & (targets >= 0) & (targets < logits.shape[1])  # on this rank, where the vocabulary is split
+    targets = targets.where(here, 0)
+    logits = logits.float()
+    largest = over_ranks(logits.amax(1, keepdim=True), vocabulary, dist.ReduceOp.MAX)
+    right = over_ranks(logits.gather(1, targets) * here, vocabulary)
+    powers = logits.sub_(largest).exp_()
+    sums = over_ranks(powers.sum(1, keepdim=True), vocabulary)
+    losses = (sums.log() + largest - right) * counts
+    return losses, powers.div_(sums).scatter_add_(1, targets, -here.float()).mul_(counts)
+
+
+def over_ranks(value: Tensor, vocabulary: Vocabulary | None, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """A value over all ranks that split the vocabulary, in place."""
+    if vocabulary is not None:
+        dist.all_reduce(value, operation, vocabulary.group)
+    return value
