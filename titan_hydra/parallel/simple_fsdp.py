@@ -78,8 +78,10 @@ class Gather:
         shape = list(parameter.shape)
         if isinstance(inner, Shard):
             shape[inner.dim], _ = inner.local_shard_size_and_offset(shape[inner.dim], tp.size(), tp.get_local_rank())
-        stride = torch.empty(shape, device="meta").stride()
-        local = DTensor.from_local(parameter.to_local(), self.mesh, placements_of(self.mesh), run_check=False, shape=torch.Size(shape), stride=stride)
+        local = DTensor.from_local(
+            parameter.to_local(), self.mesh, placements_of(self.mesh), run_check=False,
+            shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
+        )
         return DTensor.from_local(self._whole(local), tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride())
 
     def _whole(self, parameter: DTensor) -> torch.Tensor:
