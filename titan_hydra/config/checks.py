@@ -5,9 +5,12 @@ has found: `check` stops after the first group with faults, since the later ones
 """
 from __future__ import annotations
 
+import re
+import importlib.util
 from collections.abc import Callable, Iterator
+from math import lcm
 
-from . import pipeline
+from . import pipeline, precision
 from .fault import Fault, divisors
 from .files import expand, similar, tokenizer_file, vocabulary_size
 from .load import DEGREES, data_parallel, devices_here, known_keys, world_size
@@ -90,7 +93,7 @@ def counts_are_positive(job: Job) -> Iterator[Fault]:
     for key in ("steps", "gpus", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
                 "model.multiple_of", "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch",
                 "checkpoint.interval", "validation.interval",
-                "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
+                "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank", "loss.chunk_tokens",
                 "comm.init_timeout_seconds", "comm.train_timeout_seconds"):
         if value_of(job, key) < 1:
             yield Fault(key, value_of(job, key), "must be at least 1", legal=(1,))
@@ -113,8 +116,11 @@ def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(VALUES)
 def family_is_registered(job: Job) -> Iterator[Fault]:
-    """The model class is picked by name."""
-    if job.model.family != "llama3":
+    """The model class is picked by name; what a module of the user's adds is known only where it is imported, on the ranks."""
+    for module in job.train.imports:
+        if not importlib.util.find_spec(module.partition(".")[0]):
+            yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
+    if job.model.family != "llama3" and not job.train.imports:
         yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
 
 
@@ -144,9 +150,11 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
-    """Context parallelism cuts a sequence into 2 * cp chunks (head-tail balance), sequence parallelism into tp."""
-    seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
-    parts = (2 * cp if cp > 1 else 1) * (tp if job.parallelism.sequence_parallel else 1)
+    """Context parallelism cuts a sequence into cp parts, each of two chunks where the ring is balanced; sequence parallelism cuts
+    each part into tp."""
+    seq_len, cp, tp, parallelism = job.data.seq_len, job.parallelism.cp, job.parallelism.tp, job.parallelism
+    balanced = cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
+    parts = cp * lcm(2 if balanced else 1, tp if parallelism.sequence_parallel else 1)
     if seq_len % parts:
         yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})",
                     legal=_multiples_around(seq_len, parts))
@@ -155,6 +163,18 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
 
 
 LAYOUT.append(pipeline.pipeline_is_laid_out)
+
+
+@rule(LAYOUT)
+def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
+    """Ulysses hands each context-parallel rank whole heads out of those that tensor parallelism has left together."""
+    cp, tp, model = job.parallelism.cp, job.parallelism.tp, job.model
+    if job.parallelism.cp_rotate != "ulysses" or model.n_heads % tp or model.n_kv_heads % tp:
+        return
+    if model.n_heads // tp % cp or model.n_kv_heads // tp % cp:
+        legal = tuple(degree for degree in divisors(model.n_kv_heads // tp) if model.n_heads // tp % degree == 0)
+        yield Fault("parallelism.cp", cp, f"ulysses gives each of cp x tp = {cp * tp} ranks whole heads, and there are {model.n_heads} heads "
+                    f"and {model.n_kv_heads} key/value heads; allgather and alltoall have no such limit", legal=legal)
 
 
 @rule(LAYOUT)
@@ -170,8 +190,6 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 # Techniques that are configured but not implemented yet: the values that work today. Choosing another is a fault, not a surprise.
 IMPLEMENTED = {
-    "parallelism.cp": (1,),
-    "ac.name": ("none",), "compile.name": ("off",), "precision.converter": (None,), "loss.name": ("cross_entropy",),
     "checkpoint.name": ("off", "sync"), "profiling.name": ("off",), "comm.name": ("default",),
     "cluster.executor": ("inline", "local"), "launch.packed": (False,), "launch.wait": (False,),
 }
@@ -183,6 +201,18 @@ def technique_is_implemented(job: Job) -> Iterator[Fault]:
     for key, works in IMPLEMENTED.items():
         if value_of(job, key) not in works:
             yield Fault(key, value_of(job, key), "not built yet in this version", legal=works)
+
+
+@rule(RECIPE)
+def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
+    """The ring merges what fused kernels return, and knows no mask but the causal one; Ulysses runs any attention on whole sequences."""
+    if job.parallelism.cp == 1 or job.parallelism.cp_rotate == "ulysses":
+        return
+    ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
+    if job.data.document_mask:
+        yield Fault("data.document_mask", True, f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can", legal=(False,))
+    if job.model.attention == "math":
+        yield Fault("model.attention", "math", f"{ring} needs a fused kernel (pytorch #147793)", legal=("auto", "flash"))
 
 
 @rule(RECIPE)
@@ -201,11 +231,36 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
                     legal=("off",))
 
 
+RECIPE.extend(precision.RULES)
+
+
 @rule(RECIPE)
-def float8_dimensions_are_multiples_of_16(job: Job) -> Iterator[Fault]:
-    """Float8 matmuls take dimensions in steps of 16; a model whose width is not converts nothing."""
-    if job.precision.converter and job.model.dim % 16:
-        yield Fault("model.dim", job.model.dim, "Float8 linears need multiples of 16", legal=_multiples_around(job.model.dim, 16))
+def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
+    """The compiler cuts the all-gathers and reduce-scatters of sequence parallelism into pieces; without them there is nothing to cut."""
+    if not job.parallelism.async_tp:
+        return
+    if job.compile.name != "block":
+        yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true is work of the compiler", legal=("block",))
+    if not job.parallelism.sequence_parallel or job.parallelism.tp == 1:
+        yield Fault("parallelism.async_tp", True, "has nothing to overlap without tp ranks and parallelism.sequence_parallel",
+                    legal=(False,))
+
+
+@rule(RECIPE)
+def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
+    """What to keep within a share of the memory is chosen where the compiler splits a block into forward and backward."""
+    if job.ac.name == "memory_budget" and job.compile.name != "block":
+        yield Fault("compile.name", job.compile.name, "ac=memory_budget is work of the compiler", legal=("block",))
+
+
+@rule(RECIPE)
+def saved_operators_are_names(job: Job) -> Iterator[Fault]:
+    """Whether torch has an operator is known when a rank starts; what cannot be one is refused here."""
+    if job.ac.save_ops and job.ac.name not in ("op", "lean"):
+        yield Fault("ac.save_ops", job.ac.save_ops, f"ac={job.ac.name} keeps no operators' outputs", legal=("[]",))
+    for name in job.ac.save_ops:
+        if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
+            yield Fault("ac.save_ops", job.ac.save_ops, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
 
 
 @rule(RECIPE)

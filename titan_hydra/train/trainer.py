@@ -18,6 +18,8 @@ from titan_hydra.config.schema import Job
 from titan_hydra.config.status import NotFinite, Stopped
 from titan_hydra.models.flops import count_parameters
 from titan_hydra.models.init import init_weights
+from titan_hydra.parallel import converters
+from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import tensor as tensor_parallel
 from titan_hydra.parallel.gradients import clip_gradients
 from titan_hydra.parallel.mesh import Mesh
@@ -44,6 +46,7 @@ class Trainer:
     model: nn.Module  # all that this rank holds, under the plain names
     step: Plain | Pipeline
     optimizers: list[torch.optim.Optimizer]
+    notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
     stop_requested: list[int] = field(default_factory=list)  # signals received
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -66,7 +69,7 @@ class Trainer:
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Inputs and labels of a local batch on this rank's device, and by name what else the model's forward needs."""
-        batch = batch.to(self.device)
+        batch = context_parallel.shard_batch(batch, self.mesh).to(self.device)
         context = {"positions": batch.positions, "documents": batch.documents}
         if self.job.loss.name in TARGETS_IN_FORWARD:
             context["targets"] = batch.labels
@@ -88,6 +91,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        converters.after_step(self.model, self.job)
 
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
@@ -113,13 +117,14 @@ def build(job: Job, device: torch.device) -> Trainer:
     with torch.device("meta"):  # shapes without memory: nothing is ever held whole
         model = models.build(job.model, job.data.seq_len)
     model.to(getattr(torch, job.precision.param_dtype))
+    notes = converters.convert(model, job, mesh, device)
     stages = split(model, mesh, job)  # [model] without pipeline parallelism
     for stage in stages:
         parallel.apply(stage, mesh, job)
         stage.to_empty(device=device)
         init_weights(stage, job.model, job.seed)
     model = whole(stages).train()
-    return Trainer(job, mesh, device, model, build_step(stages, mesh, job, device), build_optimizers(model, job.optimizer))
+    return Trainer(job, mesh, device, model, build_step(stages, mesh, job, device), build_optimizers(model, job.optimizer), notes)
 
 
 def train(job: Job, run: Run) -> None:
@@ -142,7 +147,7 @@ def train(job: Job, run: Run) -> None:
         metrics = Metrics(job, run, device, resumed_at=start)
         listen(trainer)
         if run.rank == 0:
-            print(start_line(job, trainer, start), flush=True)
+            print("\n".join([start_line(job, trainer, start), *trainer.notes]), flush=True)
         try:
             loss = loop(trainer, loader, held_out, checkpointer, metrics, run, start)
             if run.rank == 0:
