@@ -5,7 +5,7 @@ from torch import nn
 
 from titan_hydra.config.schema import Job
 
-from . import activation_checkpoint, compile, data, float8, simple_fsdp, tensor
+from . import activation_checkpoint, compile, context, data, float8, simple_fsdp, tensor
 from .mesh import Mesh
 
 
@@ -19,6 +19,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     before it have left on this rank.
     """
     tensor.apply(module, mesh, job, float8.linears(job))
+    context.apply(module, mesh, job)
     activation_checkpoint.apply(module, job.ac)
     compile.apply(module, job.compile)
     SHARDING[job.parallelism.backend](module, mesh, job.precision, job.parallelism)

@@ -68,13 +68,11 @@ def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
     world = init_device_mesh(device_type, tuple(getattr(degrees, name) for name in names), mesh_dim_names=tuple(names))
     if world.size() != dist.get_world_size():
         raise RuntimeError(f"the degrees need {world.size()} ranks, but there are {dist.get_world_size()}")
-    shard = "dp_shard"
-    if degrees.cp > 1:
-        world["dp_shard", "cp"]._flatten("dp_shard_cp")
-        shard = "dp_shard_cp"
     fsdp = None
     if sharded:
-        fsdp = world["dp_replicate", shard] if degrees.dp_replicate > 1 else world[shard]
+        fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp") if degrees.cp > 1 else world["dp_shard"]
+        if degrees.dp_replicate > 1:
+            fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
     return Mesh(degrees, world, fsdp, _group(world, ("dp_replicate", "dp_shard")), _group(world, ("dp_replicate", "dp_shard", "cp")))
 
 
