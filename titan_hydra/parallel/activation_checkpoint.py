@@ -1,0 +1,90 @@
+"""Activation checkpointing: what a block's forward does not keep, its backward computes again.
+
+A block is checkpointed by giving it a class whose forward is wrapped; its own name and its parameters' names stay. Nothing
+is drawn at random inside a block, so the random state need not be restored.
+"""
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_hydra.config.schema import ActivationCheckpoint
+from titan_hydra.config.status import ConfigError
+
+MATMULS = ("aten.mm", "aten._scaled_mm")
+SAVED = (  # what costs much to compute again, or a message to other ranks
+    *MATMULS,
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_reduce",
+    "aten.max",  # Float8's amax: one number for a pass over a whole tensor
+)
+
+
+def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
+    """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that is no operator of this torch.
+
+    full keeps only a block's input; layer does so for every n-th block of the model. lean keeps what every operator of the list
+    returns; op, too, but of the matmuls only every second. memory_budget is the compiler's own choice within a share of the memory.
+    """
+    torch._functorch.config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
+    if config.name in ("none", "memory_budget"):
+        return
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    if config.name in ("op", "lean"):
+        saved = operators(config.save_ops or SAVED)
+        options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
+    classes: dict[type, type] = {}  # one for all equal blocks: the compiler would compile each that has its own
+    for name, block in module.layers.items():
+        if config.name != "layer" or int(name) % config.every == 0:
+            kind = type(block)
+            block.__class__ = classes.setdefault(kind, checkpointed(kind, options))
+
+
+def checkpointed(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
+    """The same class with a forward that is checkpointed."""
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(partial(kind.forward, self), *args, **options, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def selective_contexts(saved: frozenset, every: int) -> tuple:
+    """The contexts of one block's forward and of its recomputation, which count matmuls each for itself: 1st, (1 + every)-th, ..."""
+    matmuls = operators(MATMULS)
+    counts: Counter[bool] = Counter()
+
+    def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+        if operator in matmuls:
+            counts[context.is_recompute] += 1
+            if (counts[context.is_recompute] - 1) % every:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def operators(names: Iterable[str]) -> set[torch._ops.OpOverload]:
+    """The operators of names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an unknown one."""
+    found = set()
+    for name in names:
+        namespace, operator, *overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is None or not set(overload) <= set(packet.overloads()):
+            known = [known.replace("::", ".") for known in torch._C._dispatch_get_all_op_names()]
+            raise ConfigError(f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
+                              f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}")
+        found |= {getattr(packet, overload) for overload in overload or packet.overloads()}
+    return found
