@@ -1,8 +1,11 @@
 """MXFP8 linears (torchao): Float8 with one scale for each 32 elements, a power of two. Blackwell computes it; elsewhere emulation."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MethodType
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_hydra.config.schema import Job
 
@@ -13,17 +16,30 @@ STEP = 32  # elements that share a scale
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Wrap the weights of a meta-device model's linears, in place, so that their matmuls run in MXFP8. Returns the report.
+    """Let the linears of a meta-device model multiply in MXFP8, in place. Returns the report.
 
-    Raises ConfigError where this device does not compute MXFP8.
+    Only the forward is replaced: torchao's own conversion wraps the weights, and the wrappers would end up in checkpoints. Raises
+    ConfigError where this device does not compute MXFP8.
     """
     precision = job.precision
     if not precision.emulate:
         needs_hardware(precision, device, (10, 0), "MXFP8", "B200 or GB200", "precision=float8_rowwise, or mxfp8 with precision.emulate=true")
-    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
-    from torchao.quantization import quantize_
-
     chosen, left = select(model, precision, STEP)
-    recipe = MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL if precision.emulate else MXFP8TrainingRecipe.MXFP8_RCEIL
-    quantize_(model, MXFP8TrainingOpConfig.from_recipe(recipe), filter_fn=lambda module, name: name in chosen)
+    multiply = multiplication(precision.emulate)
+    for name in chosen:
+        linear = model.get_submodule(name)
+        linear.forward = MethodType(lambda linear, x: multiply(x, linear.weight), linear)
     return report(f"mxfp8{' (emulated)' * precision.emulate}", chosen, left)
+
+
+def multiplication(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """x @ weight.T, and its two matmuls of the backward, on inputs cast to MXFP8; scales are rounded up, so that nothing overflows."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm as multiply
+    except ImportError:  # torchao 0.17
+        from torchao.prototype.mx_formats.mx_linear import _to_mxfp8_then_scaled_mm as multiply
+    kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+    return lambda x, weight: multiply(x, weight, kernels, ScaleCalculationMode.RCEIL)

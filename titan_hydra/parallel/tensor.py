@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -25,7 +26,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears())
         return
     tp = mesh.world["tp"]
     norm = Norm(split=job.parallelism.sequence_parallel, reduce_dtype=getattr(torch, job.precision.reduce_dtype))
-    plan = PLANS[job.model.family](job.parallelism, norm, linears)
+    # A head that returns the loss itself splits the vocabulary all the same, but there are no split logits to hand on.
+    logits_stay_split = job.parallelism.loss_parallel and job.loss.name == "cross_entropy"
+    plan = PLANS[job.model.family](replace(job.parallelism, loss_parallel=logits_stay_split), norm, linears)
     parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
     for block in module.layers.values():
         parallelize_module(block, tp, plan.block)
