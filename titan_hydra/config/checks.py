@@ -5,9 +5,11 @@ has found: `check` stops after the first group with faults, since the later ones
 """
 from __future__ import annotations
 
+import os
 import re
-import importlib.util
+import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from math import lcm
 
 from . import pipeline, precision
@@ -118,7 +120,7 @@ def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
 def family_is_registered(job: Job) -> Iterator[Fault]:
     """The model class is picked by name; what a module of the user's adds is known only where it is imported, on the ranks."""
     for module in job.train.imports:
-        if not importlib.util.find_spec(module.partition(".")[0]):
+        if not PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]):
             yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
     if job.model.family != "llama3" and not job.train.imports:
         yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))

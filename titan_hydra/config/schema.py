@@ -43,6 +43,7 @@ class Model:
     rope_scaling: RopeScaling = key(RopeScaling, "Llama 3.1's stretch of the rotary frequencies")
     max_seq_len: int = key(131072, "longest sequence the model is meant for")
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight (Llama 3.2 1B and 3B)")
+    extra: dict[str, Any] = key(dict, "keys of a model family of your own (train.imports): +model.extra.KEY=VALUE")
     attention: str = key("auto", "SDPA back end", choices=("auto", "cudnn", "flash", "efficient", "math"))
 
 
@@ -218,6 +219,7 @@ class Debug:
 
 @dataclass
 class Train:
+    imports: list[str] = key(list, "Python modules that add model families (docs/extend.md), imported on every rank")
     gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", identity=False)
 
 

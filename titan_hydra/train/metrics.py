@@ -17,7 +17,6 @@ import torch.distributed as dist
 from titan_hydra.config.load import world_size
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
-from titan_hydra.models.flops import flops_per_token
 
 from .trackers import Tracker, open_trackers
 
@@ -56,11 +55,11 @@ class Clock:
 class Metrics:
     """Collects the rows of a run on every rank and writes them on rank 0."""
 
-    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int) -> None:
+    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, flops: float) -> None:
         self.job, self.run, self.device, self.clock = job, run, device, Clock()
         self.ranks = world_size(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
-        self.flops = flops_per_token(job.model, job.data.seq_len)
+        self.flops = flops  # of a token, forward and backward
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
         self.file: TextIO | None = None

@@ -13,12 +13,10 @@ from titan_hydra.parallel import data as data_parallel
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
 
-from .loss import LOSSES
 
-
-def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device) -> Plain | Pipeline:
+def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, loss_function: Callable) -> Plain | Pipeline:
     """What runs a local batch: `forward_backward` and `forward`, pipelined or not."""
-    summed = compile.function(LOSSES[job.loss.name], job.compile)
+    summed = compile.function(loss_function, job.compile)
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
         total = summed(output, labels)

@@ -11,27 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_hydra import models, parallel
+from titan_hydra import parallel
 from titan_hydra.config import identity
 from titan_hydra.config.run import Run, versions
 from titan_hydra.config.schema import Job
 from titan_hydra.config.status import NotFinite, Stopped
-from titan_hydra.models.flops import count_parameters
 from titan_hydra.models.init import init_weights
-from titan_hydra.parallel import converters
 from titan_hydra.parallel import context as context_parallel
+from titan_hydra.parallel import converters
 from titan_hydra.parallel import tensor as tensor_parallel
 from titan_hydra.parallel.gradients import clip_gradients
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
-from titan_hydra.parallel.stages import split, whole
+from titan_hydra.parallel.stages import whole
 
-from . import data
 from .checkpoint import Checkpointer
 from .data.loader import Batch, Loader
 from .loss import IGNORED, TARGETS_IN_FORWARD
 from .metrics import Metrics, write_atomically
-from .optimizer import build_optimizers, lr_factor, set_lr
+from .optimizer import set_lr
+from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
 from .world import GarbageCollection, set_timeout, world
 
@@ -41,11 +40,13 @@ class Trainer:
     """What a step needs. `build` makes one; the equivalence harness steps it just as `train` does."""
 
     job: Job
+    spec: TrainSpec
     mesh: Mesh
     device: torch.device
     model: nn.Module  # all that this rank holds, under the plain names
     step: Plain | Pipeline
     optimizers: list[torch.optim.Optimizer]
+    parameters: int  # of the whole model, over all ranks
     notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
     stop_requested: list[int] = field(default_factory=list)  # signals received
 
@@ -113,18 +114,21 @@ class Trainer:
 
 def build(job: Job, device: torch.device) -> Trainer:
     """This rank's part of the model, with its initial values, and its optimizers."""
+    spec = spec_of(job)
     mesh = parallel.build_mesh(job.parallelism, device.type)
     with torch.device("meta"):  # shapes without memory: nothing is ever held whole
-        model = models.build(job.model, job.data.seq_len)
+        model = spec.model(job.model, job.data.seq_len)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(getattr(torch, job.precision.param_dtype))
     notes = converters.convert(model, job, mesh, device)
-    stages = split(model, mesh, job)  # [model] without pipeline parallelism
+    stages = spec.pipeline(model, mesh, job)  # [model] without pipeline parallelism
     for stage in stages:
-        parallel.apply(stage, mesh, job)
+        spec.parallelize(stage, mesh, job)
         stage.to_empty(device=device)
         init_weights(stage, job.model, job.seed)
     model = whole(stages).train()
-    return Trainer(job, mesh, device, model, build_step(stages, mesh, job, device), build_optimizers(model, job.optimizer), notes)
+    step = build_step(stages, mesh, job, device, spec.losses[job.loss.name])
+    return Trainer(job, spec, mesh, device, model, step, spec.optimizers(model, job.optimizer), parameters, notes)
 
 
 def train(job: Job, run: Run) -> None:
@@ -138,13 +142,13 @@ def train(job: Job, run: Run) -> None:
         start, data_state = checkpointer.resume()
         if start == 0 and job.checkpoint.initial_load_path:
             checkpointer.load_weights(job.checkpoint.initial_load_path)
-        loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
+        loader = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
         if data_state is not None:
             loader.load(data_state)
         held_out = None
         if job.validation.name == "on":
-            held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-        metrics = Metrics(job, run, device, resumed_at=start)
+            held_out = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+        metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
         listen(trainer)
         if run.rank == 0:
             print("\n".join([start_line(job, trainer, start), *trainer.notes]), flush=True)
@@ -169,7 +173,7 @@ def loop(
         clock.start()
         batch = loader.next()
         clock.has_data()
-        lr = set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
+        lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
         loss, grad_norm, stop = trainer.agree(share, trainer.clip())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -215,9 +219,8 @@ def heartbeat(run: Run, step: int) -> None:
 def start_line(job: Job, trainer: Trainer, start: int) -> str:
     """What is trained, on what, from where: the first line a person wants to see."""
     accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks)
-    parameters = count_parameters(job.model)
     return (
-        f"{job.model.name}: {parameters:,} parameters on {dist.get_world_size()} x {trainer.device.type}, {job.parallelism.name}, "
+        f"{job.model.name}: {trainer.parameters:,} parameters on {dist.get_world_size()} x {trainer.device.type}, {job.parallelism.name}, "
         f"{job.precision.name}; global batch {job.data.global_batch} ({accumulation} accumulation), sequence {job.data.seq_len}; "
         f"steps {start + 1} to {job.steps}"
     )

@@ -24,11 +24,10 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.run import Run
 
-from . import data
 from .acceptance import Case
 from .data.loader import Batch
 from .loss import IGNORED
-from .optimizer import lr_factor, set_lr
+from .optimizer import set_lr
 from .trainer import Trainer, build
 from .world import world
 
@@ -87,13 +86,13 @@ def trace(job: Job, device: torch.device, uneven_mask: bool = False) -> Trace:
     """Train a job for its steps, as `train` does, and keep what is compared. A collective; whole tensors are on every rank."""
     trainer = build(job, device)
     weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
-    loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
+    loader = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     result = Trace([], [], {}, weights)
     for step in range(1, job.steps + 1):
         batch = loader.next()
         if uneven_mask:
             ignore_unevenly(batch, trainer)
-        set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
+        set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
         if step == 1:
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)

@@ -5,6 +5,7 @@ Sources either number their samples (items.py) or give every slot an endless str
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from titan_hydra.config import schema
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 VALIDATION_SEED = 0  # held-out samples are the same for every seed, so that their losses compare
 
 
-def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loader:
+def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tokenizer: Callable | None = None) -> Loader:
     """The Loader of data-parallel rank `rank` of `ranks`; split is "train" or "validation".
 
     Raises ConfigError for missing or damaged files, and where tokens would have no row in the model's embedding.
@@ -40,7 +41,7 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
         from titan_hydra.train import tokenizer as tokenizers
         from titan_hydra.train.data.streams import Streams
 
-        tokenizer = tokenizers.load(job.tokenizer)
+        tokenizer = (load_tokenizer or tokenizers.load)(job.tokenizer)
         if tokenizer.vocab_size > job.model.vocab_size:
             raise ConfigError(f"model.vocab_size={job.model.vocab_size}: tokenizer={job.tokenizer.name} has {tokenizer.vocab_size} ids; "
                               f"nearest legal: {tokenizer.vocab_size}")

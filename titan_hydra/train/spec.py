@@ -1,0 +1,72 @@
+"""What a model family needs to be trained, by name: the package's own, and those of a user's modules (`train.imports`).
+
+After TorchTitan's TrainSpec (CODEML 2025, section 3): a new model, or a new way to parallelize one, is one file and one row, and
+the loop stays as it is. docs/extend.md shows it.
+"""
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from titan_hydra import models, parallel
+from titan_hydra.config.schema import Job
+from titan_hydra.config.status import ConfigError
+from titan_hydra.models.flops import flops_per_token
+from titan_hydra.parallel.stages import split
+
+from . import data, tokenizer
+from .loss import LOSSES
+from .metrics import Metrics
+from .optimizer import build_optimizers, lr_factor
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """The parts that the trainer puts together. All but the name and the model have the defaults that Llama 3 uses."""
+
+    name: str
+    model: Callable[..., nn.Module]  # (Model, seq_len): a module with tok_embeddings, layers, norm, output; a stage lacks some
+    parallelize: Callable = parallel.apply  # (stage, Mesh, Job): in place, on the meta device
+    pipeline: Callable = split  # (model, Mesh, Job): this rank's stages
+    optimizers: Callable = build_optimizers  # (model, Optimizer): a list of them
+    lr_factor: Callable = lr_factor  # (step, steps, LrSchedule): the share of the peak rate
+    data: Callable = data.build  # (Job, rank, ranks, split, load_tokenizer): a Loader
+    tokenizer: Callable = tokenizer.load  # (Tokenizer): encode, decode, vocab_size, bos_id, eos_id
+    losses: dict[str, Callable] = field(default_factory=lambda: LOSSES)  # by loss.name: (logits, labels), summed over tokens
+    metrics: Callable = Metrics  # (Job, Run, device, resumed_at, flops per token)
+    flops_per_token: Callable = flops_per_token  # (Model, seq_len): forward and backward
+
+    def build_data(self, job: Job, rank: int, ranks: int, split: str = "train") -> data.loader.Loader:
+        """The samples of one data-parallel rank, through this spec's tokenizer."""
+        return self.data(job, rank, ranks, split, self.tokenizer)
+
+
+SPECS: dict[str, TrainSpec] = {name: TrainSpec(name, model) for name, model in models.REGISTRY.items()}
+
+
+def register(spec: TrainSpec) -> None:
+    """Add a family, for `model.family` to name it. A name that is taken is refused, unless by the same module again."""
+    if spec.name in SPECS and SPECS[spec.name] != spec:
+        raise ConfigError(f"model.family={spec.name}: this name is taken")
+    SPECS[spec.name] = spec
+
+
+def spec_of(job: Job) -> TrainSpec:
+    """The spec of a job's family, once the job's own modules have been imported."""
+    if job.train.imports and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where `python launch.py` was typed; ranks start in the same folder
+    for module in job.train.imports:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module.partition(".")[0]:
+                raise
+            raise ConfigError(f"train.imports={module}: no such module on PYTHONPATH or in the folder of the command") from error
+    if job.model.family not in SPECS:
+        raise ConfigError(f"model.family={job.model.family}: no such model; there are: {', '.join(SPECS)}")
+    return SPECS[job.model.family]
