@@ -55,6 +55,13 @@ class Stage(PipelineStage):
             self.fwd_cache[number] = ((), ())  # else it would hold the logits of all microbatches until the next step
         return output
 
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        if not self.is_last:  # torch 2.11 looks at every output, also at the one that is not sent and was not foretold
+            super()._validate_fwd_outputs(outputs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list:
+        return []  # torch 2.11's first exchange with the neighbours, which fails on gloo where both stages are on one rank
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:  # schedules call it behind a forward alone too
             super().perform_reduce_grad(grad_scale_factor)
