@@ -95,8 +95,8 @@ def counts_are_positive(job: Job) -> Iterator[Fault]:
     for key in ("steps", "gpus", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
                 "model.multiple_of", "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch",
                 "checkpoint.interval", "validation.interval",
-                "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank", "loss.chunk_tokens",
-                "comm.init_timeout_seconds", "comm.train_timeout_seconds"):
+                "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
+                "loss.chunk_tokens", "comm.init_timeout_seconds", "comm.train_timeout_seconds"):
         if value_of(job, key) < 1:
             yield Fault(key, value_of(job, key), "must be at least 1", legal=(1,))
     for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",

@@ -35,6 +35,11 @@ SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zb"
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
+ROWWISE = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32")}
+TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
+MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
+LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
+SAME = EVEN | {"norm": 1e-5}
 
 MATRIX = [
     *(case(f"{layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}")
@@ -75,20 +80,42 @@ MATRIX = [
 
     # Pipeline parallel, 8 microbatches
     *(case(f"pp {ranks}, {schedule}, accumulation {steps}", ranks, "parallelism=pp", f"parallelism.pp={ranks}", f"pp_schedule={schedule}",
-           f"data.local_batch={16 // steps}", "pp_schedule.microbatches=8", **DEEP)
+           f"data.local_batch={16 // steps}", "pp_schedule.microbatches=8", slow=ranks * steps > 2, **DEEP)
       for schedule in SCHEDULES for ranks in (2, 4) for steps in (1, 2)),
     case("pp 2, csv", 2, "parallelism=pp", "pp_schedule=csv", f"pp_schedule.csv={CONF}/pp_schedule/zb_h1.csv",
          "data.local_batch=16", **DEEP),
     *(case(f"{layout} 2, pp 2, {schedule}", 4, f"parallelism={layout}", "parallelism.pp=2", f"pp_schedule={schedule}", "data.local_batch=8",
-           **DEEP) for layout, schedule in (("ddp", "1f1b"), ("ddp", "zbv"), *(("fsdp", schedule) for schedule in SCHEDULES))),
+           slow=layout == "ddp" or schedule != "zbv", **DEEP) for layout, schedule in (("ddp", "1f1b"), ("ddp", "zbv"), *(("fsdp", schedule) for schedule in SCHEDULES))),
     *(case(f"{layout} 2, pp 2, {schedule}, accumulation 2", 4, f"parallelism={layout}", "parallelism.pp=2", f"pp_schedule={schedule}",
-           "data.local_batch=4", **DEEP) for layout, schedule in (("ddp", "1f1b"), ("fsdp", "1f1b"), ("fsdp", "zbv"))),
+           "data.local_batch=4", slow=True, **DEEP) for layout, schedule in (("ddp", "1f1b"), ("fsdp", "1f1b"), ("fsdp", "zbv"))),
     case("fsdp 2, pp 2, always reshard", 4, "parallelism=fsdp_pp", "data.local_batch=8", "parallelism.reshard_after_forward=always",
          **DEEP),
     *(case(f"fsdp 2, pp 2, {schedule}, uneven mask, vocabulary 2047", 4, "parallelism=fsdp_pp", f"pp_schedule={schedule}",
            "data.local_batch=8", **EVEN, **DEEP_ODD) for schedule in ("1f1b", "zbv")),
-    case("hsdp 8, pp 2", 8, "parallelism=hsdp", "parallelism.dp_shard=2", "parallelism.pp=2", "data.local_batch=4", **DEEP),
-    case("hsdp 8, pp 2, accumulation 2", 8, "parallelism=hsdp", "parallelism.dp_shard=2", "parallelism.pp=2", "data.local_batch=2", **DEEP),
+    *(case(f"hsdp 8, pp 2, accumulation {steps}", 8, "parallelism=hsdp", "parallelism.pp=2", f"data.local_batch={4 // steps}", slow=True,
+           **DEEP) for steps in (1, 2)),
+    *(case(f"pp 2, {what}", 2, "parallelism=pp", *overrides, "data.local_batch=16", **DEEP) for what, overrides in (
+        ("split by names", ("pp_schedule.split=[layers.7]",)), ("three stages a rank", ("pp_schedule=looped_bfs",
+        "pp_schedule.stages_per_rank=3")),
+        ("a head alone", ("pp_schedule=interleaved_1f1b", "pp_schedule.split=[layers.0,layers.7,norm]")))),
+    *(case(f"pp 2, {schedule}, document mask", 2, "parallelism=pp", f"pp_schedule={schedule}", "data.local_batch=16",
+           base=("model.vocab_size=4096", "data=embedded", "data.document_mask=true", "data.seq_len=256")) for schedule in ("1f1b", "zbv")),
+    *(case(f"pp 2, tp 2, {schedule}, loss parallel {lp}", 4, "parallelism=pp", "parallelism.tp=2", f"pp_schedule={schedule}",
+           f"parallelism.loss_parallel={lp}", "data.local_batch=16", slow=lp == "off") for schedule in ("1f1b", "zbv") for lp in ("on", "off")),
+    case("pp 2, tp 2, sequence parallel off", 4, "parallelism=pp", "parallelism.tp=2", "parallelism.sequence_parallel=off",
+         "data.local_batch=16", slow=True),
+    *(case(f"fsdp 8, tp 2, pp 2, {schedule}, uneven mask, vocabulary 2047", 8, "parallelism=fsdp_tp_pp", f"pp_schedule={schedule}",
+           "data.local_batch=8", slow=True, **EVEN, **ODD) for schedule in ("1f1b", "zbv")),
+    *(case(f"pp 2, cp 2, {schedule}", 4, "parallelism=pp", "parallelism.cp=2", f"pp_schedule={schedule}", "data.local_batch=16", slow=True)
+      for schedule in ("1f1b", "zbv")),
+    *(case(f"pp 2, {schedule}, ac {ac}", 2, "parallelism=pp", f"pp_schedule={schedule}", f"ac={ac}", "data.local_batch=16", slow=True)
+      for schedule, modes in (("1f1b", ("full", "layer", "op", "lean")), ("zbv", ("full", "layer"))) for ac in modes),
+    *(case(f"pp 2, {schedule}, compile", 2, "parallelism=pp", f"pp_schedule={schedule}", "compile=block", "compile.backend=aot_eager",
+           "data.local_batch=16", slow=True) for schedule in ("1f1b", "interleaved_1f1b")),
+    *(case(f"pp 2, {schedule}, linear cross-entropy", 2, "parallelism=pp", f"pp_schedule={schedule}", "loss=linear_cross_entropy",
+           "data.local_batch=16") for schedule in ("1f1b", "zbv")),
+    case("pp 2, fsdp 2, simple_fsdp", 4, "parallelism=fsdp_pp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True),
+
     # SimpleFSDP
     *(case(f"simple_fsdp {ranks}", ranks, "parallelism=fsdp", "parallelism.backend=simple_fsdp", f"data.local_batch={16 // ranks}")
       for ranks in (2, 4)),
@@ -116,4 +143,53 @@ MATRIX = [
     *(case(f"fsdp 8, cp 2, tp 2, {rotate}", 8, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "parallelism.tp=2",
            "data.local_batch=8") for rotate in ("allgather", "ulysses")),
     case("cp 2, tp 2, pp 2, uneven mask", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", **EVEN),
+
+    # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not depend on what else
+    # shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2), whose parts then have scales of
+    # their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch: Float8's rounding (e5m2: 12 %) goes another way.
+    *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
+           **ROWWISE)
+      for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
+    case("float8 rowwise, fsdp 4, accumulation 2", 4, "parallelism=fsdp", "data.local_batch=2", slow=True, **ROWWISE),
+    case("float8 rowwise, simple_fsdp 2", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8", **ROWWISE),
+    case("float8 rowwise_with_gw_hp, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8",
+         base=(*ROWWISE["base"], "precision.recipe=rowwise_with_gw_hp")),
+    case("float8 rowwise, pp 2", 2, "parallelism=pp", "parallelism.pp=2", "data.local_batch=8", **ROWWISE),
+    case("float8 rowwise, cp 2", 2, "parallelism=cp", "parallelism.cp=2", "data.local_batch=16", **ROWWISE),
+    case("mxfp8, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **MXFP8),
+    case("float8 rowwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", loss=5e-5, norm=2e-4, gradients=2e-2,
+         **ROWWISE),
+    case("float8 rowwise, fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=8", loss=5e-5, norm=2e-4, gradients=2e-2,
+         slow=True, **ROWWISE),
+    case("float8 tensorwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", norm=5e-5, gradients=1e-3,
+         **TENSORWISE),
+    *(case(f"float8 tensorwise, fsdp 2, gathered as {format}", 2, "parallelism=fsdp", "data.local_batch=8",
+           f"precision.float8_all_gather={format == 'float8'}", loss=1e-4, norm=5e-4, gradients=0.25, **TENSORWISE)
+      for format in ("float8", "float32")),
+    *(case(f"float8 tensorwise, {layout} 4, {other} 2", 4, f"parallelism={layout}", f"parallelism.{other}=2", "data.local_batch=8",
+           loss=1e-4, norm=5e-4, gradients=0.25, slow=True, **TENSORWISE) for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
+
+    # Number formats against float32: rounding of 8 bits (bf16) or 4 (e4m3) in each product, and none of it may bias the loss
+    *(case(f"{name} against fp32", 2, "parallelism=fsdp", "data.local_batch=8", f"precision={name}", *more, loss=1e-2, norm=1e-2,
+           gradients=gradients)
+      for name, more, gradients in (("bf16", (), 0.03), ("float8_emulate", (), 0.15), ("mxfp8", ("precision.emulate=true",), 0.15),
+                                    ("float8_tensorwise", ("precision.emulate=true",), 0.25))),
+    case("bf16 against fp32, one process by autocast", 1, "parallelism=single", "data.local_batch=16", "precision=bf16", loss=1e-2,
+         norm=1e-2, gradients=0.03),
+
+    # Head and loss in one, chunk by chunk
+    case("linear_cross_entropy, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", *LINEAR, **SAME),
+    *(case(f"linear_cross_entropy, fsdp 2, {what}", 2, "parallelism=fsdp", "data.local_batch=8", *LINEAR, *more, **SAME, **base)
+      for what, more, base in (("vocabulary 2047", (), ODD), ("tied embeddings", (), {"base": ("model.tie_embeddings=true",)}),
+                               ("always reshard", ("parallelism.reshard_after_forward=always",), {}),
+                               ("simple_fsdp", ("parallelism.backend=simple_fsdp",), {}))),
+    case("linear_cross_entropy, fsdp 4, accumulation 2", 4, "parallelism=fsdp", "data.local_batch=2", *LINEAR, slow=True, **SAME),
+    case("linear_cross_entropy, fsdp 4, tp 2, vocabulary 2047", 4, "parallelism=fsdp_tp", "data.local_batch=8", *LINEAR, **SAME, **ODD),
+    case("linear_cross_entropy, tp 2, tied embeddings, no sequence parallel", 2, "parallelism=tp", "parallelism.sequence_parallel=off",
+         "data.local_batch=16", *LINEAR, **SAME, base=("model.tie_embeddings=true",)),
+    *(case(f"linear_cross_entropy, pp 2, {schedule}", 2, "parallelism=pp", f"pp_schedule={schedule}", "data.local_batch=8", *LINEAR, **SAME)
+      for schedule in ("1f1b", "zbv")),
+    case("linear_cross_entropy, fsdp 4, cp 2", 4, "parallelism=fsdp_cp", "data.local_batch=8", *LINEAR, slow=True, **SAME),
+    case("linear_cross_entropy, bf16, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", *LINEAR, base=("precision=bf16",), loss=1e-3,
+         norm=1e-2, gradients=0.02),
 ]
