@@ -1,8 +1,10 @@
-"""Links between the pages of this repository lead somewhere."""
+"""The pages of this repository are true as far as a test can tell: links lead somewhere, keys and options exist."""
 import re
 from pathlib import Path
 
 import pytest
+
+from titan_hydra.config import describe
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -37,3 +39,34 @@ def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A b\n[x](page.md) [x](#a-b) [x](https://no.where) `[x](code.md)` [y](gone.md) [y](page.md#gone)\n")
     assert broken_links(page) == ["gone.md", "page.md#gone"]
+
+
+def unknown_names(page: Path) -> set[str]:
+    """Keys (`group.key`) and options (`group=option`) in the code of a page, or in its command lines, that the configuration lacks."""
+    text = re.sub(r"^```(python|toml).*?^```", "", page.read_text(), flags=re.S | re.M)
+    code = re.findall(r"`([^`\n]+)`", text) + [line for line in text.splitlines() if "launch.py" in line]
+    group = rf"(?<![\w./-])({'|'.join(describe.groups())})"
+    unknown = set()
+    for part in code:
+        for name, rest in re.findall(rf"{group}\.([a-z0-9_]+(?:\.[a-z0-9_]+)*)", part):
+            key = f"{name}.{rest}"
+            if rest not in FILES and not any(known == key or known.startswith(f"{key}.") for known in describe.KEYS):
+                unknown.add(key)
+        for name, options in re.findall(rf"{group}=([a-z0-9_,]+)", part):
+            stems = {file.stem for file in describe.option_files(name)}
+            unknown |= {f"{name}={option}" for option in options.split(",") if option not in stems}
+    return unknown
+
+
+FILES = ("md", "json", "jsonl", "py", "yaml", "model")  # metrics.jsonl is a file, not a key
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_keys_and_options_exist(page):
+    assert unknown_names(page) == set()
+
+
+def test_an_unknown_name_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("`data.path` `data.paht=x` `parallelism=fsdp,fspd` `metrics.jsonl`\n    python launch.py compile=on model.n_layers=2\n")
+    assert unknown_names(page) == {"data.paht", "parallelism=fspd", "compile=on"}

@@ -5,9 +5,10 @@
 """
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
-import sys
+import re
 import textwrap
 import typing
 from pathlib import Path
@@ -51,10 +52,13 @@ HELP = """\
 {keys}"""
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Print the page, or write it to the file that is named."""
-    if arguments:
-        Path(arguments[0]).write_text(page(), encoding="utf-8")
+    parser = argparse.ArgumentParser(prog="python -m titan_hydra.config.describe", description="Every option and key, as a page.")
+    parser.add_argument("file", nargs="?", type=Path, help="write it here (docs/configuration.md) instead of printing it")
+    file = parser.parse_args().file
+    if file:
+        file.write_text(page(), encoding="utf-8")
     else:
         print(page(), end="")
 
@@ -172,7 +176,8 @@ def _type_of(key: str) -> str:
     kind: Any = Job
     for part in key.split("."):
         kind = typing.get_type_hints(kind)[part]
-    return (kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)).replace("None", "null")
+    name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+    return name.replace("None", "null").replace("typing.", "")
 
 
 def _is_group(spec: dataclasses.Field) -> bool:
@@ -198,7 +203,9 @@ def _load(file: Path) -> dict:
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "." * (text[-1] not in ".?!")
+    """With a capital and a full stop; but a text that begins with a name (`linear_cross_entropy: ...`) keeps it."""
+    start = text if re.match(r"\w*_|[\w=]+(, \w+)*:", text) else text[0].upper() + text[1:]
+    return start + "." * (text[-1] not in ".?!")
 
 
 def _wrap(text: str, width: int, first: str, rest: str) -> str:
@@ -206,4 +213,4 @@ def _wrap(text: str, width: int, first: str, rest: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
