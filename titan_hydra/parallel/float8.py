@@ -74,7 +74,7 @@ def needs_hardware(precision: Precision, device: torch.device, capability: tuple
                           f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}")
 
 
-def select(model: nn.Module, precision: Precision, step: int) -> tuple[set[str], dict[str, str]]:
+def select(model: nn.Module, precision: Precision, step: int) -> tuple[list[str], dict[str, str]]:
     """Names of the linears to convert, and of the others with the reason. Raises ConfigError if a name to skip is in none.
 
     A linear is left out whose name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), whose
@@ -93,13 +93,13 @@ def select(model: nn.Module, precision: Precision, step: int) -> tuple[set[str],
             left[name] = "precision.skip"
         elif module.in_features % step or module.out_features % step:
             left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
-    chosen = set(names) - left.keys()
+    chosen = [name for name in names if name not in left]
     if not chosen:
         raise ConfigError(f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16")
     return chosen, left
 
 
-def parts_suit(model: nn.Module, chosen: Iterable[str], ranks: int) -> None:
+def parts_suit(model: nn.Module, chosen: list[str], ranks: int) -> None:
     """Raises ConfigError if a tensor-parallel rank's part of a converted linear is not in steps of 16."""
     for name in chosen:
         module = model.get_submodule(name)
@@ -109,9 +109,8 @@ def parts_suit(model: nn.Module, chosen: Iterable[str], ranks: int) -> None:
                                   f"not be in steps of {STEP}, which Float8 matmuls need; nearest legal: {width // STEP} or a divisor of it")
 
 
-def report(format: str, chosen: Iterable[str], left: dict[str, str]) -> list[str]:
+def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
     """Lines for the log: how many linears were converted and which, and the others with the reason."""
-    chosen = sorted(chosen)
     return [f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"]
 
 

@@ -1,0 +1,179 @@
+"""Float8 and MXFP8: what is converted and what is not, where it is refused, and that tensor parallelism takes the Float8 styles."""
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from titan_hydra import models
+from titan_hydra.config import compose_job
+from titan_hydra.config.status import ConfigError
+from titan_hydra.parallel import converters, float8
+from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel.norm import Norm
+from titan_hydra.parallel.plans import PLANS, Linears
+from titan_hydra.train.trainer import build
+from titan_hydra.train.verify import BASE, later_wins, trace
+
+EMULATED = ("precision=float8_emulate", "precision.compute_dtype=float32")
+TENSORWISE = ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")
+
+
+def job_of(*overrides):
+    """A job of the acceptance matrix's model."""
+    return compose_job(*later_wins(*BASE, *overrides))
+
+
+def converted(job, device="cpu"):
+    """The whole model after its converters, on the meta device, and what they said."""
+    with torch.device("meta"):
+        model = models.build(job.model, job.data.seq_len)
+    return model, converters.convert(model, job, Mesh(job.parallelism, None, None, None, None), torch.device(device))
+
+
+def float8_names(model):
+    """The linears that became Float8."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+
+
+def test_the_linears_of_all_blocks_are_converted_and_the_report_says_so():
+    model, (line,) = converted(job_of(*EMULATED))
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert float8_names(model) == linears - {"output"}
+    assert line.startswith("float8 rowwise (emulated): 28 linears converted: layers.*.attention.wq x4")
+    assert line.endswith("1 not: output (the head)")
+
+
+@pytest.mark.parametrize("overrides", [("precision.skip=[]",), ("model.tie_embeddings=true",)])
+def test_the_head_is_never_converted(overrides):
+    model, (line,) = converted(job_of(*EMULATED, *overrides))
+    assert len(float8_names(model)) == 28
+    assert type(model.output) in (nn.Linear, models.llama3.TiedOutput)
+    assert "output (the head)" in line
+
+
+def test_names_are_skipped_by_any_part_of_them():
+    model, (line,) = converted(job_of(*EMULATED, "precision.skip=[output,wk,layers.0.]"))
+    assert float8_names(model) == {f"layers.{block}.{name}" for block in (1, 2, 3) for name in (
+        "attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")}
+    assert "(precision.skip)" in line and "layers.*.attention.wk x4" in line
+
+
+def test_a_name_to_skip_that_no_linear_has_is_refused():
+    with pytest.raises(ConfigError, match=r"precision.skip=wkv: .*nearest legal: .*attention.wk"):
+        converted(job_of(*EMULATED, "precision.skip=[output,wkv]"))
+
+
+def test_dimensions_that_are_not_in_steps_of_16_stay_as_they_are():
+    model, (line,) = converted(job_of(*EMULATED, "model.multiple_of=34"))
+    assert len(float8_names(model)) == 16
+    assert "layers.*.feed_forward.w1 x4" in line and "64 x 170 is not in steps of 16" in line
+
+
+def test_parameters_keep_names_dtype_and_shape():
+    plain, _ = converted(job_of())
+    for overrides in (EMULATED, TENSORWISE, ("precision=mxfp8", "precision.emulate=true")):
+        model, _ = converted(job_of(*overrides))
+        assert [(n, p.shape, p.dtype) for n, p in model.named_parameters()] == [(n, p.shape, p.dtype) for n, p in plain.named_parameters()]
+
+
+@pytest.mark.parametrize(("precision", "text"), [
+    ("float8_rowwise", "precision=float8_rowwise: .*8.9.*runs on the CPU; nearest legal: precision=float8_emulate"),
+    ("float8_tensorwise", "precision=float8_tensorwise: .*nearest legal: precision=float8_emulate"),
+    ("mxfp8", "precision=mxfp8: .*10.0.*B200.*runs on the CPU"),
+])
+def test_hardware_without_the_format_is_refused(precision, text):
+    with pytest.raises(ConfigError, match=text):
+        converted(job_of(f"precision={precision}"))
+
+
+def test_a_gpu_that_is_too_old_is_refused_and_one_that_is_new_enough_not(monkeypatch):
+    job = job_of("precision=float8_rowwise")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match="a GPU of capability 8.0"):
+        converted(job, "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert len(float8_names(converted(job, "cuda")[0])) == 28
+
+
+def test_parts_of_a_matrix_are_in_steps_of_16_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    converted(job_of("precision=float8_rowwise", "parallelism=tp", "parallelism.tp=2"), "cuda")
+    with pytest.raises(ConfigError, match=r"parallelism.tp=4: a rank's part of layers.0.attention.wk \(64 x 32\).*nearest legal: 2"):
+        converted(job_of("precision=float8_rowwise", "parallelism=tp", "parallelism.tp=4"), "cuda")
+
+
+def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
+    """In TorchTitan 0.2.2 it never does: the converter is asked for under another name than it registered."""
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+
+    job = job_of("precision=float8_tensorwise", "parallelism=tp")
+    plan = PLANS["llama3"](job.parallelism, Norm(True, torch.float32), float8.linears(job))
+    styles = {name: type(style) for name, style in plan.block.items()}
+    assert {styles[f"attention.{name}"] for name in ("wq", "wk", "wv")} == {Float8ColwiseParallel}
+    assert {styles[f"feed_forward.{name}"] for name in ("w1", "w3")} == {Float8ColwiseParallel}
+    assert styles["attention.wo"] is styles["feed_forward.w2"] is Float8RowwiseParallel
+    assert styles["attention"] is styles["feed_forward"] is PrepareFloat8ModuleInput
+    for plain in (("precision=float8_rowwise",), TENSORWISE, ("precision=bf16",)):
+        assert float8.linears(job_of(*plain, "parallelism=tp")) == Linears()
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """gloo cannot gather Float8: its bytes are gathered as such. Returns how many gathers that were."""
+    from torchao.float8 import float8_ops
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    count = []
+
+    def gather(operator, args, kwargs=None):
+        count.append(operator)
+        tensor, *rest = args
+        data = operator(tensor._data.contiguous().view(torch.uint8), *rest, **(kwargs or {}))
+        data = torch.ops._c10d_functional.wait_tensor(data).view(tensor._data.dtype)
+        return Float8TrainingTensor(data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role)
+
+    monkeypatch.setitem(float8_ops.FLOAT8_OPS_TABLE, torch.ops._c10d_functional.all_gather_into_tensor.default, gather)
+    return count
+
+
+def test_float8_styles_gather_float8_and_learn_what_plain_ones_do(gathers, on_ranks, monkeypatch):
+    job = job_of(*TENSORWISE, "precision.float8_all_gather=false", "parallelism=tp", "data.local_batch=16", "steps=3")
+
+    def task(rank):
+        device = torch.device("cpu")
+        plain = trace(job, device)
+        assert not gathers
+        monkeypatch.setattr(float8, "linears", lambda job: float8.float8_linears())
+        styled = trace(job, device)
+        # Forward: attention and feed-forward gather their input once each; backward: the gradients that reach wo and w2.
+        assert len(gathers) == job.steps * job.model.n_layers * 4
+        torch.testing.assert_close(styled.losses, plain.losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(styled.norms, plain.norms, rtol=2e-4, atol=0)
+
+    on_ranks(2, task)
+
+
+def test_scales_are_computed_once_a_step_and_change_nothing(on_ranks, monkeypatch):
+    job = job_of(*TENSORWISE, "gpus=2", "parallelism=fsdp", "data.local_batch=8", "steps=4")
+
+    def task(rank):
+        device = torch.device("cpu")
+        precomputed = trace(job, device)
+        trainer = build(job, device)
+        trainer.update()
+        weights = [p._local_tensor for name, p in trainer.model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
+        assert len(weights) == 28 and all(weight._precomputed_scale is not None for weight in weights)
+        monkeypatch.setitem(converters.CONVERTERS, "float8", dataclasses.replace(converters.CONVERTERS["float8"], after_step=None))
+        each = trace(job, device)
+        assert precomputed.losses == each.losses and precomputed.norms == each.norms
+
+    on_ranks(2, task)
+
+
+def test_a_rank_that_gathers_from_no_other_holds_plain_weights():
+    model, _ = converted(job_of(*TENSORWISE))
+    assert type(model.layers["0"].attention.wq.weight) is nn.Parameter
+    assert type(model.layers["0"].attention.wq.weight.data) is torch.Tensor
