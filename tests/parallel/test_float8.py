@@ -92,7 +92,7 @@ def test_hardware_without_the_format_is_refused(precision, text):
 def test_a_gpu_that_is_too_old_is_refused_and_one_that_is_new_enough_not(monkeypatch):
     job = job_of("precision=float8_rowwise")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match="a GPU of capability 8.0"):
+    with pytest.raises(ConfigError, match=r"a GPU of capability 8\.0"):
         converted(job, "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert len(float8_names(converted(job, "cuda")[0])) == 28
