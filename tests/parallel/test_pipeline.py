@@ -63,7 +63,7 @@ def test_a_split_by_names_or_by_number_is_what_was_asked_for():
     by_number.model.n_layers = 7
     assert layout.blocks_of_stages(by_number) == [2, 2, 2, 1]
     for job in (by_names, by_number, job_with("zbv", pp=3)):
-        assert sum(layout.modules_of_stages(job), []) == layout.module_names(job.model)
+        assert [name for names in layout.modules_of_stages(job) for name in names] == layout.module_names(job.model)
 
 
 def test_stages_lie_in_a_loop_or_in_a_v():

@@ -37,7 +37,7 @@ FORWARD = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.R
 
 
 class Stage(PipelineStage):
-    """torch's stage, whose forward runs in the job's mixed precision, and which a forward alone leaves as it was."""
+    """torch's stage, told the shapes of what comes in and goes out, and with a forward in the job's mixed precision."""
 
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device):
         stages = layout.stage_count(job)
@@ -61,10 +61,6 @@ class Stage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list:
         return []  # torch 2.11's first exchange with the neighbours, which fails on gloo where both stages are on one rank
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward:  # schedules call it behind a forward alone too
-            super().perform_reduce_grad(grad_scale_factor)
 
 
 class Pipeline:

@@ -85,7 +85,8 @@ MATRIX = [
     case("pp 2, csv", 2, "parallelism=pp", "pp_schedule=csv", f"pp_schedule.csv={CONF}/pp_schedule/zb_h1.csv",
          "data.local_batch=16", **DEEP),
     *(case(f"{layout} 2, pp 2, {schedule}", 4, f"parallelism={layout}", "parallelism.pp=2", f"pp_schedule={schedule}", "data.local_batch=8",
-           slow=layout == "ddp" or schedule != "zbv", **DEEP) for layout, schedule in (("ddp", "1f1b"), ("ddp", "zbv"), *(("fsdp", schedule) for schedule in SCHEDULES))),
+           slow=(layout, schedule) != ("fsdp", "zbv"), **DEEP)
+      for layout, schedule in (("ddp", "1f1b"), ("ddp", "zbv"), *(("fsdp", schedule) for schedule in SCHEDULES))),
     *(case(f"{layout} 2, pp 2, {schedule}, accumulation 2", 4, f"parallelism={layout}", "parallelism.pp=2", f"pp_schedule={schedule}",
            "data.local_batch=4", slow=True, **DEEP) for layout, schedule in (("ddp", "1f1b"), ("fsdp", "1f1b"), ("fsdp", "zbv"))),
     case("fsdp 2, pp 2, always reshard", 4, "parallelism=fsdp_pp", "data.local_batch=8", "parallelism.reshard_after_forward=always",
@@ -101,7 +102,8 @@ MATRIX = [
     *(case(f"pp 2, {schedule}, document mask", 2, "parallelism=pp", f"pp_schedule={schedule}", "data.local_batch=16",
            base=("model.vocab_size=4096", "data=embedded", "data.document_mask=true", "data.seq_len=256")) for schedule in ("1f1b", "zbv")),
     *(case(f"pp 2, tp 2, {schedule}, loss parallel {lp}", 4, "parallelism=pp", "parallelism.tp=2", f"pp_schedule={schedule}",
-           f"parallelism.loss_parallel={lp}", "data.local_batch=16", slow=lp == "off") for schedule in ("1f1b", "zbv") for lp in ("on", "off")),
+           f"parallelism.loss_parallel={lp}", "data.local_batch=16", slow=lp == "off")
+      for schedule in ("1f1b", "zbv") for lp in ("on", "off")),
     case("pp 2, tp 2, sequence parallel off", 4, "parallelism=pp", "parallelism.tp=2", "parallelism.sequence_parallel=off",
          "data.local_batch=16", slow=True),
     *(case(f"fsdp 8, tp 2, pp 2, {schedule}, uneven mask, vocabulary 2047", 8, "parallelism=fsdp_tp_pp", f"pp_schedule={schedule}",
@@ -130,19 +132,32 @@ MATRIX = [
     # Context parallel
     *(case(f"cp {ranks}, {rotate}{'' if balance else ' in order'}, sequence {seq_len}", ranks, "parallelism=cp", f"parallelism.cp={ranks}",
            f"parallelism.cp_rotate={rotate}", f"parallelism.cp_load_balance={balance}", "data.local_batch=16",
-           base=(f"data.seq_len={seq_len}",))
+           slow=seq_len != 32, base=(f"data.seq_len={seq_len}",))
       for ranks in (2, 4) for seq_len in (16, 32, 64)
       for rotate, balance in (("allgather", True), ("allgather", False), ("alltoall", True), ("alltoall", False), ("ulysses", True))),
     *(case(f"fsdp 4, cp 2, {rotate}", 4, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=8")
       for rotate in ("allgather", "alltoall", "ulysses")),
     case("ddp 4, cp 2", 4, "parallelism=ddp", "parallelism.cp=2", "data.local_batch=8"),
-    case("hsdp 8, cp 2", 8, "parallelism=hsdp", "parallelism.cp=2", "data.local_batch=4"),
+    case("simple_fsdp 4, cp 2", 4, "parallelism=fsdp_cp", "parallelism.backend=simple_fsdp", "data.local_batch=8"),
+    case("hsdp 8, cp 2", 8, "parallelism=hsdp", "parallelism.cp=2", "data.local_batch=4", slow=True),
     case("cp 2, never reshard, accumulation 2", 2, "parallelism=cp", "data.local_batch=8", "parallelism.reshard_after_forward=never"),
     *(case(f"fsdp 4, cp 2, {rotate}, uneven mask, vocabulary 2047, accumulation 2", 4, "parallelism=fsdp_cp",
            f"parallelism.cp_rotate={rotate}", "data.local_batch=4", **EVEN, **ODD) for rotate in ("alltoall", "ulysses")),
     *(case(f"fsdp 8, cp 2, tp 2, {rotate}", 8, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "parallelism.tp=2",
-           "data.local_batch=8") for rotate in ("allgather", "ulysses")),
+           "data.local_batch=8", slow=rotate == "ulysses") for rotate in ("allgather", "ulysses")),
+    *(case(f"cp 2, pp 2, {rotate}, {schedule}", 4, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "parallelism.pp=2",
+           f"pp_schedule={schedule}", "data.local_batch=16", slow=schedule == "1f1b", **DEEP)
+      for rotate, schedule in (("alltoall", "1f1b"), ("alltoall", "zbv"), ("ulysses", "zbv"))),
     case("cp 2, tp 2, pp 2, uneven mask", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", **EVEN),
+    case("fsdp 16, cp 2, tp 2, pp 2", 16, "parallelism=fsdp_tp_cp_pp", "parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=2",
+         "parallelism.pp=2", "data.local_batch=8", slow=True),
+    case("cp 2, ulysses, document mask", 2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16",
+         base=("model.vocab_size=4096", "data=embedded", "data.document_mask=true", "data.seq_len=256")),
+    case("cp 2, chunked loss", 2, "parallelism=cp", "loss=linear_cross_entropy", "data.local_batch=16"),
+    *(case(f"cp 2, {rotate}, ac {mode}", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", f"ac={mode}", "data.local_batch=16")
+      for rotate, mode in (("alltoall", "full"), ("alltoall", "op"), ("ulysses", "op"))),
+    *(case(f"cp 2, {rotate}, compile", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "compile=block",
+           "compile.backend=aot_eager", "data.local_batch=16", slow=True) for rotate in ("allgather", "ulysses")),
 
     # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not depend on what else
     # shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2), whose parts then have scales of
