@@ -175,8 +175,8 @@ def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
         return
     if model.n_heads // tp % cp or model.n_kv_heads // tp % cp:
         legal = tuple(degree for degree in divisors(model.n_kv_heads // tp) if model.n_heads // tp % degree == 0)
-        yield Fault("parallelism.cp", cp, f"ulysses gives each of cp x tp = {cp * tp} ranks whole heads, and there are {model.n_heads} heads "
-                    f"and {model.n_kv_heads} key/value heads; allgather and alltoall have no such limit", legal=legal)
+        yield Fault("parallelism.cp", cp, f"ulysses gives each of cp x tp = {cp * tp} ranks whole heads, but there are {model.n_heads} and "
+                    f"{model.n_kv_heads} for keys and values; allgather and alltoall have no such limit", legal=legal)
 
 
 @rule(LAYOUT)
@@ -192,7 +192,7 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 # Techniques that are configured but not implemented yet: the values that work today. Choosing another is a fault, not a surprise.
 IMPLEMENTED = {
-    "checkpoint.name": ("off", "sync"), "profiling.name": ("off",), "comm.name": ("default",),
+    "checkpoint.name": ("off", "sync"), "profiling.name": ("off",),
     "cluster.executor": ("inline", "local"), "launch.packed": (False,), "launch.wait": (False,),
 }
 
@@ -277,6 +277,10 @@ def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
 @rule(PLACE)
 def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     """Nodes are taken whole: ranks are fewer than one node has, or a multiple of it."""
+    if job.comm.name == "fake":  # one process, whatever the number of ranks
+        if not 0 <= job.comm.rank < job.gpus:
+            yield Fault("comm.rank", job.comm.rank, f"the world has {job.gpus} ranks", legal=(0, job.gpus - 1))
+        return
     if job.cluster.executor == "inline" and job.gpus != 1:
         yield Fault("gpus", job.gpus, "cluster.executor=inline runs one rank in this process; use local for more", legal=(1,))
     node = job.cluster.gpus_per_node or (devices_here() if job.cluster.executor != "slurm" else None)

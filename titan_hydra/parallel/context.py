@@ -85,6 +85,11 @@ def enable_ring(job: Job, device_type: str) -> None:
     ring._enable_context_parallel_dispatcher()
 
 
+def ring_options() -> tuple[Any, ...]:
+    """How torch's ring works now, in this process."""
+    return ring._cp_options.rotate_method, ring._cp_options.enable_load_balance
+
+
 class Ring(nn.Module):
     """Causal attention on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
 
@@ -92,6 +97,7 @@ class Ring(nn.Module):
         """`sdpa` tells the kernels to choose from. Raises ConfigError where none of them can work in a ring."""
         super().__init__()
         self.mesh = mesh
+        self.options = ring_options()
         self.repeat = sdpa.backend == "efficient"  # knows no grouped queries; the others pass fewer keys and values around
         # torch would fall back on the plain kernel without a word, and that takes rank order for sequence order (pytorch #147793).
         fused = {SDPBackend.FLASH_ATTENTION} if mesh.device_type == "cpu" else set(sdpa.BACKENDS["auto"]) - {SDPBackend.MATH}
@@ -102,6 +108,9 @@ class Ring(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
             raise NotImplementedError("ring attention knows no mask but the causal one")
+        # Read here, too, so that torch.compile knows that they matter: it would reuse a block compiled under another job's options.
+        if ring_options() != self.options:
+            raise RuntimeError("torch's options for ring attention are now those of another job in this process")
         if self.repeat:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         q, k, v = (DTensor.from_local(x, self.mesh, [Shard(2)], run_check=False) for x in (q, k, v))
