@@ -73,6 +73,11 @@ def world_size(job: Job) -> int:
     return product
 
 
+def processes(job: Job) -> int:
+    """Processes that run a job: one a rank, or a single one that pretends the others are there (comm=fake)."""
+    return 1 if job.comm.name == "fake" else world_size(job)
+
+
 def data_parallel(job: Job) -> int:
     """Ranks that see different samples: dp_replicate x dp_shard."""
     return job.parallelism.dp_replicate * job.parallelism.dp_shard

@@ -193,6 +193,7 @@ class Profiling:
 @dataclass
 class Comm:
     name: str = key("default", "process groups: real ones, or fake ones that step any rank alone", choices=("default", "fake"))
+    rank: int = key(0, "comm=fake: which rank of the world is stepped")
     init_timeout_seconds: int = key(300, "collective time-out until the first step is done", identity=False)
     train_timeout_seconds: int = key(100, "collective time-out afterwards", identity=False)
 

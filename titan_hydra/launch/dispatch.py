@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_hydra.config import Fault, Job, check, freeze, identity, read, world_size
+from titan_hydra.config import Fault, Job, check, freeze, identity, processes, read, world_size
 from titan_hydra.config.status import Exit
 
 from . import rundir, show, worker
@@ -174,7 +174,7 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
 def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
     """Run a claimed attempt to its end."""
     again = f", attempt {attempt.name}" if attempt.name != "1" else ""
-    print(f"{cell.directory}{again}: {cell.ranks} rank{'s' if cell.ranks > 1 else ''}", flush=True)
+    print(f"{cell.directory}{again}: {processes(cell.job)} rank{'s' if processes(cell.job) > 1 else ''}", flush=True)
     try:
         if cell.job.cluster.executor == "inline":
             if worker.run(str(cell.directory), int(attempt.name), inline=True) == 130:
@@ -184,7 +184,7 @@ def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
         from . import local  # submitit
 
         with interrupts.counted():
-            parent = local.start(cell.directory, attempt, cell.ranks, cell.job.cluster.time_minutes)
+            parent = local.start(cell.directory, attempt, processes(cell.job), cell.job.cluster.time_minutes)
             return watch(cell, attempt, interrupts, parent)
     finally:
         rundir.end_attempt(attempt)

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_hydra.config import Job, from_dict, identity, world_size
+from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.run import Run
 from titan_hydra.config.status import ConfigError, Exit, RunError
 
@@ -90,7 +90,7 @@ def _own_process(log: Path) -> None:
 
 def _train(directory: Path, attempt: Path, place: Place) -> None:
     job = load_job(directory)
-    ranks = 1 if job.comm.name == "fake" else world_size(job)
+    ranks = processes(job)
     if place.ranks != ranks:
         raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
     cores = len(os.sched_getaffinity(0))

@@ -112,11 +112,30 @@ class Trainer:
         return (totals[0] / totals[1].clamp(min=1)).item()
 
 
-def build(job: Job, device: torch.device) -> Trainer:
-    """This rank's part of the model, with its initial values, and its optimizers."""
+@dataclass
+class Parts:
+    """A rank's stages on the meta device, parallelized, and what a Trainer needs beside them."""
+
+    job: Job
+    spec: TrainSpec
+    mesh: Mesh
+    stages: list[nn.Module]
+    parameters: int
+    notes: list[str]
+
+    def trainer(self, device: torch.device) -> Trainer:
+        """The trainer, once the stages have their memory."""
+        job, model = self.job, whole(self.stages).train()
+        step = build_step(self.stages, self.mesh, job, device, self.spec.losses[job.loss.name])
+        optimizers = self.spec.optimizers(model, job.optimizer)
+        return Trainer(job, self.spec, self.mesh, device, model, step, optimizers, self.parameters, self.notes)
+
+
+def assemble(job: Job, device: torch.device) -> Parts:
+    """This rank's part of the model, split and parallelized, as shapes without memory: nothing is ever held whole."""
     spec = spec_of(job)
     mesh = parallel.build_mesh(job.parallelism, device.type)
-    with torch.device("meta"):  # shapes without memory: nothing is ever held whole
+    with torch.device("meta"):
         model = spec.model(job.model, job.data.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(getattr(torch, job.precision.param_dtype))
@@ -124,11 +143,16 @@ def build(job: Job, device: torch.device) -> Trainer:
     stages = spec.pipeline(model, mesh, job)  # [model] without pipeline parallelism
     for stage in stages:
         spec.parallelize(stage, mesh, job)
+    return Parts(job, spec, mesh, stages, parameters, notes)
+
+
+def build(job: Job, device: torch.device) -> Trainer:
+    """This rank's part of the model in memory, with its initial values, and its optimizers."""
+    parts = assemble(job, device)
+    for stage in parts.stages:
         stage.to_empty(device=device)
         init_weights(stage, job.model, job.seed)
-    model = whole(stages).train()
-    step = build_step(stages, mesh, job, device, spec.losses[job.loss.name])
-    return Trainer(job, spec, mesh, device, model, step, spec.optimizers(model, job.optimizer), parameters, notes)
+    return parts.trainer(device)
 
 
 def train(job: Job, run: Run) -> None:
@@ -136,6 +160,11 @@ def train(job: Job, run: Run) -> None:
 
     Raises NotFinite, Stopped or CheckpointError on all ranks alike.
     """
+    if job.comm.name == "fake":
+        from . import fake  # which imports this module
+
+        fake.train(job, run)
+        return
     with world(job, run) as device:
         trainer = build(job, device)
         checkpointer = Checkpointer(job.checkpoint, run, trainer.model, trainer.optimizers)

@@ -1,0 +1,85 @@
+"""`comm=fake`: build and step one rank of any world in this process, with no other rank, no GPU and next to no memory.
+
+The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data (FakeTensorMode) and
+collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked on a laptop in a minute.
+"""
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_hydra.config import world_size
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Job
+from titan_hydra.parallel.pipeline import Pipeline
+
+from .data.loader import Batch
+from .trainer import Trainer, assemble, write_result
+from .world import set_determinism
+
+DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch has no CUDA
+
+
+def train(job: Job, run: Run) -> None:
+    """Take one step as rank `comm.rank` of the job's world, and say what this rank holds."""
+    began = time.perf_counter()
+    set_determinism(job)
+    dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
+    try:
+        trainer = step(job)
+        parameters = parameters_of(trainer)
+        seconds = time.perf_counter() - began
+        print(f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
+              f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed", flush=True)
+        write_result(job, run, {
+            "steps": 1, "final_loss": None, "validation_loss": None, "tokens_per_second": None, "tokens_per_second_iqr": None,
+            "measured_steps": 0, "memory_gib": None, "mfu": None, "seconds": seconds, "gpu_hours": None, "world_size": world_size(job),
+            "parameters": parameters,
+        })
+    finally:
+        dist.destroy_process_group()
+
+
+def step(job: Job) -> Trainer:
+    """A trainer on this rank of the fake world, after one step. Wants the fake process group.
+
+    What only chooses kernels is left out, as there are none: compilation, async TP, and hardware for Float8.
+    """
+    job = copy.deepcopy(job)
+    job.compile.name, job.parallelism.async_tp = "off", False
+    job.precision.emulate = job.precision.converter == "float8"
+    parts = assemble(job, DEVICE)  # outside the mode, which would make meshes fake too
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for stage in parts.stages:
+            stage.to_empty(device=DEVICE)
+        trainer = parts.trainer(DEVICE)
+        if isinstance(trainer.step, Pipeline):
+            skip_vote(trainer.step)
+        samples = job.data.global_batch // trainer.mesh.data_ranks
+        tokens = torch.zeros(samples, job.data.seq_len, dtype=torch.int64)
+        trainer.forward_backward(Batch(tokens, tokens))
+        trainer.clip()
+        trainer.update()
+    return trainer
+
+
+def skip_vote(pipeline: Pipeline) -> None:
+    """torch 2.13's stages vote on whether all know their shapes, and read the result; here is nothing to read, and all ours do."""
+    if hasattr(pipeline.schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def settled(stages: list, *_: bool) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        pipeline.schedule._warmup_p2p = settled
+
+
+def parameters_of(trainer: Trainer) -> int:
+    """Parameters of this rank's stages, whole: over all stages they add up to the model's."""
+    return sum(parameter.numel() for parameter in trainer.model.parameters())
