@@ -58,6 +58,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"parallelism__cp": 3, "parallelism__cp_rotate": "ulysses", "data__seq_len": 252}, "parallelism.cp", "nearest legal: 2 or 4"),
     ({"parallelism__cp": 2, "data__document_mask": True}, "data.document_mask", "ulysses can"),
     ({"parallelism__cp": 2, "model__attention": "math"}, "model.attention", "auto or flash"),
+    ({"parallelism__cp": 2, "ac__name": "memory_budget", "compile__name": "block"}, "ac.name", "op or lean"),
     ({"data__seq_len": 255, "parallelism__tp": 2}, "data.seq_len", "nearest legal: 254 or 256"),
     ({"data__seq_len": 200000}, "data.seq_len", "131072"),
     ({"parallelism__pp": 8}, "parallelism.pp", "nearest legal: 6"),

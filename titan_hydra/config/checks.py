@@ -215,6 +215,8 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
         yield Fault("data.document_mask", True, f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can", legal=(False,))
     if job.model.attention == "math":
         yield Fault("model.attention", "math", f"{ring} needs a fused kernel (pytorch #147793)", legal=("auto", "flash"))
+    if job.ac.name == "memory_budget":
+        yield Fault("ac.name", job.ac.name, f"the compiler cannot weigh {ring}", legal=("op", "lean"))
 
 
 @rule(RECIPE)
