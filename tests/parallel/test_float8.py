@@ -139,8 +139,12 @@ def gathers(monkeypatch):
     return count
 
 
-def test_float8_styles_gather_float8_and_learn_what_plain_ones_do(gathers, on_ranks, monkeypatch):
-    job = job_of(*TENSORWISE, "precision.float8_all_gather=false", "parallelism=tp", "data.local_batch=16", "steps=3")
+@pytest.mark.parametrize("layout", ["tp", pytest.param("fsdp_tp", marks=pytest.mark.slow)])
+def test_float8_styles_gather_float8_and_learn_what_plain_ones_do(layout, gathers, on_ranks, monkeypatch):
+    """Under fsdp_tp the weights are gathered as Float8 too, with precomputed scales."""
+    ranks = {"tp": 2, "fsdp_tp": 4}[layout]
+    job = job_of(*TENSORWISE, f"parallelism={layout}", f"gpus={ranks}", "data.local_batch=8", "parallelism.tp=2", "steps=3",
+                 f"data.global_batch={4 * ranks}")
 
     def task(rank):
         device = torch.device("cpu")
@@ -153,7 +157,7 @@ def test_float8_styles_gather_float8_and_learn_what_plain_ones_do(gathers, on_ra
         torch.testing.assert_close(styled.losses, plain.losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(styled.norms, plain.norms, rtol=2e-4, atol=0)
 
-    on_ranks(2, task)
+    on_ranks(ranks, task)
 
 
 def test_scales_are_computed_once_a_step_and_change_nothing(on_ranks, monkeypatch):

@@ -156,7 +156,7 @@ def test_the_head_keeps_its_name_and_gives_logits_without_targets():
             part.reset_buffers()
     tokens, labels = torch.randint(512, (2, 2, 32))
     logits = model(tokens)
-    assert logits.shape == (2, 32, 512)
+    assert logits.shape == (2, 32, 512) and logits.device.type == "cpu"
     torch.testing.assert_close(model(tokens, targets=labels), cross_entropy(logits, labels))
     assert set(LOSSES) == {"cross_entropy", "linear_cross_entropy"}
 

@@ -1,10 +1,12 @@
 """Float8 linears (torchao): which are converted, how tensor parallelism splits them, and what FSDP gathers of them."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -30,8 +32,8 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     chosen, left = select(model, precision, STEP)
     if not precision.emulate:
         parts_suit(model, chosen, mesh.degrees.tp)
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+    with quietly():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     recipe = Float8LinearConfig.from_recipe_name(precision.recipe)
     gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1  # else there is nothing to gather
     config = dataclasses.replace(recipe, emulate=precision.emulate, enable_fsdp_float8_all_gather=gather)
@@ -63,6 +65,16 @@ def float8_linears() -> Linears:
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
     return Linears(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """No warnings while torchao is imported: every rank would tell of libraries that are for other hardware."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def needs_hardware(precision: Precision, device: torch.device, capability: tuple[int, int], what: str, cards: str, nearest: str) -> None:

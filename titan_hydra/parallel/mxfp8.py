@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from titan_hydra.config.schema import Job
 
-from .float8 import needs_hardware, report, select
+from .float8 import needs_hardware, quietly, report, select
 from .mesh import Mesh
 
 STEP = 32  # elements that share a scale
@@ -34,12 +34,13 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
 
 def multiplication(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """x @ weight.T, and its two matmuls of the backward, on inputs cast to MXFP8; scales are rounded up, so that nothing overflows."""
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.quantization.quantize_.common import KernelPreference
+    with quietly():
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common import KernelPreference
 
-    try:
-        from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm as multiply
-    except ImportError:  # torchao 0.17
-        from torchao.prototype.mx_formats.mx_linear import _to_mxfp8_then_scaled_mm as multiply
+        try:
+            from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm as multiply
+        except ImportError:  # torchao 0.17
+            from torchao.prototype.mx_formats.mx_linear import _to_mxfp8_then_scaled_mm as multiply
     kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
     return lambda x, weight: multiply(x, weight, kernels, ScaleCalculationMode.RCEIL)
