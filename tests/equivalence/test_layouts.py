@@ -15,6 +15,7 @@ def outcomes():
 def test_layout_learns_what_one_process_learns(case, outcomes):
     outcome = outcomes[case.name]
     assert outcome.start == 0, "initial weights depend on the layout"
+    assert outcome.drift == 0, "copies of weights came apart"
     assert outcome.loss <= case.loss
     assert outcome.norm <= case.norm
     assert outcome.gradients <= case.gradients, outcome.worst

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.run import Run
+from titan_hydra.models.init import local_offsets
 
 from .acceptance import Case
 from .data.loader import Batch
@@ -65,21 +66,24 @@ class Outcome:
     gradients: float
     worst: str  # the parameter whose gradient is farthest off
     start: int
+    drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
 
     @property
     def passed(self) -> bool:
         """Whether all differences are within the case's tolerances."""
-        return (self.loss <= self.case.loss and self.norm <= self.case.norm and self.gradients <= self.case.gradients and self.start == 0)
+        close = self.loss <= self.case.loss and self.norm <= self.case.norm and self.gradients <= self.case.gradients
+        return close and self.start == self.drift == 0
 
 
 @dataclass
 class Trace:
-    """What a run did: loss and gradient norm of each step, whole gradients of the first, whole weights before it."""
+    """What a run did: loss and gradient norm of each step, whole gradients of the first, whole weights before it, `Outcome.drift`."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    drift: int = 0
 
 
 def trace(job: Job, device: torch.device, uneven_mask: bool = False) -> Trace:
@@ -101,7 +105,24 @@ def trace(job: Job, device: torch.device, uneven_mask: bool = False) -> Trace:
         result.losses.append(loss)
         result.norms.append(norm)
     loader.close()
+    result.drift = drift(trainer)
     return result
+
+
+def drift(trainer: Trainer) -> int:
+    """How many parts of weights differ between the ranks that hold copies of them. A collective."""
+    own = {}
+    for name, parameter in trainer.model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        part = (name, tuple(local_offsets(parameter)), tuple(local.shape))
+        own[part] = hashlib.sha256(local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+    everyone: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    values = defaultdict(set)
+    for parts in everyone:
+        for part, digest in parts.items():
+            values[part].add(digest)
+    return sum(len(digests) > 1 for digests in values.values())
 
 
 def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,7 +149,7 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     off = {name: _relative(run.gradients[name], gradient) for name, gradient in reference.gradients.items()}
     worst = max(off, key=off.get)
     start = sum(not torch.equal(run.weights[name], weight) for name, weight in reference.weights.items())
-    return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off[worst], worst, start)
+    return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off[worst], worst, start, run.drift)
 
 
 def verify(cases: Iterable[Case]) -> list[Outcome]:
@@ -155,7 +176,11 @@ def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, boo
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
     for number, case, job in jobs:
-        run = trace(from_dict(Job, job), device, case.uneven_mask)
+        try:
+            run = trace(from_dict(Job, job), device, case.uneven_mask)
+        except Exception as error:
+            error.add_note(f"in the case {case.name}")
+            raise
         if dist.get_rank() == 0:
             outcome = dataclasses.asdict(compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt"))))
             del outcome["case"]

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from datetime import date
 from pathlib import Path
 
+from titan_hydra.config import Fault
 from titan_hydra.config.compose import CONF
+from titan_hydra.config.fault import suggest
 from titan_hydra.config.run import versions
 from titan_hydra.config.status import ConfigError, Exit
 
@@ -31,17 +34,17 @@ def main(args: argparse.Namespace) -> int:
 
     cases = [case for case in MATRIX if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
     if not cases:
-        raise ConfigError(f"--only {args.only}: no such case; there are: {', '.join(case.name for case in MATRIX)}")
+        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only or "", [case.name for case in MATRIX]))))
     outcomes = verify(cases)
+    header = ("case", "ranks", "loss", "norm", "gradient", "start", "copies", "passed")
     rows = [
-        (o.case.name, str(o.case.ranks), f"{o.loss:.1e}", f"{o.norm:.1e}", f"{o.gradients:.1e}", str(o.start), "yes" if o.passed else "NO")
-        for o in outcomes
+        (o.case.name, *map(str, (o.case.ranks, f"{o.loss:.1e}", f"{o.norm:.1e}", f"{o.gradients:.1e}", o.start, o.drift)),
+         "yes" if o.passed else "NO") for o in outcomes
     ]
-    header = ("case", "ranks", "loss", "gradient norm", "worst gradient", "start differs", "passed")
-    table = Table(*header, title=f"Largest relative difference from one process in fp32, {STEPS} steps")
+    table = Table(*header, title=f"Largest relative difference from one process in fp32, {STEPS} steps", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row, style=None if row[-1] == "yes" else "red")
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     for outcome in outcomes:
         if not outcome.passed:
             print(f"{outcome.case.name}: worst gradient is that of {outcome.worst}; tolerances are loss {outcome.case.loss}, "
@@ -56,7 +59,9 @@ def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], step
     lines = [
         "# Acceptance", "",
         f"Largest relative difference of each layout from one process in fp32, over {steps} steps: loss, gradient norm, and the gradient",
-        "of the worst parameter at the first step. `start differs` counts initial tensors that differ in any bit.", "",
+        "of the worst parameter at the first step. `start` counts initial tensors that differ in any bit, `copies` parts of weights whose",
+        "copies on several ranks differ in any bit after the last step. The cases, their overrides and tolerances stand in",
+        "[acceptance.py](../titan_hydra/train/acceptance.py).", "",
         f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
     ]
