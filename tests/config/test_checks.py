@@ -36,6 +36,8 @@ def test_the_default_job_is_legal(base):
 ZBV = {"parallelism__pp": 2, "pp_schedule__name": "zbv", "pp_schedule__stages_per_rank": 2}
 CSV = {"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": str(CONF / "pp_schedule" / "zb_h1.csv"),
        "data__local_batch": 8}
+FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
+TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
 BAD = [  # what is changed, the key that is named, what the line must contain
     ({"steps": 0}, "steps", "at least 1"),
     ({"optimizer__lr": -1.0}, "optimizer.lr", "negative"),
@@ -81,7 +83,18 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({**CSV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
     ({"parallelism__pp": 2, "model__tie_embeddings": True}, "model.tie_embeddings", "different pipeline stages"),
     ({"gpus": 2, "data__local_batch": 8, "data__global_batch": 40}, "data.global_batch", "nearest legal: 32 or 48"),
-    ({"precision__converter": "float8", "model__dim": 264, "model__n_heads": 12, "model__n_kv_heads": 12}, "model.dim", "256 or 272"),
+    ({**FLOAT8, "model__dim": 264, "model__n_heads": 12, "model__n_kv_heads": 12}, "model.dim", "256 or 272"),
+    ({"precision__converter": "mxfp8", "model__dim": 272, "model__n_heads": 8, "model__n_kv_heads": 8}, "model.dim", "256 or 288"),
+    ({"precision__converter": "float8"}, "precision.recipe", "nearest legal: rowwise or tensorwise"),
+    ({"precision__recipe": "rowwise"}, "precision.recipe", "nearest legal: null"),
+    ({"precision__emulate": True}, "precision.emulate", "nearest legal: false"),
+    ({**FLOAT8, "precision__float8_all_gather": True}, "precision.float8_all_gather", "only tensorwise"),
+    ({"precision__float8_all_gather": True}, "precision.float8_all_gather", "only tensorwise"),
+    ({**TENSORWISE, "parallelism__backend": "simple_fsdp"}, "precision.float8_all_gather", "nearest legal: false"),
+    ({**FLOAT8, "precision__emulate": True, "compile__name": "block"}, "precision.emulate", "nearest legal: false"),
+    ({**TENSORWISE, "parallelism__tp": 2, "precision__skip": ["output", "wk"]}, "precision.skip", "nearest legal: [output]"),
+    ({"precision__converter": "mxfp8", "parallelism__tp": 2}, "parallelism.tp", "nearest legal: 1"),
+    ({"loss__chunk_tokens": 0}, "loss.chunk_tokens", "at least 1"),
     ({"optimizer__name": "muon", "precision__param_dtype": "bfloat16"}, "precision.param_dtype", "float32"),
     ({**ZBV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
     ({**ZBV, "ac__name": "op"}, "ac.name", "full"),
@@ -112,8 +125,8 @@ def test_a_tokenizer_smaller_than_the_embedding_is_fine(base):
 
 
 def test_what_is_not_built_yet_is_refused(base):
-    faults = list(technique_is_implemented(changed(base, ac__name="full")))
-    assert [fault.key for fault in faults] == ["ac.name"]
+    faults = list(technique_is_implemented(changed(base, checkpoint__name="async")))
+    assert [fault.key for fault in faults] == ["checkpoint.name"]
 
 
 degree = st.sampled_from([-1, 0, 1, 2, 3, 4])
