@@ -3,15 +3,19 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titan_hydra import models
 from titan_hydra.config import compose_job
+from titan_hydra.config.run import Run
 from titan_hydra.config.status import ConfigError
 from titan_hydra.parallel import converters, float8
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.parallel.plans import PLANS, Linears
+from titan_hydra.train import data
+from titan_hydra.train.checkpoint import Checkpointer
 from titan_hydra.train.trainer import build
 from titan_hydra.train.verify import BASE, later_wins, trace
 
@@ -181,3 +185,32 @@ def test_a_rank_that_gathers_from_no_other_holds_plain_weights():
     model, _ = converted(job_of(*TENSORWISE))
     assert type(model.layers["0"].attention.wq.weight) is nn.Parameter
     assert type(model.layers["0"].attention.wq.weight.data) is torch.Tensor
+
+
+def test_a_checkpoint_of_float8_weights_loads_in_every_format(on_ranks, tmp_path):
+    jobs = [job_of(*precision, "gpus=2", "parallelism=fsdp", "data.local_batch=8", "checkpoint=sync", "optimizer.lr=0.01")
+            for precision in (TENSORWISE, ("precision=fp32",), TENSORWISE)]
+
+    def task(rank):
+        run = Run(tmp_path, tmp_path, rank, rank, 2)
+        weights = []
+        for number, job in enumerate(jobs):
+            trainer = build(job, torch.device("cpu"))
+            checkpointer = Checkpointer(job.checkpoint, run, trainer.model, trainer.optimizers)
+            if number == 0:
+                loader = data.build(job, rank, 2)
+                trainer.forward_backward(loader.next())
+                trainer.update()
+                checkpointer.save(1, loader.state())
+            else:
+                checkpointer.load_weights(tmp_path / "checkpoints" / "step-00000001")
+            weights.append({name: p.detach().full_tensor().clone() for name, p in trainer.model.named_parameters()})
+        assert checkpointer.resume()[0] == 1
+        moment = trainer.optimizers[0].state[trainer.model.layers["0"].attention.wq.weight]["exp_avg"]
+        assert moment.full_tensor().norm() > 0
+        for other in weights[1:]:
+            assert all(torch.equal(other[name], weight) for name, weight in weights[0].items())
+        stored = dcp.FileSystemReader(tmp_path / "checkpoints" / "step-00000001").read_metadata().state_dict_metadata
+        assert {type(entry).__name__ for name, entry in stored.items() if name.startswith("model.")} == {"TensorStorageMetadata"}
+
+    on_ranks(2, task)

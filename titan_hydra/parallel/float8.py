@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.schema import Job, Precision
 from titan_hydra.config.status import ConfigError
@@ -46,6 +47,14 @@ def after_step(model: nn.Module) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight without the wrapper by which FSDP gathers it as Float8, in the same memory: a checkpoint is for all number formats."""
+    inner = getattr(weight.to_local(), "_tensor", None) if isinstance(weight, DTensor) else None
+    if inner is None:
+        return weight
+    return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
 def linears(job: Job) -> Linears:

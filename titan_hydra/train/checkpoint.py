@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Checkpoint
 from titan_hydra.config.status import CheckpointError
+from titan_hydra.parallel import float8
 
 from .data.loader import merge
 
@@ -112,13 +113,16 @@ class Checkpointer:
 
     def load_weights(self, path: str) -> None:
         """Load only `model.*` from a checkpoint folder, saved on any layout (or made by `titan convert --from hf`)."""
-        state = {"model": get_model_state_dict(self.model)}
+        state = {"model": self._weights()}
         _read(state, Path(path))
         set_model_state_dict(self.model, state["model"])
 
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: float8.plain(weight) for name, weight in get_model_state_dict(self.model).items()}
+
     def _state(self) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(self.model),
+            "model": self._weights(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizers, options=OPTIONS),
         }
 
