@@ -258,6 +258,13 @@ def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
+def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
+    """torch 2.13 hands the recomputation of a split block its device mesh among the saved tensors, and then asserts that they are tensors."""
+    if job.parallelism.tp > 1 and job.compile.name == "block" and job.ac.name in ("full", "layer", "memory_budget"):
+        yield Fault("ac.name", job.ac.name, "torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
+
+
+@rule(RECIPE)
 def saved_operators_are_names(job: Job) -> Iterator[Fault]:
     """Whether torch has an operator is known when a rank starts; what cannot be one is refused here."""
     if job.ac.save_ops and job.ac.name not in ("op", "lean"):

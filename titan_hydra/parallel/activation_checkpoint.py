@@ -45,11 +45,11 @@ def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
     if config.name in ("op", "lean"):
         saved = operators(config.save_ops or SAVED)
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
-    classes: dict[type, type] = {}  # one for all equal blocks: the compiler would compile each that has its own
+    # One class for all equal blocks: the compiler would compile each that has its own.
+    classes = {kind: checkpointed(kind, options) for kind in set(map(type, module.layers.values()))}
     for name, block in module.layers.items():
         if config.name != "layer" or int(name) % config.every == 0:
-            kind = type(block)
-            block.__class__ = classes.setdefault(kind, checkpointed(kind, options))
+            block.__class__ = classes[type(block)]
 
 
 def checkpointed(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:

@@ -21,5 +21,5 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     tensor.apply(module, mesh, job, float8.linears(job))
     context.apply(module, mesh, job)
     activation_checkpoint.apply(module, job.ac)
-    compile.apply(module, job.compile)
+    compile.apply(module, mesh, job.compile)
     SHARDING[job.parallelism.backend](module, mesh, job.precision, job.parallelism)

@@ -22,7 +22,7 @@ class Case:
     loss: float = 1e-5
     norm: float = 1e-5
     gradients: float = 1e-5
-    slow: bool = False  # more than a few seconds: left out by `pytest -m "not slow"`
+    slow: bool = False  # many seconds: left out by `pytest -m "not slow"`
 
 
 def case(name: str, ranks: int, *overrides: str, **options) -> Case:
@@ -73,10 +73,15 @@ MATRIX = [
     *(case(f"fsdp 4, tp 2, ac {ac}", 4, "parallelism=fsdp_tp", f"ac={ac}", "data.local_batch=8") for ac in ("full", "layer", "op", "lean")),
     case("tp 2, ac op, sequence parallel off", 2, "parallelism=tp", "ac=op", "parallelism.sequence_parallel=off", "data.local_batch=16"),
     *(case(f"fsdp 4, tp 2, compile, ac {ac}", 4, "parallelism=fsdp_tp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
-           "data.local_batch=4", slow=ac != "none") for ac in ("none", "full", "layer", "op", "lean", "memory_budget")),
-    case("fsdp 2, tp 2, compile by inductor", 4, "parallelism=fsdp_tp", "compile=block", "data.local_batch=8", slow=True),
-    *(case(f"tp 2, compile, {what}", 2, "parallelism=tp", "compile=block", "compile.backend=aot_eager", "data.local_batch=16", f"parallelism.{what}=off", slow=True)
-      for what in ("loss_parallel", "sequence_parallel")),
+           "data.local_batch=8", slow=ac != "none") for ac in ("none", "op", "lean")),
+    case("fsdp 4, tp 2, compile by inductor, ac op", 4, "parallelism=fsdp_tp", "compile=block", "ac=op", "data.local_batch=8", slow=True),
+    *(case(f"tp 2, compile, {what} off", 2, "parallelism=tp", "compile=block", "compile.backend=aot_eager", "data.local_batch=16",
+           f"parallelism.{what}=off", slow=True) for what in ("loss_parallel", "sequence_parallel")),
+    *(case(f"fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
+           "data.local_batch=8", slow=True) for ac in ("full", "layer", "memory_budget")),
+    *(case(f"pp 2, ac {ac}", 2, "parallelism=pp", f"ac={ac}", "data.local_batch=16") for ac in ("full", "layer", "op", "lean")),
+    *(case(f"pp 2, compile, ac {ac}", 2, "parallelism=pp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
+           "data.local_batch=16", slow=True) for ac in ("none", "full", "op")),
 
     # Pipeline parallel, 8 microbatches
     *(case(f"pp {ranks}, {schedule}, accumulation {steps}", ranks, "parallelism=pp", f"parallelism.pp={ranks}", f"pp_schedule={schedule}",

@@ -181,6 +181,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         except Exception as error:
             error.add_note(f"in the case {case.name}")
             raise
+        torch.compiler.reset()  # blocks of another case are other blocks, and torch compiles the same code only so often
         if dist.get_rank() == 0:
             outcome = dataclasses.asdict(compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt"))))
             del outcome["case"]
