@@ -3,7 +3,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titan_hydra import models
@@ -210,7 +209,8 @@ def test_a_checkpoint_of_float8_weights_loads_in_every_format(on_ranks, tmp_path
         assert moment.full_tensor().norm() > 0
         for other in weights[1:]:
             assert all(torch.equal(other[name], weight) for name, weight in weights[0].items())
-        stored = dcp.FileSystemReader(tmp_path / "checkpoints" / "step-00000001").read_metadata().state_dict_metadata
-        assert {type(entry).__name__ for name, entry in stored.items() if name.startswith("model.")} == {"TensorStorageMetadata"}
 
     on_ranks(2, task)
+    # A process that has not imported torchao could not read its classes.
+    shards = list(tmp_path.glob("checkpoints/step-00000001/*.distcp"))
+    assert shards and not any(b"torchao" in shard.read_bytes() for shard in shards)
