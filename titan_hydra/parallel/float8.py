@@ -127,7 +127,7 @@ def parts_suit(model: nn.Module, chosen: list[str], ranks: int) -> None:
         for width in (module.in_features, module.out_features):
             if width % (STEP * ranks):
                 raise ConfigError(f"parallelism.tp={ranks}: a rank's part of {name} ({module.in_features} x {module.out_features}) would "
-                                  f"not be in steps of {STEP}, which Float8 matmuls need; nearest legal: {width // STEP} or a divisor of it")
+                                  f"not be in steps of {STEP}, which Float8 matmuls need; nearest legal: {width // STEP} or its divisors")
 
 
 def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
