@@ -33,4 +33,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # while composing; nothing has started yet
+        sys.exit(130)

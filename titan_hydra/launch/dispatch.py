@@ -181,9 +181,9 @@ def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
                 raise KeyboardInterrupt
             rundir.end_attempt(attempt)
             return tell(cell)
-        from . import local  # submitit
+        with interrupts.counted():  # before the import: Python loses a KeyboardInterrupt that comes at the wrong moment of one
+            from . import local  # submitit
 
-        with interrupts.counted():
             parent = local.start(cell.directory, attempt, processes(cell.job), cell.job.cluster.time_minutes)
             return watch(cell, attempt, interrupts, parent)
     finally:
