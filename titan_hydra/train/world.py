@@ -27,8 +27,23 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
     )
     try:
         yield device
+        leave_together(run)
     finally:
         dist.destroy_process_group()
+
+
+def leave_together(run: Run) -> None:
+    """Wait until no rank is inside a collective: gloo fails one whose peer is done a moment earlier and closes its connections.
+
+    Through the store, which rank 0 may hold: it goes last.
+    """
+    if run.store.add("leaving", 1) == run.world_size:
+        run.store.set("all leave", "")
+    run.store.wait(["all leave"])
+    if run.rank > 0 and run.store.add("left", 1) == run.world_size - 1:
+        run.store.set("others left", "")
+    if run.rank == 0 and run.world_size > 1:
+        run.store.wait(["others left"])
 
 
 def set_determinism(job: Job) -> None:
