@@ -62,7 +62,10 @@ def checkpointed(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Modu
 
 
 def selective_contexts(saved: frozenset, every: int) -> tuple:
-    """The contexts of one block's forward and of its recomputation, which count matmuls each for itself: 1st, (1 + every)-th, ..."""
+    """The contexts of one block's forward and of its recomputation. Of the matmuls the first is kept, and then every n-th.
+
+    They count each for itself, since torch before 2.13 asks again in the recomputation what was kept.
+    """
     matmuls = operators(MATMULS)
     counts: Counter[bool] = Counter()
 

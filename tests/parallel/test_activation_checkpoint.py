@@ -1,0 +1,108 @@
+"""Activation checkpointing: the same gradients to the bit, and no more computed again than each mode says."""
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_hydra import models
+from titan_hydra.config import compose_job
+from titan_hydra.config.schema import ActivationCheckpoint
+from titan_hydra.config.status import ConfigError
+from titan_hydra.models.init import init_weights
+from titan_hydra.parallel import activation_checkpoint
+
+JOB = compose_job("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=64",
+                  "data=synthetic", "data.seq_len=16")
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+MATMUL = torch.ops.aten.mm.default
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that are executed."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def build(**config):
+    """A model of four blocks of seven matmuls, and one for the head."""
+    with torch.device("meta"):
+        model = models.build(JOB.model, 16)
+    activation_checkpoint.apply(model, ActivationCheckpoint(**config))
+    model.to_empty(device="cpu")
+    init_weights(model, JOB.model, seed=0)
+    return model
+
+
+def backward(model, forwards=1):
+    """What a backward executes after so many forwards."""
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = [model(tokens).float().logsumexp(-1).sum() for _ in range(forwards)]
+    with Counting() as counting:
+        for loss in losses:
+            loss.backward()
+    return counting.counts
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# Of a block's matmuls (wq, wk, wv, wo, w1, w3, w2) the backward needs no output of w2, so that none is computed again for it alone.
+MODES = [  # configuration, matmuls and attentions of a backward beyond those of ac=none
+    ({"name": "full"}, 4 * 6, 4),
+    ({"name": "layer"}, 2 * 6, 2),
+    ({"name": "layer", "every": 3}, 2 * 6, 2),
+    ({"name": "op"}, 4 * 3, 0),  # wk, wo, w3
+    ({"name": "lean"}, 0, 0),
+    ({"name": "lean", "save_ops": ["aten.mm"]}, 0, 4),
+    ({"name": "op", "save_ops": ["aten._scaled_dot_product_flash_attention_for_cpu.default"]}, 4 * 6, 0),
+]
+
+
+@pytest.mark.parametrize(("config", "matmuls", "attentions"), MODES, ids=lambda value: str(value))
+@pytest.mark.parametrize("forwards", [1, 3], ids=["one microbatch", "three in flight"])
+def test_a_mode_computes_again_what_it_says_and_learns_the_same(config, matmuls, attentions, forwards):
+    plain, checkpointed = build(name="none"), build(**config)
+    without, counts = backward(plain, forwards), backward(checkpointed, forwards)
+    assert counts[MATMUL] - without[MATMUL] == forwards * matmuls
+    assert counts[ATTENTION] == forwards * attentions
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(gradient, gradients(checkpointed)[name]), name
+
+
+@pytest.mark.parametrize("name", ["full", "layer", "op", "lean"])
+def test_names_stay_so_checkpoints_and_optimizers_see_no_difference(name):
+    plain, checkpointed = build(name="none"), build(name=name)
+    assert [name for name, _ in checkpointed.named_modules()] == [name for name, _ in plain.named_modules()]
+    checkpointed.load_state_dict(plain.state_dict())
+    assert list(get_model_state_dict(checkpointed)) == list(get_model_state_dict(plain))
+
+
+def test_which_layers_are_checkpointed_does_not_depend_on_the_stage():
+    with torch.device("meta"):
+        model = models.build(JOB.model, 16)
+    del model.layers["0"]
+    kind = type(model.layers["1"])
+    activation_checkpoint.apply(model, ActivationCheckpoint(name="layer", every=2))
+    assert [name for name, block in model.layers.items() if type(block) is not kind] == ["2"]
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("aten.mmm", "aten.mm"), ("aten.mm.outt", "aten.mm.out"), ("atem.mm", "aten.mm")])
+def test_an_unknown_operator_is_named_with_what_is_near(name, nearest):
+    with pytest.raises(ConfigError, match=rf"ac.save_ops={name}: this torch has no such operator; nearest legal: .*{nearest}"):
+        build(name="op", save_ops=[name])
+
+
+def test_a_budget_of_one_job_is_not_the_nexts():
+    build(name="memory_budget", budget=0.25)
+    assert torch._functorch.config.activation_memory_budget == 0.25
+    build(name="none")
+    assert torch._functorch.config.activation_memory_budget == 1.0

@@ -1,0 +1,58 @@
+"""torch.compile by blocks: one compilation for all that are equal, whatever is checkpointed, and no name changes."""
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from titan_hydra import models
+from titan_hydra.config import compose_job
+from titan_hydra.config.schema import ActivationCheckpoint, Compile
+from titan_hydra.models.init import init_weights
+from titan_hydra.parallel import activation_checkpoint, compile
+from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.train.loss import cross_entropy
+
+JOB = compose_job("precision=fp32", "model.dim=32", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.vocab_size=64",
+                  "data=synthetic", "data.seq_len=16", "parallelism=single")
+ALONE = Mesh(JOB.parallelism, None, None, None, None)
+
+
+@pytest.fixture
+def counter():
+    """A back end that counts what it is given to compile."""
+    torch.compiler.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+
+
+def build(ac, backend):
+    with torch.device("meta"):
+        model = models.build(JOB.model, 16)
+    names = [name for name, _ in model.named_parameters()]
+    activation_checkpoint.apply(model, ActivationCheckpoint(name=ac))
+    compile.apply(model, ALONE, Compile("block", backend))
+    model.to_empty(device="cpu")
+    init_weights(model, JOB.model, seed=0)
+    assert [name for name, _ in model.named_parameters()] == names
+    return model
+
+
+@pytest.mark.parametrize(("ac", "kinds"), [("none", 1), ("full", 1), ("op", 1), ("lean", 1), ("layer", 2), ("memory_budget", 1)])
+def test_equal_blocks_are_compiled_once(counter, ac, kinds):
+    model = build(ac, counter)
+    for _ in range(2):
+        model(torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
+    assert counter.frame_count == kinds
+    assert model.tok_embeddings.weight.grad is not None
+
+
+def test_the_loss_is_compiled_too_and_only_where_asked(counter):
+    loss = compile.function(cross_entropy, Compile("block", counter))
+    logits, labels = torch.randn(2, 4, 8), torch.arange(8).view(2, 4)
+    torch.testing.assert_close(loss(logits, labels), cross_entropy(logits, labels))
+    assert counter.frame_count == 1
+    assert compile.function(cross_entropy, Compile("off")) is cross_entropy
+
+
+def test_the_back_end_is_the_configurations():
+    with pytest.raises(Exception, match="no_such_back_end"):
+        build("none", "no_such_back_end")(torch.zeros(1, 16, dtype=torch.int64))
