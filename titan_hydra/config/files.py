@@ -1,9 +1,10 @@
-"""What the checks need to know of files on disk: which exist, and how many entries a vocabulary has. No heavy imports."""
+"""Files on disk: which exist, how many entries a vocabulary has, and writing small ones whole. No heavy imports."""
 from __future__ import annotations
 
 import difflib
 import glob
 import json
+import os
 from pathlib import Path
 
 from .schema import Tokenizer
@@ -46,3 +47,14 @@ def vocabulary_size(config: Tokenizer) -> int:
     if not lines or any(len(line.split()) != 2 for line in lines[:3]):
         raise ValueError("not a tokenizer.model file (base64 token and rank on each line)")
     return len(lines) + LLAMA3_SPECIALS
+
+
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Write a small file so that a reader sees the old content or the new one; if durable, also after a power cut."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    scratch.replace(path)

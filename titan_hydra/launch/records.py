@@ -7,20 +7,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.config.files import write_text
+
 
 def write_json(path: Path, content: Any) -> None:
     """Write, flush to disk, rename: a reader sees the old file or the new one, also after a power cut."""
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """As `write_json`, for plain text."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
 
 
 def read_json(path: Path) -> dict | None:

@@ -8,7 +8,6 @@ from titan_hydra.config.schema import Job
 from . import activation_checkpoint, compile, context, data, float8, simple_fsdp, tensor
 from .mesh import Mesh
 
-
 SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by parallelism.backend
 
 

@@ -23,7 +23,8 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     """
     precision = job.precision
     if not precision.emulate:
-        needs_hardware(precision, device, (10, 0), "MXFP8", "B200 or GB200", "precision=float8_rowwise, or mxfp8 with precision.emulate=true")
+        needs_hardware(precision, device, (10, 0), "MXFP8", "B200 or GB200",
+                       "precision=float8_rowwise, or mxfp8 with precision.emulate=true")
     chosen, left = select(model, precision, STEP)
     multiply = multiplication(precision.emulate)
     for name in chosen:

@@ -132,7 +132,8 @@ MATRIX = [
     case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
          base=("model.tie_embeddings=true",)),
     case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8"),
-    case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8", **ODD),
+    case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
+         **ODD),
 
     # Context parallel
     *(case(f"cp {ranks}, {rotate}{'' if balance else ' in order'}, sequence {seq_len}", ranks, "parallelism=cp", f"parallelism.cp={ranks}",
@@ -187,7 +188,8 @@ MATRIX = [
            f"precision.float8_all_gather={format == 'float8'}", loss=1e-4, norm=5e-4, gradients=0.25, **TENSORWISE)
       for format in ("float8", "float32")),
     *(case(f"float8 tensorwise, {layout} 4, {other} 2", 4, f"parallelism={layout}", f"parallelism.{other}=2", "data.local_batch=8",
-           loss=1e-4, norm=5e-4, gradients=0.25, slow=True, **TENSORWISE) for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
+           loss=1e-4, norm=5e-4, gradients=0.25, slow=True, **TENSORWISE)
+      for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
 
     # Number formats against float32: rounding of 8 bits (bf16) or 4 (e4m3) in each product, and none of it may bias the loss
     *(case(f"{name} against fp32", 2, "parallelism=fsdp", "data.local_batch=8", f"precision={name}", *more, loss=1e-2, norm=1e-2,

@@ -5,7 +5,6 @@ Definitions stand in docs/metrics.md. Unknown is None, never a guess.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from statistics import median, quantiles
@@ -14,6 +13,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from titan_hydra.config.files import write_text
 from titan_hydra.config.load import world_size
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
@@ -180,15 +180,4 @@ def truncate(path: Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             break
-    write_atomically(path, "".join(kept))
-
-
-def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Write a small file so that a reader sees the old content or the new one; if durable, also after a power cut."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    beside.rename(path)
+    write_text(path, "".join(kept))

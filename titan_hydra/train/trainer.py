@@ -13,6 +13,7 @@ from torch import nn
 
 from titan_hydra import parallel
 from titan_hydra.config import identity
+from titan_hydra.config.files import write_text
 from titan_hydra.config.run import Run, versions
 from titan_hydra.config.schema import Job
 from titan_hydra.config.status import NotFinite, Stopped
@@ -28,7 +29,7 @@ from titan_hydra.parallel.stages import whole
 from .checkpoint import Checkpointer
 from .data.loader import Batch, Loader
 from .loss import IGNORED, TARGETS_IN_FORWARD
-from .metrics import Metrics, write_atomically
+from .metrics import Metrics
 from .optimizer import set_lr
 from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
@@ -242,7 +243,7 @@ def listen(trainer: Trainer) -> None:
 def heartbeat(run: Run, step: int) -> None:
     """Say where the run is, for those who watch it from outside."""
     if run.rank == 0:
-        write_atomically(run.attempt / "status.json", json.dumps({"step": step, "time": time.time()}), durable=False)
+        write_text(run.attempt / "status.json", json.dumps({"step": step, "time": time.time()}), durable=False)
 
 
 def start_line(job: Job, trainer: Trainer, start: int) -> str:
@@ -261,4 +262,4 @@ def write_result(job: Job, run: Run, measured: dict) -> None:
     environment = json.loads((run.directory / "env.json").read_text()) if (run.directory / "env.json").exists() else {}
     result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
-    write_atomically(run.directory / "result.json", json.dumps(result, indent=2) + "\n")
+    write_text(run.directory / "result.json", json.dumps(result, indent=2) + "\n")

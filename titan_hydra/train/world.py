@@ -28,8 +28,12 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
     try:
         yield device
         leave_together(run)
-    finally:
+    except BaseException:
+        if run.world_size > 1:  # NCCL could wait here for the rank that failed; the process ends anyway
+            raise
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def leave_together(run: Run) -> None:
