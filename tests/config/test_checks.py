@@ -51,6 +51,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"parallelism__dp_shard": 0}, "parallelism.dp_shard", "at least 1"),
     ({"gpus": 4, "parallelism__dp_replicate": -1}, "parallelism.dp_replicate", "only one degree"),
     ({"gpus": 3, "parallelism__tp": 3}, "parallelism.tp", "nearest legal: 2 or 4"),
+    ({"gpus": 4, "parallelism__tp": 4, "model__multiple_of": 1}, "model.multiple_of", "nearest legal: 4"),
     ({"model__n_kv_heads": 3}, "model.n_kv_heads", "nearest legal: 2 or 4"),
     ({"model__n_heads": 3, "model__n_kv_heads": 3}, "model.n_heads", "nearest legal: 2 or 4"),
     ({"data__seq_len": 250, "parallelism__cp": 2}, "data.seq_len", "nearest legal: 248 or 252"),

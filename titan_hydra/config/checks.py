@@ -15,7 +15,8 @@ from math import lcm
 from . import pipeline, precision
 from .fault import Fault, divisors
 from .files import expand, similar, tokenizer_file, vocabulary_size
-from .load import DEGREES, data_parallel, devices_here, known_keys, world_size
+from .load import DEGREES, data_parallel, devices_here, ffn_width, known_keys, world_size
+from .run import versions
 from .schema import Job
 
 Rule = Callable[[Job], Iterator[Fault]]
@@ -136,6 +137,15 @@ def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
         heads = f"{model.n_kv_heads} key/value heads" if model.n_kv_heads % tp else f"{model.n_heads} heads"
         legal = tuple(degree for degree in divisors(model.n_kv_heads) if model.n_heads % degree == 0)
         yield Fault("parallelism.tp", tp, f"{heads} cannot be split over it", legal=legal)
+
+
+@rule(LAYOUT)
+def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
+    """w1 and w3 give each rank the columns that w2 takes rows for. Tensors that say nothing of their neighbours must be alike."""
+    width, tp = ffn_width(job.model), job.parallelism.tp
+    if width % tp:
+        yield Fault("model.multiple_of", job.model.multiple_of, f"a feed-forward width of {width} cannot be split over parallelism.tp={tp}",
+                    legal=_multiples_around(job.model.multiple_of, tp))
 
 
 @rule(LAYOUT)
@@ -261,11 +271,15 @@ def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     """torch 2.13 hands the recomputation of a split block its mesh among the saved tensors, and asserts that they are tensors.
 
-    Nothing is compiled under comm=fake, so the paper's own rows (full checkpointing, TP, compile) can be stepped there.
+    torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own rows can be stepped there.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
-    if compiled and job.parallelism.tp > 1 and job.ac.name in ("full", "layer", "memory_budget"):
-        yield Fault("ac.name", job.ac.name, "torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
+    if job.parallelism.tp > 1 and compiled and job.ac.name in ("full", "layer", "memory_budget") and not _torch_is("2.11"):
+        yield Fault("ac.name", job.ac.name, "this torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
+
+
+def _torch_is(release: str) -> bool:
+    return versions().get("torch", "").startswith(f"{release}.")
 
 
 @rule(RECIPE)

@@ -11,7 +11,7 @@ import typing
 from typing import Any
 
 from .fault import Fault, suggest
-from .schema import Job
+from .schema import Job, Model
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -81,6 +81,12 @@ def processes(job: Job) -> int:
 def data_parallel(job: Job) -> int:
     """Ranks that see different samples: dp_replicate x dp_shard."""
     return job.parallelism.dp_replicate * job.parallelism.dp_shard
+
+
+def ffn_width(model: Model) -> int:
+    """Inner width of the feed-forward: 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple_of."""
+    width = int(model.ffn_dim_multiplier * int(8 * model.dim / 3))
+    return -(-width // model.multiple_of) * model.multiple_of
 
 
 def devices_here() -> int:

@@ -1,6 +1,6 @@
 """How large a model is and what a token costs, from its config alone."""
+from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model
-from titan_hydra.models.llama3 import ffn_width
 
 
 def count_parameters(config: Model) -> int:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model
 from titan_hydra.config.status import ConfigError
 from titan_hydra.models.init import Normal
@@ -226,9 +227,3 @@ def document_positions(documents: Tensor) -> Tensor:
     starts = torch.zeros_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return index - torch.where(starts, index, 0).cummax(dim=1).values
-
-
-def ffn_width(config: Model) -> int:
-    """Inner width of the feed-forward: 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple_of."""
-    width = int(config.ffn_dim_multiplier * int(8 * config.dim / 3))
-    return -(-width // config.multiple_of) * config.multiple_of

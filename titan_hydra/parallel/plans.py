@@ -36,7 +36,8 @@ def llama3(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
     """Megatron's split (arXiv 1909.08053): heads and feed-forward width over ranks, and each block's two sums over ranks at its ends.
 
     With sequence parallelism (arXiv 2205.05198) the residual stream and the norms between hold 1/tp of the sequence each, and a
-    sum becomes a reduce-scatter, the way in an all-gather: the same bytes. The vocabulary is split in embedding and head.
+    sum becomes a reduce-scatter, the way in an all-gather: the same bytes. The vocabulary is split in embedding and head. These
+    sums are in the compute dtype, as the matmuls around them: under bf16 they round once a rank.
     """
     residual = Shard(1) if config.sequence_parallel else Replicate()
     logits = Shard(-1) if config.loss_parallel else Replicate()
