@@ -109,6 +109,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
       for ac in ("full", "layer", "memory_budget")),
     ({"ac__save_ops": ["aten.mm"]}, "ac.save_ops", "nearest legal: []"),
     ({"ac__name": "op", "ac__save_ops": ["mm"]}, "ac.save_ops", "mm is not an operator's name"),
+    ({"parallelism__backend": "simple_fsdp", "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "default"),
     ({"gpus": 2, "cluster__executor": "inline"}, "gpus", "inline"),
     ({"gpus": 4, "cluster__gpus_per_node": 2}, "gpus", "nearest legal: 2"),
     ({"data__name": "text_files"}, "data.path", "needs it"),

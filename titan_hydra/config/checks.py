@@ -293,6 +293,14 @@ def saved_operators_are_names(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
+def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
+    """What it gathers lives until the backward; reading it again there, to free it between, is what ac=full does."""
+    if job.parallelism.backend == "simple_fsdp" and job.parallelism.reshard_after_forward != "default":
+        yield Fault("parallelism.reshard_after_forward", job.parallelism.reshard_after_forward,
+                    "simple_fsdp keeps what it gathers until the backward; ac=full frees it", legal=("default",))
+
+
+@rule(RECIPE)
 def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
     """torch's Muon orthogonalizes each matrix as one; a bf16 master would lose its small updates."""
     if job.optimizer.name == "muon" and job.precision.param_dtype != "float32":
