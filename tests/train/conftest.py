@@ -13,6 +13,17 @@ from titan_hydra.config.run import Run
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 
 
+def rows(directory: Path, name: str = "metrics") -> list[dict]:
+    """The rows of metrics.jsonl, or of events.jsonl."""
+    file = directory / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def losses(directory: Path, key: str = "loss") -> dict[int, float]:
+    """loss or validation_loss by step."""
+    return {row["step"]: row[key] for row in rows(directory) + rows(directory, "events") if key in row}
+
+
 @pytest.fixture
 def tiny():
     """`tiny(*overrides)` is a job of a second."""
@@ -21,7 +32,10 @@ def tiny():
 
 @pytest.fixture
 def run_job(tmp_path):
-    """`run_job(job)` trains it to the end in real ranks, in a run directory under tmp_path that it returns; `.rows` reads its rows."""
+    """`run_job(job)` trains it to the end in real ranks, in a run directory under tmp_path that it returns.
+
+    `run_job.rows` and `run_job.losses` read its rows.
+    """
     def run(job: Job, directory: Path | None = None, expect: int = 0) -> Path:
         directory = directory or tmp_path / f"{job.name}-{identity(job)}"
         number = 1 + sum(1 for _ in (directory / "attempts").glob("*")) if directory.exists() else 1
@@ -39,7 +53,7 @@ def run_job(tmp_path):
         assert [process.exitcode for process in ranks] == [expect] * len(ranks), errors
         return directory
 
-    run.rows = lambda directory: [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    run.rows, run.losses = rows, losses
     return run
 
 
