@@ -15,13 +15,22 @@ from .mesh import Mesh
 def apply(module: nn.Module, mesh: Mesh, config: Compile) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block.
 
-    Code that DTensor splits holds constants of its rank (which rows of the vocabulary are here), but torch's cache on disk does not
-    tell such ranks apart: from the second run on all would load the code of one, and learn something wrong without an error.
+    Code that DTensor splits holds constants of its rank: which rows of the vocabulary are here, and the names of the process groups
+    it talks in. torch's cache on disk does not tell them apart: from the second run on, ranks would load another's code, and learn
+    something wrong without an error.
     """
-    torch.compiler.config.cache_key_tag = f"tp {mesh.coordinate('tp')}, cp {mesh.coordinate('cp')}"
+    torch.compiler.config.cache_key_tag = place(mesh)
     if config.name == "block":
         for block in module.layers.values():
             block.compile(fullgraph=True, backend=config.backend)
+
+
+def place(mesh: Mesh) -> str:
+    """This rank's coordinates in the mesh, and the names of its groups along them."""
+    if mesh.world is None:
+        return ""
+    names = mesh.world.mesh_dim_names
+    return ", ".join(f"{name} {mesh.coordinate(name)} in group {mesh.world.get_group(name).group_name}" for name in names)
 
 
 def function(function: Callable, config: Compile) -> Callable:
