@@ -51,7 +51,7 @@ def stepped(tmp_path_factory):
         futures = {}
         for name, rank in cells:
             number = int(next(part for part in TABLES[name] if part.startswith("gpus="))[5:]) - 1 if rank == "last" else rank
-            futures[name, rank] = pool.submit(step, TABLES[name], number, runs / f"{name}-{rank}".replace(" ", "_"))
+            futures[name, rank] = pool.submit(step, TABLES[name], number, runs / str(len(futures)))
         return {cell: future.result() for cell, future in futures.items()}
 
 
