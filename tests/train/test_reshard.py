@@ -25,7 +25,6 @@ GOES_ON = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", GOES_ON)
 def test_a_checkpoint_goes_on_on_any_layout(run_job, tmp_path, first):
     """With AdamW's moments lost, or a sample seen twice, the next losses would be far off."""

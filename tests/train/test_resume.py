@@ -55,7 +55,6 @@ def on(job, ranks: int, **degrees):
     return freeze(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_resumed_run_goes_on_where_it_stopped(tiny, run_job, tmp_path, optimizer):
     job = tiny(*TEN, "parallelism=hsdp", "gpus=4", f"optimizer={optimizer}")

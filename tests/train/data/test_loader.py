@@ -13,6 +13,21 @@ from titan_hydra.train.data import loader as loaders
 SOURCES = ["embedded", "synthetic", "tokens", "hf", "jsonl", "shards", "parquet", "books", "single"]
 
 
+@pytest.fixture(autouse=True)
+def none_before():
+    """Threads that earlier tests have left are not this one's."""
+    BEFORE[:] = threading.enumerate()
+
+
+BEFORE: list[threading.Thread] = []
+
+
+def threads():
+    """The data threads that this test has started and not ended."""
+    return [thread for thread in threading.enumerate() if thread.name == "data" and thread not in BEFORE]
+
+
+
 def take(job, ranks, steps, state=None, split="train"):
     """Global batches [steps, G, S + 1] that so many ranks read together, and their merged state, gone through JSON."""
     parts, states = [], []
@@ -70,11 +85,11 @@ def test_state_is_of_what_was_returned_not_of_what_was_prepared(job, corpus):
 
 def test_nothing_is_prepared_before_the_first_next(job):
     loader = data.build(job(prefetch=4), 0, 1)
-    assert not [thread for thread in threading.enumerate() if thread.name == "data"]
+    assert not threads()
     loader.next()
-    assert [thread for thread in threading.enumerate() if thread.name == "data"]
+    assert threads()
     loader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "data"]
+    assert not threads()
 
 
 def test_rewind_starts_over(job):
@@ -109,7 +124,7 @@ def test_an_error_while_preparing_is_raised_by_next(job, tmp_path, prefetch):
     with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON line"):
         for _ in range(20):
             loader.next()
-    assert not [thread for thread in threading.enumerate() if thread.name == "data"]
+    assert not threads()
 
 
 def test_state_of_other_data_is_refused(job, corpus):
