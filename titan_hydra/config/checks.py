@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from math import lcm
 
-from . import pipeline, precision
+from . import checkpoint, cluster, data, pipeline, precision, redact, replicas
 from .fault import Fault, divisors
-from .files import expand, similar, tokenizer_file, vocabulary_size
-from .load import DEGREES, data_parallel, devices_here, ffn_width, known_keys, world_size
+from .load import DEGREES, data_parallel, devices_here, ffn_width, known_keys, to_dict, world_size
 from .run import versions
 from .schema import Job
 
@@ -95,19 +94,31 @@ def counts_are_positive(job: Job) -> Iterator[Fault]:
     """Sizes, steps and intervals count things."""
     for key in ("steps", "gpus", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
                 "model.multiple_of", "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch",
-                "checkpoint.interval", "validation.interval",
+                "validation.interval",
                 "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
-                "loss.chunk_tokens", "comm.init_timeout_seconds", "comm.train_timeout_seconds"):
+                "loss.chunk_tokens", "comm.init_timeout_seconds", "comm.train_timeout_seconds", "profiling.first_step", "profiling.steps"):
         if value_of(job, key) < 1:
             yield Fault(key, value_of(job, key), "must be at least 1", legal=(1,))
     for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",
-                "checkpoint.keep_latest_k", "seed", "cluster.max_parallel"):
+                "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every", "seed", "cluster.max_parallel",
+                "comm.health_check_seconds", "data.shuffle_buffer", "data.max_bad_shards"):
         if not value_of(job, key) >= 0:
             yield Fault(key, value_of(job, key), "must not be negative", legal=(0,))
     for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2",
-                "optimizer.muon_momentum"):
+                "optimizer.muon_momentum", "optimizer.sgd_momentum"):
         if not 0 <= value_of(job, key) <= 1:
             yield Fault(key, value_of(job, key), "is a share between 0 and 1")
+
+
+VALUES.extend(data.VALUES)
+
+
+@rule(VALUES)
+def secrets_stay_out(job: Job) -> Iterator[Fault]:
+    """The configuration is written into every run directory, sweep and report. Ranks get the environment of whoever launches them."""
+    for key, what in redact.found(to_dict(job)):
+        yield Fault(key, "...", f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
+                    "`source` a file in cluster.setup")
 
 
 @rule(VALUES)
@@ -125,6 +136,10 @@ def family_is_registered(job: Job) -> Iterator[Fault]:
             yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
     if job.model.family != "llama3" and not job.train.imports:
         yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
+
+
+VALUES.append(checkpoint.checkpoints_are_due_at_times_that_come)
+VALUES.extend(cluster.RULES)
 
 
 # --- degrees, model and batch against each other ------------------------------------------------------------------------------------
@@ -174,6 +189,7 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
 
+VALUES.append(replicas.replica_groups_have_numbers)
 LAYOUT.append(pipeline.pipeline_is_laid_out)
 
 
@@ -191,10 +207,11 @@ def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
-    """global batch = local batch x data-parallel ranks x accumulation steps."""
-    batch, once = job.data.global_batch, job.data.local_batch * data_parallel(job)
+    """global batch = local batch x data-parallel ranks (of all replica groups) x accumulation steps."""
+    ranks = data_parallel(job) * job.fault_tolerance.replicas
+    batch, once = job.data.global_batch, job.data.local_batch * ranks
     if once > 0 and batch % once:
-        yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {data_parallel(job)} "
+        yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} "
                     "data-parallel ranks)", legal=_multiples_around(batch, once))
 
 
@@ -202,8 +219,7 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 # Techniques that are configured but not implemented yet: the values that work today. Choosing another is a fault, not a surprise.
 IMPLEMENTED = {
-    "checkpoint.name": ("off", "sync"), "profiling.name": ("off",),
-    "cluster.executor": ("inline", "local"), "launch.packed": (False,), "launch.wait": (False,),
+    "fault_tolerance.name": ("off", "local_sgd", "diloco"),
 }
 
 
@@ -245,7 +261,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
                     legal=("off",))
 
 
-RECIPE.extend(precision.RULES)
+RECIPE.extend(precision.RULES + replicas.RULES)
 
 
 @rule(RECIPE)
@@ -301,6 +317,21 @@ def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
+def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
+    """A run that ends before the first recorded step would end without a trace."""
+    if job.profiling.name == "on" and job.profiling.first_step > job.steps:
+        yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {job.steps} steps", legal=(job.steps,))
+
+
+@rule(RECIPE)
+def probes_see_modules(job: Job) -> Iterator[Fault]:
+    """What a compiled block computes has no modules any more."""
+    for key in ("nan_hunt", "trace_activations"):
+        if getattr(job.debug, key) and job.compile.name != "off":
+            yield Fault("compile.name", job.compile.name, f"debug.{key}=true looks into blocks", legal=("off",))
+
+
+@rule(RECIPE)
 def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
     """torch's Muon orthogonalizes each matrix as one; a bf16 master would lose its small updates."""
     if job.optimizer.name == "muon" and job.precision.param_dtype != "float32":
@@ -324,48 +355,11 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     if job.cluster.executor == "slurm":
         if job.gpus > node and job.gpus % node:
             yield Fault("gpus", job.gpus, f"not whole nodes of {node}", legal=_multiples_around(job.gpus, node))
-    elif job.gpus > node:
-        yield Fault("gpus", job.gpus, f"this machine has {node} devices", legal=(node,))
+    elif job.gpus * job.fault_tolerance.replicas > node:
+        yield replicas.too_many(job, node)
 
 
-@rule(PLACE)
-def data_files_are_there(job: Job) -> Iterator[Fault]:
-    """A file that is missing now would be missing on every rank, after the queue."""
-    data = job.data
-    if data.name in ("text_files", "tokens", "hf") and not data.path:
-        yield Fault("data.path", None, f"data={data.name} needs it")
-    elif data.name in ("text_files", "tokens") and not expand(data.path):
-        yield Fault("data.path", data.path, "no such file", legal=similar(data.path))
-    if data.name in ("text_files", "tokens") and job.validation.name == "on":
-        if not data.validation_path:
-            yield Fault("data.validation_path", None, f"validation=on with data={data.name} needs it")
-        elif not expand(data.validation_path):
-            yield Fault("data.validation_path", data.validation_path, "no such file", legal=similar(data.validation_path))
+PLACE.extend(data.PLACE)
 
 
-@rule(PLACE)
-def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
-    """An id beyond the embedding's rows would read outside it. A larger embedding is fine: vocabularies are often padded."""
-    if job.data.name in ("tokens", "synthetic"):  # no text is encoded; the .bin is checked against its own header when it is opened
-        return
-    file = tokenizer_file(job.tokenizer)
-    if job.tokenizer.name != "embedded" and not job.tokenizer.path:
-        yield Fault("tokenizer.path", None, f"tokenizer={job.tokenizer.name} needs it")
-        return
-    try:
-        size = vocabulary_size(job.tokenizer)
-    except OSError:
-        yield Fault("tokenizer.path", job.tokenizer.path, "no such file", legal=similar(str(file)))
-    except (ValueError, KeyError, TypeError) as error:
-        yield Fault("tokenizer.path", job.tokenizer.path, f"cannot be read as tokenizer={job.tokenizer.name}: {error}")
-    else:
-        if size > job.model.vocab_size:
-            yield Fault("model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,))
-
-
-@rule(PLACE)
-def initial_weights_are_there(job: Job) -> Iterator[Fault]:
-    """A run that should start from given weights must not start from random ones."""
-    path = job.checkpoint.initial_load_path
-    if path and not expand(f"{path}/.metadata"):
-        yield Fault("checkpoint.initial_load_path", path, "not a complete checkpoint folder", legal=similar(path))
+PLACE.append(checkpoint.initial_weights_are_there)

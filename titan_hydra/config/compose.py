@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from .checks import check
 from .fault import Fault, suggest
@@ -24,6 +26,28 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=Job)
     OmegaConf.register_new_resolver("scratch", _scratch, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("describe", _describe, replace=True)  # looked up by --help alone
+
+
+def compose_quickly() -> None:
+    """Let Hydra read each of the 30 files of a cell once in this process, not once a cell, and compose each cell of -m once, not twice.
+
+    It composes all cells beforehand since a launcher may start them elsewhere, later; ours checks them all in this process anyway.
+    """
+    from hydra._internal.config_repository import ConfigRepository
+    from hydra.plugins.sweeper import Sweeper
+
+    known: dict[tuple, Any] = {}
+    load = ConfigRepository.load_config
+
+    def load_once(self: ConfigRepository, config_path: str) -> Any:
+        file = (config_path, *(source.path for source in self.get_sources()))
+        if file not in known:
+            known[file] = load(self, config_path)
+        return copy.deepcopy(known[file])  # Hydra changes what it is given
+
+    if load.__name__ != "load_once":
+        ConfigRepository.load_config = load_once
+        Sweeper.validate_batch_is_legal = lambda self, batch: None
 
 
 def _scratch() -> str:
@@ -80,6 +104,10 @@ def explain(error: BaseException) -> str | None:
 
 
 def _unknown_key(key: str, *_: str) -> str:
+    if key == "sweeps":
+        return "sweeps: a file of sweeps/ is added to the configuration; write +sweeps=NAME"
+    if key in known_keys():  # a table of the user's own names, which Hydra takes for keys that are not there
+        return f"{key}: add to it with a plus, as +{key}={{NAME: VALUE}}"
     groups = {name for name in known_keys() if "." not in name} | {"experiment"}
     legal = suggest(key, known_keys() | dict.fromkeys(groups))
     return f"{key}: no such key or group" + (f"; did you mean {' or '.join(legal)}?" if legal else "; `python launch.py --help` lists them")
@@ -100,6 +128,9 @@ def _bad_value(value: str, kind: str, key: str) -> str:
 PATTERNS = [
     (r"Could not find '([^'/]+(?:/[^'/]+)*)/([^'/]+)'\s+Available options in '[^']+':\n(.*?)(?:\nConfig search path|$)", _unknown_option),
     (r"Multiple values for (\w+)\.", lambda group: f"+{group}: the group is in the defaults already; write {group}=OPTION without +"),
+    (r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
+     lambda file, key: f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma"),
+    (r"Ambiguous value for argument '([^']+)'", lambda override: f"{override}: several values need -m, or brackets where they are a list"),
     (r"Value '(.*?)'.* (?:could not be converted to|is incompatible with type hint) '?([\w.\[\], |]+?)'?\n"
      r".*?full_key: ([\w.\[\]]+)", _bad_value),
     (r"Could not override '([^']+)'", _unknown_key),
@@ -107,5 +138,7 @@ PATTERNS = [
     (r"Could not append to config\. An item is already at '([^']+)'",
      lambda key: f"+{key}: the key exists already; write {key}=VALUE without +"),
     (r"Could not delete from config\. '([^']+)' does not exist", _unknown_key),
+    (r"In '([^']+)': \w+ raised while composing config:\n([^\n]+)(?:\n\s+full_key: ([^\n]+))?",
+     lambda file, reason, key: f"{file}.yaml: {f'{key}: ' if key else ''}{reason}"),
     (r"Interpolation key '([^']+)' not found", lambda key: f"${{{key}}}: an interpolation names a key that does not exist"),
 ]

@@ -22,7 +22,10 @@ from .schema import Job, default_of
 
 PAGE_WIDTH, HELP_WIDTH = 140, 100
 KEYS = known_keys()
-GROUP_OF_RECIPES = "experiment"  # the one group without keys of its own: its options set keys of all the others
+GROUPS_OF_RECIPES = {  # groups without keys of their own: their options set keys of all the others
+    "experiment": "whole recipes: each sets keys of many groups",
+    "sweeps": "named sweeps, chosen with a plus (+sweeps=NAME): a list of cells and what they share",
+}
 
 INTRODUCTION = """\
 # Configuration
@@ -95,13 +98,13 @@ def _marked(group: str, file: Path) -> str:
 
 
 def groups() -> list[str]:
-    """Sections of the schema in its order, those without a folder in conf/ too, then the whole recipes."""
-    return [key for key, spec in KEYS.items() if "." not in key and _is_group(spec)] + [GROUP_OF_RECIPES]
+    """Sections of the schema in its order, those without a folder in conf/ too, then the whole recipes and the sweeps."""
+    return [key for key, spec in KEYS.items() if "." not in key and _is_group(spec)] + [*GROUPS_OF_RECIPES]
 
 
 def meaning(group: str) -> str:
     """What a group is about."""
-    return "whole recipes: each sets keys of many groups" if group == GROUP_OF_RECIPES else KEYS[group].metadata["help"]
+    return GROUPS_OF_RECIPES.get(group) or KEYS[group].metadata["help"]
 
 
 def keys_of(group: str) -> dict[str, dataclasses.Field]:
@@ -159,6 +162,9 @@ def _key_item(key: str) -> str:
 
 
 def _option_item(group: str, file: Path) -> str:
+    if group == "sweeps":
+        cells = "; ".join(_load(file)["sweep"]["cells"])
+        return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
     default = " (default)" if file.stem == default_options().get(group) else ""
     text = f"- **{group}={file.stem}**{default}: {when(file)}{' *Not built yet.*' * not_built(group, file)}"
     values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in settings(group, file).items())

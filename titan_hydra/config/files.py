@@ -5,6 +5,8 @@ import difflib
 import glob
 import json
 import os
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from .schema import Tokenizer
@@ -21,6 +23,18 @@ def expand(pattern: str) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+
+
+def missing(pattern: str, found: list[Path]) -> list[Path]:
+    """Files that `pattern` means and that are not there: gaps in sets that say how large they are, such as c4.00003-of-00128.json.gz."""
+    gone, there = set(), set(found)
+    sets = {(file.parent, match[1], len(match[2]), match[3], match[4]) for file in found
+            if (match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)(\D.*|)", file.name))}
+    for folder, head, width, total, tail in sets:
+        named = [folder / f"{head}{number:0{width}}-of-{total}{tail}" for number in range(int(total) + 1)]
+        gone |= set(named[1:] if named[-1] in there else named[:-1]) - there  # counted from 1, or from 0
+    path = Path(pattern).expanduser()
+    return sorted(file for file in gone if path.is_dir() or (not path.is_file() and fnmatch(str(file), str(path))))
 
 
 def similar(pattern: str) -> tuple[str, ...]:

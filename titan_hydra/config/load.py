@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -11,7 +12,7 @@ import typing
 from typing import Any
 
 from .fault import Fault, suggest
-from .schema import Job, Model
+from .schema import Job, Model, default_of
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -28,6 +29,8 @@ def from_dict(cls: type, data: dict) -> Any:
     for name, kind in hints.items():
         if dataclasses.is_dataclass(kind):
             values[name] = from_dict(kind, values[name])
+        elif entry := _entry(kind):
+            values[name] = {key: from_dict(entry, value) for key, value in values[name].items()}
     return cls(**values)
 
 
@@ -57,29 +60,34 @@ def freeze(job: Job) -> Job:
         fixed *= max(getattr(degrees, name), 1)
     if job.gpus is None:
         node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
-        job.gpus = max(node // fixed, 1) * fixed if free else fixed
+        job.gpus = max(node // fixed // max(job.fault_tolerance.replicas, 1), 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)
     if job.data.global_batch is None and data_parallel(job) > 0:
-        job.data.global_batch = job.data.local_batch * data_parallel(job)
+        job.data.global_batch = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
     return job
 
 
 def world_size(job: Job) -> int:
-    """Ranks: the product of the degrees."""
+    """Ranks of the layout, which are those of one replica group: the product of the degrees."""
     product = 1
     for name in DEGREES:
         product *= getattr(job.parallelism, name)
     return product
 
 
+def all_ranks(job: Job) -> int:
+    """Ranks of all replica groups together."""
+    return job.fault_tolerance.replicas * world_size(job)
+
+
 def processes(job: Job) -> int:
     """Processes that run a job: one a rank, or a single one that pretends the others are there (comm=fake)."""
-    return 1 if job.comm.name == "fake" else world_size(job)
+    return 1 if job.comm.name == "fake" else all_ranks(job)
 
 
 def data_parallel(job: Job) -> int:
-    """Ranks that see different samples: dp_replicate x dp_shard."""
+    """Ranks of a replica group that see different samples: dp_replicate x dp_shard."""
     return job.parallelism.dp_replicate * job.parallelism.dp_shard
 
 
@@ -106,9 +114,11 @@ def _identity_part(node: Any) -> dict:
     part = {}
     for spec in dataclasses.fields(node):
         value = getattr(node, spec.name)
+        if isinstance(value, dict):
+            value = {key: _identity_part(entry) if dataclasses.is_dataclass(entry) else entry for key, entry in value.items()}
         if dataclasses.is_dataclass(value):
-            part[spec.name] = _identity_part(value)
-        elif spec.metadata["identity"]:
+            part |= {spec.name: inner} if (inner := _identity_part(value)) or not spec.metadata["late"] else {}
+        elif spec.metadata["identity"] and not (spec.metadata["late"] and value == default_of(spec)):
             part[spec.name] = value
     return part
 
@@ -124,8 +134,15 @@ def known_keys(cls: type = Job, prefix: str = "") -> dict[str, dataclasses.Field
     return keys
 
 
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
+
+
+def _entry(kind: Any) -> type | None:
+    """The dataclass of the values of a dict, as in dict[str, Part]."""
+    values = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
+    return next((value for value in values if dataclasses.is_dataclass(value)), None)
 
 
 def _key_faults(cls: type, data: dict, prefix: str) -> typing.Iterator[Fault]:
@@ -138,6 +155,9 @@ def _key_faults(cls: type, data: dict, prefix: str) -> typing.Iterator[Fault]:
             yield from _key_faults(hints[name], value, f"{prefix}{name}.")
         elif dataclasses.is_dataclass(hints[name]):
             yield Fault(prefix + name, value, "needs its keys; it cannot be a single value")
+        elif (entry := _entry(hints[name])) and isinstance(value, dict):
+            for key, inner in value.items():
+                yield from _key_faults(entry, inner, f"{prefix}{name}.{key}.")
         elif value == "???":
             yield Fault(prefix + name, value, "no value given")
     for name in hints.keys() - data.keys():

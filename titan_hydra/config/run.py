@@ -10,14 +10,41 @@ from titan_hydra import __version__
 
 @dataclass(frozen=True)
 class Run:
-    """One rank of one attempt. `directory` is the run's, `attempt` the folder attempts/<n> in it, both absolute."""
+    """One rank of one attempt. `directory` is the run's, `attempt` the folder attempts/<n> in it, both absolute.
+
+    A replica group (`fault_tolerance`) is a world of its own: ranks are counted within it, and its files lie in `folders_of` it.
+    """
 
     directory: Path
     attempt: Path
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: object | None = None  # torch.distributed.Store that all ranks of the attempt share; for init_process_group
+    store: object | None = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
+    replica: int = 0
+
+    @property
+    def home(self) -> Path:
+        """The directory of the run itself, whichever group this is."""
+        return self.directory.parents[1] if self.replica else self.directory
+
+    @property
+    def meetings(self) -> Path:
+        """Where replica groups find each other in this attempt."""
+        return self._attempt / "meetings"
+
+    def record_of(self, rank: int) -> Path:
+        """What the worker says of a rank of this world, for the launcher, which counts all ranks of the run."""
+        return self._attempt / f"rank_{self.replica * self.world_size + rank}.json"
+
+    @property
+    def _attempt(self) -> Path:
+        return self.attempt.parents[1] if self.replica else self.attempt
+
+
+def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
+    """The directory and the attempt's folder of a replica group: the run's own for the first, folders in them for the others."""
+    return tuple(folder / "replicas" / str(replica) if replica else folder for folder in (directory, attempt))
 
 
 def versions() -> dict[str, str]:

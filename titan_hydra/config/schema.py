@@ -9,9 +9,12 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 
-def key(default: Any, help: str, identity: bool = True, choices: tuple[str, ...] = ()) -> Any:
-    """A described configuration field. A callable default is a factory; `...` means that conf/ must give the value."""
-    metadata = {"help": help, "identity": identity, "choices": choices}
+def key(default: Any, help: str, identity: bool = True, choices: tuple[str, ...] = (), late: bool = False) -> Any:
+    """A described configuration field. A callable default is a factory; `...` means that conf/ must give the value.
+
+    `late` fields came after the first release: while at their default they are not hashed, so that earlier runs keep their identity.
+    """
+    metadata = {"help": help, "identity": identity, "choices": choices, "late": late}
     if default is ...:
         return field(default="???", metadata=metadata)
     if callable(default):
@@ -109,7 +112,7 @@ class Compile:
 
 @dataclass
 class Optimizer:
-    name: str = key("adamw", "optimizer", choices=("adamw", "muon"))
+    name: str = key("adamw", "optimizer", choices=("adamw", "muon", "sgd"))
     lr: float = key(3e-4, "peak learning rate")
     beta1: float = key(0.9, "decay of AdamW's first moment")
     beta2: float = key(0.95, "decay of AdamW's second moment")
@@ -119,6 +122,7 @@ class Optimizer:
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off")
     muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr")
     muon_momentum: float = key(0.95, "optimizer=muon: momentum")
+    sgd_momentum: float = key(0.0, "optimizer=sgd: momentum", late=True)
 
 
 @dataclass
@@ -136,21 +140,39 @@ class Loss:
     chunk_tokens: int = key(2048, "linear_cross_entropy: tokens whose logits are held at a time; more are faster, fewer take less memory")
 
 
+SOURCES = ("embedded", "text_files", "c4", "hf", "tokens", "synthetic")
+
+
 @dataclass
-class Data:
-    name: str = key(..., "source of the tokens", choices=("embedded", "text_files", "c4", "hf", "tokens", "synthetic"))
+class Source:
+    name: str = key(..., "source of the tokens", choices=SOURCES)
     path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf")
     subset: str | None = key(None, "hf: configuration of the dataset, for example `en`")
     split: str = key("train", "hf: split of the dataset")
     text_key: str = key("text", "name of the column that holds the text")
     validation_path: str | None = key(None, "files held out for validation (text_files, tokens)")
     validation_split: str = key("validation", "hf: split used for validation")
+
+
+@dataclass
+class Part(Source):
+    weight: float = key(..., "this source's part of the samples, in proportion to the weights of the others")
+
+
+@dataclass
+class Data(Source):
+    name: str = key(..., "source of the tokens", choices=(*SOURCES, "mixture"))
     seq_len: int = key(2048, "tokens of a sample")
     local_batch: int = key(8, "samples a data-parallel rank takes at a time; gradient accumulation makes up the rest")
     global_batch: int | None = key(None, "samples of an optimizer step over all ranks; null: local_batch on every rank once")
     document_mask: bool = key(False, "attention does not cross documents, and positions restart with each")
     shuffle: bool = key(True, "visit documents or samples in an order drawn from the seed")
     prefetch: int = key(4, "batches prepared ahead of the step that takes them", identity=False)
+    mixture: dict[str, Part] = key(dict, "data=mixture: the sources by name, each with a weight and the keys above: "
+                                   "+data.mixture={web: {weight: 0.7, name: c4}, own: {weight: 0.3, name: tokens, path: own.bin}}",
+                                   late=True)
+    shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", late=True)
+    max_bad_shards: int = key(0, "files or shards that may be left out, with a warning, as they are missing or damaged", identity=False)
 
 
 @dataclass
@@ -162,9 +184,18 @@ class Tokenizer:
 @dataclass
 class Checkpoint:
     name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned", "seed"))
-    interval: int = key(500, "steps between checkpoints; the last step is saved too", identity=False)
+    interval: int = key(500, "steps between checkpoints; 0: only by the clock, and at the end", identity=False)
+    interval_minutes: float | None = key(None, "save also when this long ago the last save began; rank 0's clock decides", identity=False)
     keep_latest_k: int = key(2, "older checkpoints are deleted; 0 keeps all", identity=False)
-    initial_load_path: str | None = key(None, "start from the weights of this checkpoint folder instead of drawing them")
+    keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", identity=False)
+    first_step: bool = key(False, "save step 1 too: shows at once whether the disk takes it", identity=False)
+    last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
+    export_dtype: str | None = key(None, "at the end write the weights alone to RUN/export, in this number format", identity=False,
+                                   choices=("float32", "bfloat16"))
+    initial_load_path: str | None = key(None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights")
+    exclude_from_loading: list[str] = key(lambda: ["optimizer", "data", "lr_scheduler"], "what initial_load_path does not bring along: "
+                                          "optimizer (its moments), data (the place in it), lr_scheduler (the number of the step)",
+                                          late=True)
 
 
 @dataclass
@@ -188,6 +219,11 @@ class Metrics:
 @dataclass
 class Profiling:
     name: str = key("off", "whether traces are recorded", identity=False, choices=("off", "on"))
+    first_step: int = key(10, "the first step that is recorded, counted from the start of the process; the one before it warms up",
+                          identity=False)
+    steps: int = key(3, "steps that are recorded; they do not count for any rate", identity=False)
+    all_ranks: bool = key(False, "record on every rank; else on rank 0 alone", identity=False)
+    memory: bool = key(True, "on CUDA, write a memory snapshot of these steps too", identity=False)
 
 
 @dataclass
@@ -196,6 +232,21 @@ class Comm:
     rank: int = key(0, "comm=fake: which rank of the world is stepped")
     init_timeout_seconds: int = key(300, "collective time-out until the first step is done", identity=False)
     train_timeout_seconds: int = key(100, "collective time-out afterwards", identity=False)
+    health_check_seconds: int = key(60, "before training, time limit of a matmul on each device, then of a collective over all ranks; "
+                                    "0: no check", identity=False)
+
+
+@dataclass
+class FaultTolerance:
+    name: str = key("off", "how replica groups learn together: each for itself, but for meetings at which weights are averaged", late=True,
+                    choices=("off", "local_sgd", "diloco", "torchft"))
+    replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", late=True)
+    sync_every: int = key(20, "steps between two meetings over the same weights", late=True)
+    fragments: int = key(1, "parts of the model, by layers, that meet in turn, each every sync_every steps", late=True)
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD, on what the groups have moved on average", late=True)
+    outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", late=True)
+    timeout_seconds: int = key(30, "a group that gives no sign of life for so long is left out", identity=False, late=True)
+    max_restarts: int = key(3, "how often a group that has died is started again; 0: never", identity=False, late=True)
 
 
 @dataclass
@@ -205,10 +256,23 @@ class Cluster:
                         identity=False, choices=("inline", "local", "slurm"))
     gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", identity=False)
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", identity=False)
-    max_parallel: int = key(0, "cells of a sweep that run at once; 0: no limit (slurm), one (local)", identity=False)
+    max_parallel: int = key(0, "cells of one shape that run at once; 0: no limit (slurm), one (local)", identity=False)
+    time_minutes: int | None = key(None, "time limit of a job", identity=False)
     partition: str | None = key(None, "SLURM partition", identity=False)
     account: str | None = key(None, "SLURM account", identity=False)
-    time_minutes: int | None = key(None, "time limit of a job", identity=False)
+    qos: str | None = key(None, "SLURM quality of service", identity=False)
+    constraint: str | None = key(None, "features that nodes must have", identity=False)
+    exclude: list[str] = key(list, "nodes never to use", identity=False)
+    reservation: str | None = key(None, "SLURM reservation", identity=False)
+    comment: str | None = key(None, "sbatch --comment", identity=False)
+    cpus_per_task: int | None = key(None, "CPU cores of a rank; null: SLURM's default", identity=False)
+    sbatch: dict[str, Any] = key(dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", identity=False)
+    srun: list[str] = key(list, "further srun arguments, such as --container-image=IMAGE", identity=False)
+    setup: list[str] = key(list, "shell lines before the ranks start: module load, source", identity=False)
+    environment: dict[str, str] = key(dict, "environment variables of the ranks", identity=False)
+    python: str | None = key(None, "Python on the nodes; null: the one that runs launch.py", identity=False)
+    stop_seconds: int = key(180, "warning before the time limit: ranks finish their step, save and requeue", identity=False)
+    max_requeues: int = key(100, "a job that was preempted or timed out more often than this fails", identity=False)
 
 
 @dataclass
@@ -216,6 +280,10 @@ class Debug:
     name: str = key("off", "which option of conf/debug this is")
     deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time")
     anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False)
+    nan_hunt: bool = key(False, "names the first module, gradient or parameter that is not finite, with its step and rank; slow",
+                         identity=False)
+    trace_activations: bool = key(False, "norms and checksums of all that enters and leaves every module, for `titan compare`; very slow",
+                                  identity=False)
 
 
 @dataclass
@@ -233,6 +301,14 @@ class Launch:
     packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
     max_gpu_hours: float | None = key(None, "refuse to start cells that could take more than this together", identity=False)
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
+
+
+@dataclass
+class Sweep:
+    name: str | None = key(None, "name of the sweep; null: the swept keys", identity=False)
+    cell: str | None = key(None, "name of this cell in its sweep; set by launch.py", identity=False)
+    baseline: str | None = key(None, "cell that the report compares with; null: the first", identity=False)
+    cells: dict[str, list[str]] = key(dict, "named cells of sweeps/NAME.yaml, each a list of overrides", identity=False)
 
 
 @dataclass
@@ -265,10 +341,12 @@ class Job:
     metrics: Metrics = key(Metrics, "what is logged and where to")
     profiling: Profiling = key(Profiling, "traces")
     comm: Comm = key(Comm, "process groups")
+    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups that outlive each other", late=True)
     cluster: Cluster = key(Cluster, "where it runs")
     debug: Debug = key(Debug, "slower, more telling ways to run")
     train: Train = key(Train, "the loop itself")
     launch: Launch = key(Launch, "what launch.py does with the cell")
+    sweep: Sweep = key(Sweep, "what this cell is compared with", late=True)
     paths: Paths = key(Paths, "folders")
 
 

@@ -1,5 +1,7 @@
-"""How a run ends: the exit statuses, and the errors that carry them."""
-from enum import IntEnum
+"""How a run ends: the exit statuses, the classes of failure, and the errors that carry them."""
+from enum import IntEnum, StrEnum
+
+LAST_WORDS = "--- this rank ends with exit status"  # a rank's line before it says why; from there on, its log is not echoed
 
 
 class Exit(IntEnum):
@@ -13,6 +15,30 @@ class Exit(IntEnum):
     HANG = 77
     NOT_FINITE = 78
     UNHEALTHY = 79
+
+
+class Kind(StrEnum):
+    """The classes of failure that `titan status` and reports speak of."""
+
+    CONFIG = "config"
+    OUT_OF_MEMORY = "out of memory"
+    HANG = "hang"
+    NOT_FINITE = "not finite"
+    NODE = "node"
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted too often"
+    BUG = "bug"
+    KILLED = "killed"
+    UNKNOWN = "unknown"
+
+
+KIND_OF = {  # an exit status that a rank gave itself; any other is a bug
+    Exit.CONFIG: Kind.CONFIG,
+    Exit.OUT_OF_MEMORY: Kind.OUT_OF_MEMORY,
+    Exit.HANG: Kind.HANG,
+    Exit.NOT_FINITE: Kind.NOT_FINITE,
+    Exit.UNHEALTHY: Kind.NODE,
+}
 
 
 class RunError(Exception):
@@ -41,3 +67,9 @@ class NotFinite(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint could not be written or read; earlier complete ones are intact."""
+
+
+class Unhealthy(RunError):
+    """A node is not fit to train on: a device is taken, counts wrongly, or does not answer. The message names the host."""
+
+    status = Exit.UNHEALTHY

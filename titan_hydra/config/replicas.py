@@ -1,0 +1,63 @@
+"""The rules for replica groups: what Local SGD and DiLoCo need of a job."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .fault import Fault, divisors
+from .schema import Job
+
+
+def replica_groups_have_numbers(job: Job) -> Iterator[Fault]:
+    """Groups and steps are counted; one copy alone is what fault_tolerance=off trains."""
+    config = job.fault_tolerance
+    for name in ("replicas", "sync_every", "fragments", "timeout_seconds"):
+        if getattr(config, name) < 1:
+            yield Fault(f"fault_tolerance.{name}", getattr(config, name), "must be at least 1", legal=(1,))
+    if config.max_restarts < 0:
+        yield Fault("fault_tolerance.max_restarts", config.max_restarts, "must not be negative", legal=(0,))
+    if not config.outer_lr > 0:
+        yield Fault("fault_tolerance.outer_lr", config.outer_lr, "must be positive", legal=(1,))
+    if not 0 <= config.outer_momentum < 1:
+        yield Fault("fault_tolerance.outer_momentum", config.outer_momentum, "is a share between 0 and 1, and less than 1", legal=(0,))
+    if config.name == "off" and config.replicas != 1:
+        yield Fault("fault_tolerance.replicas", config.replicas, "fault_tolerance=off trains one copy", legal=(1,))
+
+
+def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
+    """A fragment is some layers, and meetings are evenly spread over sync_every steps, a fragment each."""
+    config = job.fault_tolerance
+    if config.name == "off":
+        return
+    if config.sync_every % config.fragments:
+        yield Fault("fault_tolerance.fragments", config.fragments, f"sync_every={config.sync_every} steps cannot be divided by it",
+                    legal=divisors(config.sync_every))
+    if config.fragments > job.model.n_layers:
+        yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {job.model.n_layers} layers",
+                    legal=(job.model.n_layers,))
+
+
+def replica_groups_are_processes_here(job: Job) -> Iterator[Fault]:
+    """A group that dies must leave the others alive: srun would end them all, and a single process has nobody to meet."""
+    if job.fault_tolerance.name == "off":
+        return
+    if job.cluster.executor == "slurm":
+        yield Fault("cluster.executor", "slurm", "replica groups cannot be started by one srun, which ends all ranks when one dies",
+                    legal=("local",))
+    if job.cluster.executor == "inline" and job.fault_tolerance.replicas > 1:
+        yield Fault("cluster.executor", "inline", "runs one process, and each replica group is one at least", legal=("local",))
+    if job.comm.name == "fake":
+        yield Fault("comm.name", "fake", "nobody meets there", legal=("default",))
+    if job.checkpoint.name == "seed":
+        yield Fault("checkpoint.name", "seed", "trains nothing, so there is nothing to average", legal=("sync", "off"))
+
+
+def too_many(job: Job, node: int) -> Fault:
+    """The fault of a job that needs more devices than this machine has."""
+    groups = job.fault_tolerance.replicas
+    if groups > node:
+        return Fault("fault_tolerance.replicas", groups, f"this machine has {node} devices", legal=(node,))
+    of_groups = f", for {groups} replica groups" if groups > 1 else ""
+    return Fault("gpus", job.gpus, f"this machine has {node} devices{of_groups}", legal=(node // groups,))
+
+
+RULES = [fragments_are_whole_layers, replica_groups_are_processes_here]

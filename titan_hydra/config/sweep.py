@@ -1,0 +1,107 @@
+"""From one composed configuration to the cells of its sweep file, and names for cells that have none.
+
+A file of sweeps/ names its cells and says by overrides how each differs from what stands beside them:
+
+    # @package _global_
+    # When to choose it.
+    defaults:
+      - override /model: llama3_8b
+    steps: 100
+    sweep:
+      name: layouts
+      baseline: fsdp
+      cells:
+        fsdp: [parallelism=fsdp]
+        fsdp_tp: [parallelism=fsdp_tp, parallelism.tp=4]
+
+A cell's overrides win over the file, and the command line wins over both.
+"""
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .compose import explain
+from .fault import Fault, suggest
+
+Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and the overrides that made it
+
+
+def expand(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
+    """The cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in @hydra.main's function.
+
+    What does not compose is a line in `faults`, and no cell: an exception here would be Hydra's to print. `sweep.cell=NAME` takes one
+    cell only, so that the overrides of a cell make that cell again.
+    """
+    cells, only = config.sweep.cells, config.sweep.cell
+    if not cells:
+        return [(config, overrides)]
+    file, typed = _split(overrides)
+    for key, value in (("sweep.cell", only), ("sweep.baseline", config.sweep.baseline)):
+        if value is not None and value not in cells:
+            faults.append(str(Fault(key, value, f"{_where(file)} has no such cell", legal=suggest(value, cells) or tuple(cells))))
+    composed = []
+    for name, own in cells.items():
+        if only in (None, name):
+            try:
+                composed.append(_compose_cell(name, file, list(own), typed))
+            except Exception as error:
+                if not (line := explain(error)):
+                    raise
+                faults.append(f"{line}   ({_where(file)}, cell {name}: {' '.join(own)})")
+    return composed
+
+
+def named(composed: list[Composed]) -> list[Composed]:
+    """Give the cells of one command line what they lack: sweep.name from the swept keys, and sweep.cell from what differs.
+
+    No two cells keep the same name: where -m has multiplied a file's cells, what it swept is added. A single run stays without names.
+    """
+    groups: dict[str | None, list[Composed]] = {}
+    for config, overrides in composed:
+        groups.setdefault(config.sweep.cell, []).append((config, overrides))
+    sweeps = dict.fromkeys(config.sweep.name for config, _ in composed if config.sweep.name is not None)
+    swept: dict[str, None] = {}
+    for cell, group in groups.items():
+        for (config, _), changes in zip(group, differing([overrides for _, overrides in group]), strict=True):
+            swept |= dict.fromkeys(change.lstrip("+~").partition("=")[0].rpartition(".")[2] for change in changes)
+            config.sweep.cell = " ".join([cell or "", *changes]).strip() or None
+    taken: dict[str, int] = {}
+    for config, _ in composed:
+        config.sweep.name = "-".join(sweeps or swept) or None
+        if (cell := config.sweep.cell) is not None:
+            taken[cell] = taken.get(cell, 0) + 1
+            config.sweep.cell = cell if taken[cell] == 1 else f"{cell} ({taken[cell]})"
+    first = {cell: group[0][0].sweep.cell for cell, group in groups.items()}
+    for config, _ in composed:
+        config.sweep.baseline = first.get(config.sweep.baseline, config.sweep.baseline)
+    return composed
+
+
+def differing(overrides: list[list[str]]) -> list[list[str]]:
+    """For each cell its overrides less those that all cells share."""
+    common = set.intersection(*map(set, overrides)) if overrides else set()
+    return [[override for override in cell if override not in common] for cell in overrides]
+
+
+def _compose_cell(name: str, file: list[str], own: list[str], typed: list[str]) -> Composed:
+    from hydra import compose
+    from hydra.core.hydra_config import HydraConfig
+
+    hydra = HydraConfig.get()
+    paths = [override for override in hydra.overrides.hydra if override.lstrip("+").startswith("hydra.searchpath")]
+    config = compose(hydra.job.config_name, [*paths, *file, *own, *typed])
+    config.sweep.cells = {}
+    config.sweep.cell = name
+    choice = name if re.fullmatch(r"[\w. +-]+", name) else "'" + name.replace("'", "\\'") + "'"  # a comma would be Hydra's
+    return config, [*file, f"sweep.cell={choice}", *own, *typed]
+
+
+def _split(overrides: list[str]) -> tuple[list[str], list[str]]:
+    """The choice of the sweep file, and what was typed beside it, less the choice of one cell."""
+    file = [override for override in overrides if override.lstrip("+").startswith("sweeps=")]
+    return file, [override for override in overrides if override not in file and not override.lstrip("+").startswith("sweep.cell=")]
+
+
+def _where(file: list[str]) -> str:
+    return f"sweeps/{file[0].partition('=')[2]}.yaml" if file else "the sweep"
