@@ -23,7 +23,8 @@ from titan_hydra.config.schema import Model
 from titan_hydra.config.status import CheckpointError, ConfigError
 from titan_hydra.models.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
 
-from .checkpoint import newest
+from .checkpoint import safe
+from .checkpoint.folder import newest
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -121,25 +122,18 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
         raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
 
 
-class Reader(dcp.FileSystemReader):
-    """Reads single tensors of a checkpoint; its metadata, which can be large, is read once."""
+class Reader:
+    """Reads single tensors of a checkpoint; its index, which can be large, is read once. Neither can run code."""
 
     def __init__(self, checkpoint: Path):
-        super().__init__(checkpoint)
-        self.checkpoint = checkpoint
-        try:
-            self.metadata = super().read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{checkpoint}/.metadata: cannot be read ({error})") from error
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        return self.metadata
+        self.checkpoint, self.reader = checkpoint, safe.Reader(checkpoint)
+        self.metadata = self.reader.index
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A whole parameter, converted to `dtype` as it is read, however many ranks wrote it."""
         state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
         try:
-            dcp.load(state, storage_reader=self, no_dist=True)
+            dcp.load(state, storage_reader=self.reader, planner=safe.Planner(), no_dist=True)
         except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
         return state[PREFIX + name]

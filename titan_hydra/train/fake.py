@@ -36,7 +36,7 @@ def train(job: Job, run: Run) -> None:
         seconds = time.perf_counter() - began
         print(f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
               f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed", flush=True)
-        write_result(job, run, {
+        write_result(job, run.directory, {
             "steps": 1, "final_loss": None, "validation_loss": None, "tokens_per_second": None, "tokens_per_second_iqr": None,
             "measured_steps": 0, "memory_gib": None, "mfu": None, "seconds": seconds, "gpu_hours": None, "world_size": world_size(job),
             "parameters": parameters,

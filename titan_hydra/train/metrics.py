@@ -4,7 +4,9 @@ Definitions stand in docs/metrics.md. Unknown is None, never a guess.
 """
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 import time
 from pathlib import Path
 from statistics import median, quantiles
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.config.files import write_text
-from titan_hydra.config.load import world_size
+from titan_hydra.config.load import all_ranks
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
 
@@ -33,6 +35,8 @@ class Clock:
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds of every step of this process but the first
         self.window: list[tuple[float, float]] = []  # (step, data) seconds since the last row
+        self.profiled = False  # a profiler slows the steps down now
+        self.disturbed = 0  # profiled steps since the last row
         self._first = True
 
     def start(self) -> None:
@@ -43,11 +47,16 @@ class Clock:
         """The batch is there."""
         self._data = time.perf_counter() - self._began
 
+    def leave_out(self, seconds: float) -> None:
+        """Something that is not the step's has held it up for so long."""
+        self._began += seconds
+
     def stop(self) -> None:
         """The step is over, its loss on the host."""
         seconds = time.perf_counter() - self._began
         self.window.append((seconds, self._data))
-        if not self._first:  # the first pays for compilation, allocator and communicators
+        self.disturbed += self.profiled
+        if not self._first and not self.profiled:  # the first pays for compilation, allocator and communicators
             self.steps.append(seconds)
         self._first = False
 
@@ -57,7 +66,7 @@ class Metrics:
 
     def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, flops: float) -> None:
         self.job, self.run, self.device, self.clock = job, run, device, Clock()
-        self.ranks = world_size(job)
+        self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
         self.flops = flops  # of a token, forward and backward
         self.peak = job.metrics.peak_flops or peak_flops(device)
@@ -85,6 +94,8 @@ class Metrics:
             "mfu": self._mfu(rate), "memory_gib": memory, "memory_reserved_gib": reserved, "step_seconds": seconds,
             "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
         }
+        if self.clock.disturbed:  # times of this row are not to be compared
+            row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.file:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
@@ -113,6 +124,7 @@ class Metrics:
             "tokens_per_second_iqr": quarter[2] - quarter[0] if quarter else None, "measured_steps": len(rates),
             "memory_gib": self.memory_reserved, "mfu": self._mfu(rate), "seconds": seconds,
             "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None, "world_size": self.ranks,
+            "device": device_name(self.device),
         }
 
     def close(self) -> None:
@@ -154,6 +166,17 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def device_name(device: torch.device) -> str:
+    """What a rank computes on: the GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.machine()
 
 
 def console_line(row: dict[str, Any], steps: int) -> str:

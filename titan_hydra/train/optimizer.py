@@ -10,12 +10,12 @@ from titan_hydra.config.schema import LrSchedule, Optimizer
 
 
 def build_optimizers(model: nn.Module, config: Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers of a model's parameters: one AdamW, or Muon for the matrices of the blocks and AdamW for everything else."""
-    muon, adamw = [], []
+    """The optimizers of a model's parameters: AdamW or SGD alone, or Muon for the matrices of the blocks and AdamW for everything else."""
+    muon, others = [], []
     for name, parameter in model.named_parameters():
         is_hidden_matrix = parameter.ndim == 2 and name.startswith("layers.")
-        (muon if config.name == "muon" and is_hidden_matrix else adamw).append(parameter)
-    optimizers = [_adamw(adamw, config)]
+        (muon if config.name == "muon" and is_hidden_matrix else others).append(parameter)
+    optimizers = [_sgd(others, config) if config.name == "sgd" else _adamw(others, config)]
     if muon:
         optimizers.append(torch.optim.Muon(muon, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))
     for optimizer in optimizers:
@@ -25,13 +25,23 @@ def build_optimizers(model: nn.Module, config: Optimizer) -> list[torch.optim.Op
 
 
 def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
-    groups = [{"params": parameters}]
-    if config.decay_matrices_only:
-        matrices, others = ([p for p in parameters if (p.ndim > 1) is wanted] for wanted in (True, False))
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True,
+        _groups(parameters, config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
+        fused=True,
     )
+
+
+def _sgd(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.SGD:
+    # Not fused: torch shards no fused SGD.
+    return torch.optim.SGD(_groups(parameters, config), lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay)
+
+
+def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
+    """The parameters, norms apart if they are spared from the weight decay."""
+    if not config.decay_matrices_only:
+        return [{"params": parameters}]
+    matrices, others = ([p for p in parameters if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:

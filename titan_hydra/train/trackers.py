@@ -1,7 +1,9 @@
 """TensorBoard and wandb: copies of metrics.jsonl for those who like to watch. A tracker that fails never stops a run."""
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -40,7 +42,11 @@ class TensorBoard:
 
 
 class WandB:
-    """A wandb run whose id is the identity hash: a resumed run goes on in the same one. Offline, files lie under wandb/."""
+    """A wandb run whose id is the identity hash, in the group of its sweep: a resumed run goes on in the same one.
+
+    Offline, what a killed process had not written is lost, so each start writes a whole new copy from metrics.jsonl, and the newest
+    folder under wandb/ holds all rows, each once; folders that it replaces and that nobody has sent go away.
+    """
 
     name = "wandb"
 
@@ -48,15 +54,23 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        self.resumed_at = resumed_at
+        offline = job.metrics.wandb_mode == "offline"
+        for folder in (run.directory / "wandb").glob("offline-run-*") if offline else ():
+            if not any(folder.glob("*.synced")):
+                shutil.rmtree(folder, ignore_errors=True)
         self.run = wandb.init(
             project=job.metrics.wandb_project, mode=job.metrics.wandb_mode, id=identity(job), name=run.directory.name, resume="allow",
-            dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
+            group=job.sweep.name, dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
         )
+        if offline:
+            rows = (json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines())
+            for row in rows:
+                self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
-        values = {key: value for key, value in row.items() if key != "step" and value is not None}
-        self.run.log(values, step=row["step"])
+        if row["step"] < self.run.step:  # online: the server has it, from before a kill
+            return
+        self.run.log({key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"])
 
     def close(self) -> None:
         self.run.finish()

@@ -3,9 +3,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,13 +29,17 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.stages import whole
 
-from .checkpoint import Checkpointer
-from .data.loader import Batch, Loader
+from .checkpoint.checkpointer import Checkpointer
+from .data.loader import Batch, Loader, report_bad_shards
+from .fault_tolerance.replicas import Replicas
 from .loss import IGNORED, TARGETS_IN_FORWARD
 from .metrics import Metrics
 from .optimizer import set_lr
+from .probes import Probes
+from .profiling import Profiler
 from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
+from .watchdog import Watchdog
 from .world import GarbageCollection, set_timeout, world
 
 
@@ -81,12 +88,14 @@ class Trainer:
         """Clip the whole model's gradient; returns its norm before that."""
         return clip_gradients(self.model.parameters(), self.job.optimizer.max_norm, self.mesh.pipeline)
 
-    def agree(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float, bool]:
-        """The loss over all ranks, the norm, and whether any rank was asked to stop: the step's one synchronization."""
+    def agree(self, loss: torch.Tensor, grad_norm: torch.Tensor, votes: Sequence[float] = ()) -> tuple[float, float, bool, list[float]]:
+        """The loss over all ranks, the norm, whether any rank was asked to stop, and sums of votes: the step's one synchronization."""
         share = loss.double() if self.mesh.reports_loss else torch.zeros_like(loss, dtype=torch.float64)
-        values = torch.stack([share, torch.tensor(float(bool(self.stop_requested)), dtype=torch.float64, device=self.device)])
+        said = torch.tensor([float(bool(self.stop_requested)), *votes], dtype=torch.float64, device=self.device)
+        values = torch.cat([share.reshape(1), said])
         dist.all_reduce(values)
-        return values[0].item(), grad_norm.item(), values[1].item() > 0
+        total, stop, *sums = values.tolist()
+        return total, grad_norm.item(), stop > 0, sums
 
     def update(self) -> None:
         """Take the optimizer's step and drop the gradients."""
@@ -166,27 +175,49 @@ def train(job: Job, run: Run) -> None:
 
         fake.train(job, run)
         return
-    with world(job, run) as device:
+    with world(job, run) as device, Watchdog(job, run) as watch:
         trainer = build(job, device)
-        checkpointer = Checkpointer(job.checkpoint, run, trainer.model, trainer.optimizers)
+        watch.knows(trainer.mesh)
+        replicas = None
+        if job.fault_tolerance.name != "off":
+            replicas = Replicas(job, run, trainer.model, trainer.optimizers, trainer.stop_requested)
+        checkpointer = Checkpointer(job.checkpoint, run, trainer.model, trainer.optimizers, replicas.tensors if replicas else {})
         start, data_state = checkpointer.resume()
-        if start == 0 and job.checkpoint.initial_load_path:
-            checkpointer.load_weights(job.checkpoint.initial_load_path)
-        loader = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
+        if data_state is None and job.checkpoint.initial_load_path:
+            start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
+        first, ranks = run.replica * trainer.mesh.data_ranks, job.fault_tolerance.replicas * trainer.mesh.data_ranks
+        loader = trainer.spec.build_data(job, first + trainer.mesh.data_rank, ranks)
         if data_state is not None:
             loader.load(data_state)
         held_out = None
         if job.validation.name == "on":
             held_out = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-        metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
         listen(trainer)
+        if replicas is not None:
+            start, missed = replicas.begin(start, resumed=checkpointer.saved >= 0)
+            if missed:
+                raise Stopped("stopped before the first step")
+        metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
+        checkpointer.report = metrics.event
+        if replicas is not None:
+            replicas.report_to(metrics.event)
         if run.rank == 0:
             print("\n".join([start_line(job, trainer, start), *trainer.notes]), flush=True)
         try:
-            loss = loop(trainer, loader, held_out, checkpointer, metrics, run, start)
+            seed = job.checkpoint.name == "seed"
+            loss = None if seed else loop(trainer, loader, held_out, checkpointer, metrics, replicas, watch, start)
+            if seed:
+                checkpointer.save_weights(checkpointer.folder / "step-00000000", job.model)
+            if job.checkpoint.export_dtype:
+                checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
+            checkpointer.close()
             if run.rank == 0:
-                write_result(job, run, metrics.result(job.steps, loss))
+                result = metrics.result(0 if seed else job.steps, loss)
+                for directory in {run.directory, run.home if replicas and replicas.leads else run.directory}:
+                    write_result(job, directory, result)
         finally:
+            if replicas is not None:
+                replicas.close()
             for source in (loader, held_out):
                 if source is not None:
                     source.close()
@@ -194,36 +225,55 @@ def train(job: Job, run: Run) -> None:
 
 
 def loop(
-    trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics, run: Run, start: int,
+    trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics, replicas: Replicas | None,
+    watch: Watchdog, start: int,
 ) -> float | None:
     """The steps after `start`, up to the last. Returns the last step's loss."""
     job, clock, loss = trainer.job, metrics.clock, None
-    garbage = GarbageCollection(job.train.gc_interval)
-    for step in range(start + 1, job.steps + 1):
+    garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model)
+    profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
+    step = start
+    while step < job.steps:
+        step, first, missed = step + 1, step == start, False
+        profiler.begins(step)
         clock.start()
+        watch.at("data", step)
         batch = loader.next()
         clock.has_data()
+        watch.at("forward, backward")
         lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
-        loss, grad_norm, stop = trainer.agree(share, trainer.clip())
+        probes.after_backward(step)
+        votes = [*checkpointer.votes(), len(loader.news())]
+        loss, grad_norm, stop, (*votes, bad_shards) = trainer.agree(share, trainer.clip(), votes)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NotFinite(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made")
+            watch.at("checkpoint")
+            checkpointer.land()  # what was on its way is worth more now
+            raise NotFinite(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made{probes.culprit()}")
+        watch.at("optimizer")
+        clock.leave_out(checkpointer.wait_for_staging())
         trainer.update()
         clock.stop()
+        if bad_shards:
+            report_bad_shards(loader, metrics, step)
         if metrics.due(step):
             metrics.record(step, loss, grad_norm, lr)
-        heartbeat(run, step)
-        last = step == job.steps or stop
+        if replicas is not None:
+            watch.at("meeting")
+            step, missed = replicas.after_step(step, loss)
         if held_out is not None and (step % job.validation.interval == 0 or step == job.steps):
+            watch.at("validation")
             validate(trainer, held_out, metrics, step)
-        if checkpointer.due(step, last):
-            metrics.event("checkpoint", step, seconds=checkpointer.save(step, loader.state()))
-        if stop and step < job.steps:
-            saved = "its checkpoint is written" if checkpointer.due(step, last) else "nothing is saved, as checkpoint=off"
+        watch.at("checkpoint")
+        checkpointer.after_step(step, votes, loader.state(), step == job.steps, stop or missed)
+        if missed or (stop and step < job.steps):
+            saved = "its checkpoint is written" if checkpointer.on else "nothing is saved, as checkpoint=off"
             raise Stopped(f"stopped after step {step} of {job.steps}; {saved}")
-        if step == start + 1:
-            set_timeout(job.comm.train_timeout_seconds, [trainer.mesh.batch, trainer.mesh.loss, trainer.mesh.pipeline])
+        if first:
+            set_timeout(job.comm.train_timeout_seconds)
+            watch.settle(job.comm.train_timeout_seconds)
         garbage.step(step)
+    profiler.close()
     return loss
 
 
@@ -232,34 +282,35 @@ def validate(trainer: Trainer, held_out: Loader, metrics: Metrics, step: int) ->
     began = time.perf_counter()
     loss = trainer.validate(held_out, trainer.job.validation.steps)
     metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
+    report_bad_shards(held_out, metrics, step)
 
 
 def listen(trainer: Trainer) -> None:
-    """Note SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on it at the next step's end."""
+    """Note SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on it at the next step's end.
+
+    A forked child (a data loader's) has this handler too, and is not the one that is asked.
+    """
+    rank = os.getpid()
     for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda received, frame: trainer.stop_requested.append(received))
-
-
-def heartbeat(run: Run, step: int) -> None:
-    """Say where the run is, for those who watch it from outside."""
-    if run.rank == 0:
-        write_text(run.attempt / "status.json", json.dumps({"step": step, "time": time.time()}), durable=False)
+        signal.signal(number, lambda received, _: trainer.stop_requested.append(received) if os.getpid() == rank else None)
 
 
 def start_line(job: Job, trainer: Trainer, start: int) -> str:
     """What is trained, on what, from where: the first line a person wants to see."""
-    accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks)
+    groups = job.fault_tolerance.replicas
+    accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks * groups)
     return (
-        f"{job.model.name}: {trainer.parameters:,} parameters on {dist.get_world_size()} x {trainer.device.type}, {job.parallelism.name}, "
+        f"{job.model.name}: {trainer.parameters:,} parameters on {f'{groups} x ' * (groups > 1)}{dist.get_world_size()} x "
+        f"{trainer.device.type}, {job.parallelism.name}, "
         f"{job.precision.name}; global batch {job.data.global_batch} ({accumulation} accumulation), sequence {job.data.seq_len}; "
         f"steps {start + 1} to {job.steps}"
     )
 
 
-def write_result(job: Job, run: Run, measured: dict) -> None:
+def write_result(job: Job, directory: Path, measured: dict) -> None:
     """result.json: the run's last word, written once it is done."""
-    overrides = (run.directory / "overrides.txt").read_text().splitlines() if (run.directory / "overrides.txt").exists() else []
-    environment = json.loads((run.directory / "env.json").read_text()) if (run.directory / "env.json").exists() else {}
+    overrides = (directory / "overrides.txt").read_text().splitlines() if (directory / "overrides.txt").exists() else []
+    environment = json.loads((directory / "env.json").read_text()) if (directory / "env.json").exists() else {}
     result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
-    write_text(run.directory / "result.json", json.dumps(result, indent=2) + "\n")
+    write_text(directory / "result.json", json.dumps(result, indent=2) + "\n")

@@ -100,7 +100,7 @@ def trace(job: Job, device: torch.device, uneven_mask: bool = False) -> Trace:
         share = trainer.forward_backward(batch)
         if step == 1:
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
-        loss, norm, _ = trainer.agree(share, trainer.clip())
+        loss, norm, *_ = trainer.agree(share, trainer.clip())
         trainer.update()
         result.losses.append(loss)
         result.norms.append(norm)

@@ -13,19 +13,21 @@ import torch.distributed as dist
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
 
+from . import flight, health
+
 
 @contextlib.contextmanager
 def world(job: Job, run: Run) -> Iterator[torch.device]:
     """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs); leave it on the way out."""
-    device = torch.device("cuda", run.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     set_determinism(job)
+    flight.configure(run)
+    device = health.check_device(run, job.comm)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=run.store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=job.comm.init_timeout_seconds),
     )
     try:
+        health.check_links(run, job.comm, device)
         yield device
         leave_together(run)
     except BaseException:
@@ -61,11 +63,12 @@ def set_determinism(job: Job) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def set_timeout(seconds: int, groups: list[dist.ProcessGroup | None]) -> None:
-    """Shorten the time-out of collectives, once the slow first step is over, in the default group and in the given ones."""
+def set_timeout(seconds: int) -> None:
+    """Shorten the time-out of collectives, once the slow first step is over, in the default group and in all of the mesh's."""
     dist.barrier()  # no rank may still be inside a collective that was promised the long one
-    for group in [dist.group.WORLD, *(group for group in groups if group is not None)]:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):  # others, as the checkpoints', keep their own
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 class GarbageCollection:

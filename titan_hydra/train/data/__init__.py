@@ -1,18 +1,24 @@
 """Training data: build() gives a rank its Loader. The order of samples is a function of seed and step, never of the layout.
 
 A step takes G = data.global_batch samples in slots 0 to G - 1, and rank r of R data-parallel ranks owns slots [r * G/R, (r + 1) * G/R).
-Sources either number their samples (items.py) or give every slot an endless stream (streams.py, fed by embedded.py or text.py).
+Sources either number their samples (items.py) or give every slot an endless stream (streams.py, fed by embedded.py or text.py); a mixture
+(mixture.py) takes turns between them. What cannot be read goes through shards.py.
 """
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titan_hydra.config import schema
 from titan_hydra.config.status import ConfigError
 
 if TYPE_CHECKING:
-    from titan_hydra.train.data.loader import Loader
+    from titan_hydra.train.data.loader import Loader, Samples
+    from titan_hydra.train.data.shards import BadShards
+    from titan_hydra.train.tokenizer import Tokenizer
 
 VALIDATION_SEED = 0  # held-out samples are the same for every seed, so that their losses compare
 
@@ -23,6 +29,7 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tok
     Raises ConfigError for missing or damaged files, and where tokens would have no row in the model's embedding.
     """
     from titan_hydra.train.data.loader import Loader  # torch, which importing this package must not bring in
+    from titan_hydra.train.data.shards import BadShards
 
     data = job.data
     global_batch = data.global_batch or data.local_batch * ranks
@@ -30,49 +37,82 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tok
         raise ConfigError(f"data.global_batch={global_batch}: not divisible by {ranks} data-parallel ranks; "
                           f"nearest legal: {max(global_batch // ranks, 1) * ranks}")
     share = global_batch // ranks
-    slots = range(rank * share, (rank + 1) * share)
+    wanted = Wanted(job, split, range(rank * share, (rank + 1) * share), global_batch, BadShards(data.max_bad_shards), load_tokenizer)
     seed = job.seed if split == "train" else VALIDATION_SEED
     signature = {"data.name": data.name, "data.global_batch": global_batch, "data.seq_len": data.seq_len, "data.shuffle": data.shuffle,
                  "seed": seed}
-    if data.name in ("tokens", "synthetic"):
-        samples = _items(job, split, seed, global_batch)
-        separators = samples.bos_id, samples.eos_id
-    else:
-        from titan_hydra.train import tokenizer as tokenizers
-        from titan_hydra.train.data.streams import Streams
+    if data.shuffle_buffer:
+        signature["data.shuffle_buffer"] = data.shuffle_buffer
+    if data.name == "mixture":
+        from titan_hydra.train.data.mixture import Mixture
 
-        tokenizer = (load_tokenizer or tokenizers.load)(job.tokenizer)
+        parts = {name: _samples(f"data.mixture.{name}", part, wanted, _seed_of(name, seed)) for name, part in data.mixture.items()}
+        samples = Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed)
+    else:
+        samples = _samples("data", data, wanted, seed)
+    return Loader(samples, wanted.slots, global_batch, signature, samples.separators if data.document_mask else None, data.prefetch,
+                  wanted.bad)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a rank wants of every source."""
+
+    job: schema.Job
+    split: str
+    slots: range
+    global_batch: int
+    bad: BadShards
+    load_tokenizer: Callable | None
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The job's tokenizer, if a source has text for it. Raises ConfigError where the model has no rows for its ids."""
+        from titan_hydra.train import tokenizer as tokenizers
+
+        job = self.job
+        tokenizer = (self.load_tokenizer or tokenizers.load)(job.tokenizer)
         if tokenizer.vocab_size > job.model.vocab_size:
             raise ConfigError(f"model.vocab_size={job.model.vocab_size}: tokenizer={job.tokenizer.name} has {tokenizer.vocab_size} ids; "
                               f"nearest legal: {tokenizer.vocab_size}")
-        source = _source(data, split, global_batch)
-        samples = Streams(source, tokenizer, slots, global_batch, data.seq_len, seed, data.shuffle)
-        signature["tokenizer"] = tokenizer.sha256
-        separators = tokenizer.bos_id, tokenizer.eos_id
-    return Loader(samples, slots, signature, separators if data.document_mask else None, data.prefetch)
+        return tokenizer
 
 
-def _items(job: schema.Job, split: str, seed: int, global_batch: int):
-    from titan_hydra.train.data.items import Synthetic, TokenFiles
+def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
+    """The samples of the source whose keys stand under `key`."""
+    data, vocab_size = wanted.job.data, wanted.job.model.vocab_size
+    order = seed if data.shuffle else None
+    if source.name == "synthetic":
+        from titan_hydra.train.data.items import Synthetic
 
-    data, vocab_size = job.data, job.model.vocab_size
-    if data.name == "synthetic":
-        return Synthetic(vocab_size, global_batch, data.seq_len, seed if split == "train" else ~seed)
-    return TokenFiles(*_path(data, split), vocab_size, global_batch, data.seq_len, seed if data.shuffle else None)
+        return Synthetic(vocab_size, data.seq_len, seed if wanted.split == "train" else ~seed)
+    if source.name == "tokens":
+        from titan_hydra.train.data.items import TokenFiles
+
+        return TokenFiles(*_path(key, source, wanted.split), vocab_size, data.seq_len, order, wanted.bad)
+    from titan_hydra.train.data.streams import Streams
+
+    return Streams(_documents(key, source, wanted), wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, order,
+                   data.shuffle_buffer, wanted.bad)
 
 
-def _source(data: schema.Data, split: str, global_batch: int):
-    if data.name == "embedded":
+def _documents(key: str, source: schema.Source, wanted: Wanted):
+    if source.name == "embedded":
         from titan_hydra.train.data.embedded import Embedded
 
-        return Embedded(split)
+        return Embedded(wanted.split)
     from titan_hydra.train.data.text import Hub, TextFiles
 
-    if data.name == "text_files":
-        return TextFiles(*_path(data, split), data.text_key, global_batch)
-    return Hub(data, data.split if split == "train" else data.validation_split, global_batch)
+    if source.name == "text_files":
+        return TextFiles(*_path(key, source, wanted.split), source.text_key, wanted.global_batch)
+    return Hub(key, source, source.split if wanted.split == "train" else source.validation_split, wanted.global_batch)
 
 
-def _path(data: schema.Data, split: str) -> tuple[str, str | None]:
+def _path(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
     """The key that names the split's files, and its value."""
-    return ("data.path", data.path) if split == "train" else ("data.validation_path", data.validation_path)
+    return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """A seed for each source, or sources of equal size would be met in the same order, and synthetic ones be equal."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")

@@ -3,19 +3,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from titan_hydra.config.files import expand, similar
+from titan_hydra.config.files import expand, missing, similar
 from titan_hydra.config.status import ConfigError
+from titan_hydra.train.data.shards import BadShard
 
 Rows = Iterator[tuple[int, str]]
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """The files of `path` that end in one of the suffixes (all files when none is given) and hold something.
+    """The files of `path` that end in one of the suffixes (all files when none is given), some of which hold something.
 
+    What is missing from a numbered set is among them: reading it fails.
     Raises ConfigError naming the key, its value, and files with similar names.
     """
     if not path:
@@ -29,7 +32,7 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
         raise ConfigError(f"{key}={path}: {files[0].name} is none of {', '.join(suffixes)}")
     if not any(file.stat().st_size for file in usable):
         raise ConfigError(f"{key}={path}: {'the file is' if len(usable) == 1 else 'all files are'} empty")
-    return usable
+    return sorted(usable + [file for file in missing(path, files) if not suffixes or kind(file) in suffixes])
 
 
 def kind(file: Path) -> str:
@@ -40,12 +43,12 @@ def kind(file: Path) -> str:
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
     """Row numbers and texts of rows start, start + every, ...: a file is one row in .txt, a line in .jsonl, a record in .parquet.
 
-    Raises ConfigError naming file and line where a row cannot be read or has no column `text_key`.
+    Raises BadShard naming file and line where a row cannot be read, ConfigError where it has no column `text_key`.
     """
     try:
         yield from READERS[kind(file)](file, text_key, start, every)
-    except (OSError, EOFError, UnicodeDecodeError) as error:  # EOFError: a .gz that was cut off
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:  # EOFError: a .gz that was cut off
+        raise BadShard(file, f"{file}: cannot be read: {error}") from error
 
 
 def _text(file: Path, text_key: str, start: int, every: int) -> Rows:
@@ -62,7 +65,7 @@ def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
             try:
                 record = json.loads(line)
             except ValueError as error:  # also a line that is not UTF-8
-                raise ConfigError(f"{file}:{number + 1}: not a JSON line: {error}") from error
+                raise BadShard(file, f"{file}:{number + 1}: not a JSON line: {error}") from error
             yield number, column(record, text_key, f"{file}:{number + 1}")
 
 
@@ -84,7 +87,7 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
                     yield number, column({text_key: values[number - first].as_py()}, text_key, f"{file}: row {number}")
             first += size
     except pyarrow.ArrowException as error:
-        raise ConfigError(f"{file}: not a Parquet file: {error}") from error
+        raise BadShard(file, f"{file}: not a Parquet file: {error}") from error
 
 
 READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {

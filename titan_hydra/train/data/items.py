@@ -1,83 +1,149 @@
 """Samples by number, each computed or read where it lies: files of tokens, and synthetic tokens."""
 from __future__ import annotations
 
+import functools
 import json
+import os
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
+from titan_hydra.config.files import expand
 from titan_hydra.config.status import ConfigError
 from titan_hydra.train.data import files
 from titan_hydra.train.data.permutation import permute
+from titan_hydra.train.data.shards import BadShard, BadShards
+
+OPEN_FILES = 64  # held open at a time, so that thousands of small shards do not use up a process's descriptors
+TRIES = 1000  # samples looked at in place of one that cannot be read
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: Path
+    header: dict
+    usable: bool  # the file is what its header says
 
 
 class TokenFiles:
-    """Files written by `titan tokenizer encode`, mapped into memory; sample i of a file is its tokens [i * S, i * S + S].
+    """Files written by `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S].
 
-    Step t's slot k takes item t * global_batch + k of the endless sequence of epochs, so the step is all the state there is.
+    Samples are numbered through the endless sequence of epochs, so there is no state. One in a bad file keeps its number, and another,
+    drawn at random, is taken in its place: what the other numbers mean does not change when a file is lost.
     """
 
-    def __init__(self, key: str, path: str | None, vocab_size: int, global_batch: int, seq_len: int, seed: int | None):
+    def __init__(self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None):
         """Raises ConfigError where a file is not what its header says, or holds ids that the model has no row for."""
-        self.key, self.global_batch, self.seq_len, self.seed = key, global_batch, seq_len, seed
-        found = files.require(key, path, (".bin",))
-        headers = [self._header(file, vocab_size) for file in found]
+        self.key, self.vocab_size, self.seq_len, self.seed, self.bad = key, vocab_size, seq_len, seed, bad or BadShards()
+        self.shards = [shard for file in self._files(path) if (shard := self._shard(file))]
+        headers = [shard.header for shard in self.shards]
         if len({(header["tokenizer_sha256"], header["bos_id"], header["eos_id"]) for header in headers}) > 1:
             raise ConfigError(f"{key}={path}: the files were encoded with different tokenizers")
-        self.bos_id, self.eos_id = headers[0]["bos_id"], headers[0]["eos_id"]
-        self.tokens = [np.memmap(file, dtype=header["dtype"], mode="r") for file, header in zip(found, headers, strict=True)]
-        self.ends = list(accumulate((len(tokens) - 1) // seq_len for tokens in self.tokens))  # samples up to and with each file
+        if not any(shard.usable for shard in self.shards):
+            raise ConfigError(f"{key}={path}: no file that can be read")
+        self.separators, self.tokenizer = (headers[0]["bos_id"], headers[0]["eos_id"]), headers[0]["tokenizer_sha256"]
+        self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))  # samples up to and with each file
         if not self.ends[-1]:
-            raise ConfigError(f"{key}={path}: {sum(map(len, self.tokens))} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
+            tokens = sum(header["tokens"] for header in headers)
+            raise ConfigError(f"{key}={path}: {tokens} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
         self.signature = {"samples": self.ends[-1]}
+        self._open = functools.lru_cache(OPEN_FILES)(lambda shard: self.shards[shard].file.open("rb", buffering=0))
 
-    def sample(self, step: int, slot: int) -> np.ndarray:
-        epoch, index = divmod(step * self.global_batch + slot, self.ends[-1])
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        epoch, index = divmod(number, self.ends[-1])
         if self.seed is not None:
             index = permute(index, self.ends[-1], self.seed, epoch)
-        file = bisect_right(self.ends, index)
-        start = (index - (self.ends[file - 1] if file else 0)) * self.seq_len
-        return self.tokens[file][start:start + self.seq_len + 1]
+        for another in range(1, TRIES):
+            tokens = self._read(index)
+            if tokens is not None:
+                return tokens
+            index = permute(number % self.ends[-1], self.ends[-1], self.seed or 0, epoch, another)
+        raise ConfigError(f"{self.key}: {TRIES} samples in a row lie in files that cannot be read")
 
     def state(self, slot: int) -> dict[str, int]:
         return {}
 
     def load(self, slot: int, state: dict[str, int]) -> None:
-        """Nothing: the step says it all."""
+        """Nothing: the number says it all."""
 
-    def _header(self, file: Path, vocab_size: int) -> dict:
+    def _read(self, index: int) -> np.ndarray | None:
+        """The tokens of a sample as they lie; None where they cannot be had."""
+        shard = bisect_right(self.ends, index)
+        file, header = self.shards[shard].file, self.shards[shard].header
+        if not self.shards[shard].usable:
+            return None
+        dtype, first = np.dtype(header["dtype"]), (index - (self.ends[shard - 1] if shard else 0)) * self.seq_len
+        size = (self.seq_len + 1) * dtype.itemsize
+        try:
+            content = os.pread(self._open(shard).fileno(), size, first * dtype.itemsize)
+            if len(content) < size:
+                raise BadShard(file, f"{self.key}={file}: it has been cut off since it was opened")
+            tokens = np.frombuffer(content, dtype)
+            if tokens.max() >= self.vocab_size:
+                raise BadShard(file, f"{self.key}={file}: id {tokens.max()} at token {first + tokens.argmax()}, not one of "
+                                     f"{header['vocab_size']}: damaged")
+        except OSError as error:
+            self.bad.add(BadShard(file, f"{self.key}={file}: cannot be read: {error.strerror}"))
+        except BadShard as error:
+            self.bad.add(error)
+        else:
+            return tokens
+        return None
+
+    def _files(self, path: str | None) -> list[Path]:
+        """The files of a path, with those of which only the header is left."""
+        found = files.require(self.key, path, (".bin",))
+        headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
+        named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}
+        return sorted({*found, *named})
+
+    def _shard(self, file: Path) -> Shard | None:
+        """A file with its header; None for one without, which may be left out."""
+        try:
+            header = self._header(file)
+        except BadShard as error:
+            self.bad.add(error)
+            return None
+        if header["vocab_size"] > self.vocab_size:
+            raise ConfigError(f"{self.key}={file}: encoded with {header['vocab_size']} ids, more than model.vocab_size={self.vocab_size}")
+        tokens, dtype = header["tokens"], np.dtype(header["dtype"])
+        size = file.stat().st_size if file.exists() else None
+        usable = size == tokens * dtype.itemsize
+        if not usable:
+            found = "no such file" if size is None else f"{size} bytes"
+            self.bad.add(BadShard(file, f"{self.key}={file}: {found}, but {file.name}.json tells of {tokens} tokens in {dtype}"))
+        return Shard(file, header, usable)
+
+    def _header(self, file: Path) -> dict:
         path = Path(f"{file}.json")
         try:
             header = json.loads(path.read_text())
-            dtype, tokens = np.dtype(header["dtype"]), header["tokens"]
+            np.dtype(header["dtype"]), header["tokens"] + 0, header["vocab_size"] + 0
             header["bos_id"], header["eos_id"], header["tokenizer_sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
-                              "write both with `titan tokenizer encode`") from error
-        if tokens * dtype.itemsize != file.stat().st_size:
-            raise ConfigError(f"{self.key}={file}: {file.stat().st_size} bytes, but {path.name} tells of {tokens} tokens in {dtype}")
-        if header["vocab_size"] > vocab_size:
-            raise ConfigError(f"{self.key}={file}: encoded with {header['vocab_size']} ids, more than model.vocab_size={vocab_size}")
+            raise BadShard(file, f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
+                                 "write both with `titan tokenizer encode`") from error
         return header
 
 
 class Synthetic:
     """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, nothing to learn."""
 
-    bos_id = eos_id = None
+    separators, tokenizer = (None, None), None
 
-    def __init__(self, vocab_size: int, global_batch: int, seq_len: int, seed: int):
-        self.vocab_size, self.global_batch, self.seq_len, self.seed = vocab_size, global_batch, seq_len, seed
+    def __init__(self, vocab_size: int, seq_len: int, seed: int):
+        self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
         self.signature = {"vocab_size": vocab_size}
 
-    def sample(self, step: int, slot: int) -> np.ndarray:
-        key = np.array([self.seed % (1 << 64), step * self.global_batch + slot], dtype=np.uint64)
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        key = np.array([self.seed % (1 << 64), number], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).integers(self.vocab_size, size=self.seq_len + 1)
 
     def state(self, slot: int) -> dict[str, int]:
         return {}
 
     def load(self, slot: int, state: dict[str, int]) -> None:
-        """Nothing: the step says it all."""
+        """Nothing: the number says it all."""

@@ -5,13 +5,18 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from titan_hydra.config.status import ConfigError
+from titan_hydra.train.data.shards import BadShards
 from titan_hydra.train.loss import IGNORED
+
+if TYPE_CHECKING:
+    from titan_hydra.train.metrics import Metrics
 
 
 @dataclass
@@ -37,23 +42,26 @@ class Batch:
 
 class Samples(Protocol):
     signature: dict[str, Any]  # what must not change for a saved state to fit
+    separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
+    tokenizer: str | None  # what the ids mean: sha256 of the tokenizer's file; None where they mean nothing
 
-    def sample(self, step: int, slot: int) -> np.ndarray:
-        """The seq_len + 1 tokens that a slot takes in a step; called with every step once, in order."""
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        """The seq_len + 1 tokens of sample `number`, which a slot takes; the numbers of a slot rise, and none is asked for twice."""
 
-    def state(self, slot: int) -> dict[str, int]: ...
+    def state(self, slot: int) -> dict[str, Any]: ...
 
-    def load(self, slot: int, state: dict[str, int]) -> None: ...
+    def load(self, slot: int, state: dict[str, Any]) -> None: ...
 
 
 class Loader:
     """Endless batches of the slots that this rank owns: next(), state(), load(), rewind(), close()."""
 
-    def __init__(self, samples: Samples, slots: range, signature: dict[str, Any], separators: tuple[int | None, int | None] | None,
-                 prefetch: int):
+    def __init__(self, samples: Samples, slots: range, global_batch: int, signature: dict[str, Any],
+                 separators: tuple[int | None, int | None] | None, prefetch: int, bad: BadShards):
         """`separators` are the begin- and end-of-text ids that a document mask goes by; None: no mask."""
-        self.samples, self.slots, self.separators, self.prefetch = samples, slots, separators, prefetch
+        self.samples, self.slots, self.global_batch, self.separators, self.prefetch = samples, slots, global_batch, separators, prefetch
         self.signature = signature | samples.signature
+        self.bad, self.told = bad, set[str]()  # shards that could not be read; those that all ranks know of
         self.step = 0  # batches produced
         self.thread: threading.Thread | None = None
         self.returned = self.start = self._snapshot()
@@ -75,8 +83,17 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the last batch that next() returned ended: step, signature, and slot -> state. JSON can hold it."""
+        """Where the last batch that next() returned ended: step, signature, slot -> state, and the bad shards so far. JSON can hold it."""
         return self.returned
+
+    def news(self) -> dict[str, str]:
+        """The bad shards, with reasons, that were left out up to the last batch and that not all ranks know of."""
+        return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.told}
+
+    def hear(self, news: dict[str, str]) -> None:
+        """Bad shards that other ranks have found count here too. Raises ConfigError if they are too many, on all ranks alike."""
+        self.told |= set(news)
+        BadShards(self.bad.limit, dict.fromkeys(sorted(self.told), "") | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state that holds this rank's slots, whatever ranks wrote it (see merge); keys may be JSON's strings.
@@ -91,24 +108,29 @@ class Loader:
         if missing := [slot for slot in self.slots if slot not in saved]:
             raise ConfigError(f"the saved state of the data lacks slots {missing} of {self.signature['data.global_batch']}")
         self._halt()
-        self.step = state["step"]
+        self.step, self.told = state["step"], set(state.get("bad", {}))
+        self.bad.found = state.get("bad", {}) | self.bad.found
         for slot in self.slots:
             self.samples.load(slot, saved[slot])
         self.returned = self._snapshot()
 
     def rewind(self) -> None:
         """Back to the first batch, so that every validation sees the same samples."""
+        told = self.told
         self.load(self.start)
+        self.told = told
 
     def close(self) -> None:
         """End the thread; one that hangs in a download is left behind after ten seconds."""
         self._halt(timeout=10)
 
     def _snapshot(self) -> dict[str, Any]:
-        return {"step": self.step, "signature": self.signature, "slots": {slot: self.samples.state(slot) for slot in self.slots}}
+        return {"step": self.step, "signature": self.signature, "slots": {slot: self.samples.state(slot) for slot in self.slots},
+                "bad": dict(self.bad.found)}
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
-        tokens = np.stack([self.samples.sample(self.step, slot) for slot in self.slots]).astype(np.int64)
+        first = self.step * self.global_batch
+        tokens = np.stack([self.samples.sample(first + slot, slot) for slot in self.slots]).astype(np.int64)
         self.step += 1
         return cut(tokens, self.separators), self._snapshot()
 
@@ -132,9 +154,21 @@ class Loader:
         self.thread = None
 
 
+def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
+    """Tell of the shards that some rank has left out since the last report, once each. All ranks call it alike."""
+    parts: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, loader.news())
+    news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
+    for count, (shard, reason) in enumerate(news.items(), start=len(loader.told) + 1):
+        metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
+        if metrics.file:
+            print(f"warning: a shard is left out: {reason}", flush=True)
+    loader.hear(news)
+
+
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
     """One state out of all ranks' states of the same step."""
-    return states[0] | {"slots": {slot: state for part in states for slot, state in part["slots"].items()}}
+    return states[0] | {key: {name: value for part in states for name, value in part.get(key, {}).items()} for key in ("slots", "bad")}
 
 
 def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> Batch:

@@ -1,20 +1,22 @@
 """Endless streams of packed documents: one for every slot of the global batch, each with its own place in the text.
 
 A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at positions k, k + G,
-k + 2G, ... of the endless sequence of epochs, each epoch in an order of its own. Nothing here knows of ranks, so who reads a slot
-does not change what the slot reads.
+k + 2G, ... of the endless sequence of epochs, each epoch in an order of its own. With a shuffle buffer its documents are taken in blocks,
+each in a random order that follows from where the block begins: so the buffer's state is that place, and a number in it. Nothing here knows
+of ranks, so who reads a slot does not change what the slot reads.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 import numpy as np
 
 from titan_hydra.config.status import ConfigError
 from titan_hydra.train.data.permutation import permute
+from titan_hydra.train.data.shards import BadShard, BadShards
 from titan_hydra.train.tokenizer import Tokenizer
 
 
@@ -25,21 +27,28 @@ class Source(Protocol):
         """Row numbers, rising, and texts of a unit, from row `start` on. The same every time."""
 
 
+START = {"turn": 0, "row": 0, "place": 0, "token": 0}
+
+
 @dataclass
 class Document:
-    turn: int  # how many units the stream has begun before this document's
-    row: int
+    turn: int  # how many units the stream had begun before the one in which this document's block begins
+    row: int  # where in that unit the block begins
+    place: int  # in the block, once it is shuffled
     tokens: np.ndarray
 
 
 class Streams:
-    """The streams of some slots; a slot's state is where its next sample begins: turn, row, and token in the document."""
+    """The streams of some slots; a slot's state is where its next sample begins: turn, row, place, and token in the document."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, slots: range, global_batch: int, seq_len: int, seed: int, shuffle: bool):
-        self.signature = {"units": source.units}
-        self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed if shuffle else None) for slot in slots}
+    def __init__(self, source: Source, tokenizer: Tokenizer, slots: range, global_batch: int, seq_len: int, seed: int | None,
+                 buffer: int, bad: BadShards):
+        """`seed` None keeps units in order."""
+        self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
+        self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
+        self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots}
 
-    def sample(self, step: int, slot: int) -> np.ndarray:
+    def sample(self, number: int, slot: int) -> np.ndarray:
         return self.streams[slot].sample()
 
     def state(self, slot: int) -> dict[str, int]:
@@ -55,14 +64,16 @@ class Stream:
     So every token is predicted exactly once, and the state needs no leftover tokens: they are encoded again when it is loaded.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, slot: int, slots: int, seq_len: int, seed: int | None):
+    def __init__(self, source: Source, tokenizer: Tokenizer, slot: int, slots: int, seq_len: int, seed: int | None, buffer: int = 0,
+                 bad: BadShards | None = None):
         self.source, self.tokenizer, self.slot, self.slots, self.seq_len, self.seed = source, tokenizer, slot, slots, seq_len, seed
-        self.load({"turn": 0, "row": 0, "token": 0})
+        self.block, self.bad = max(buffer, 1), bad or BadShards()
+        self.load(START)
 
     def load(self, state: dict[str, int]) -> None:
-        self.state = dict(state)
+        self.state = START | state
         self.begun: list[Document] = []  # documents that the next sample takes from
-        self.coming = self._documents(state["turn"], state["row"])
+        self.coming = self._documents(**{key: value for key, value in self.state.items() if key != "token"})
 
     def sample(self) -> np.ndarray:
         """The next seq_len + 1 tokens. Raises ConfigError where the source holds no text at all."""
@@ -82,7 +93,7 @@ class Stream:
     def _begin(self) -> None:
         """Take the first document. Where there are fewer units than slots, slots that share one begin at different places of it."""
         self.begun.append(next(self.coming))
-        if self.state == {"turn": 0, "row": 0, "token": 0} and self.source.units < self.slots:
+        if self.state == START and self.source.units < self.slots:
             sharers = -(-self.slots // self.source.units)
             self.state["token"] = len(self.begun[0].tokens) * (self.slot // self.source.units) // sharers
 
@@ -90,15 +101,31 @@ class Stream:
         token = self.state["token"] + self.seq_len
         while token >= len(self.begun[0].tokens):
             token -= len(self.begun.pop(0).tokens)
-        self.state = {"turn": self.begun[0].turn, "row": self.begun[0].row, "token": token}
+        document = self.begun[0]
+        self.state = {"turn": document.turn, "row": document.row, "place": document.place, "token": token}
 
-    def _documents(self, first: int, row: int) -> Iterator[Document]:
+    def _documents(self, turn: int, row: int, place: int) -> Iterator[Document]:
+        """Documents of the blocks from one that begins at turn and row on; of that one, those from `place` on."""
+        texts = self._texts(turn, row)
+        while True:
+            block = list(islice(texts, self.block))
+            turn, row, _ = block[0]
+            for number in range(place, len(block)):
+                text = block[permute(number, len(block), self.seed, self.slot, turn, row)][2]
+                yield Document(turn, row, number, np.array(self.tokenizer.document(text), dtype=np.int32))
+            place = 0
+
+    def _texts(self, first: int, row: int) -> Iterator[tuple[int, int, str]]:
+        """Turn, row and text of the documents from a place on, without end."""
         empty = 0  # units without text in a row
         for turn in count(first):
-            for number, text in self.source.rows(self._unit(turn), row):
-                if text:
-                    empty = -1
-                    yield Document(turn, number, np.array(self.tokenizer.document(text), dtype=np.int32))
+            try:
+                for number, text in self.source.rows(self._unit(turn), row):
+                    if text:
+                        empty = -1
+                        yield turn, number, text
+            except BadShard as error:
+                self.bad.add(error)
             empty, row = empty + 1, 0
             if empty == self.source.units and not self._any_text():
                 raise ConfigError("data.path: no document with text in it")
@@ -112,4 +139,10 @@ class Stream:
         return permute(place, self.source.units, self.seed, epoch)
 
     def _any_text(self) -> bool:
-        return any(text for unit in range(self.source.units) for _, text in self.source.rows(unit))
+        return any(self._has_text(unit) for unit in range(self.source.units))
+
+    def _has_text(self, unit: int) -> bool:
+        try:
+            return any(text for _, text in self.source.rows(unit))
+        except BadShard:
+            return False

@@ -7,6 +7,7 @@ from itertools import islice
 from titan_hydra.config import schema
 from titan_hydra.config.status import ConfigError
 from titan_hydra.train.data import files
+from titan_hydra.train.data.shards import BadShard
 
 C4 = {"path": "allenai/c4", "subset": "en"}
 
@@ -29,25 +30,32 @@ class TextFiles:
 class Hub:
     """Shards of a streaming dataset as units; with fewer shards than slots, every n-th row of a shard."""
 
-    def __init__(self, data: schema.Data, split: str, slots: int):
+    def __init__(self, key: str, data: schema.Source, split: str, slots: int):
         """Raises ConfigError with the library's own words where the dataset, its subset or split cannot be had."""
         import datasets
 
-        self.path = data.path or (C4["path"] if data.name == "c4" else None)
-        if not self.path:
-            raise ConfigError("data.path=null: data=hf needs the name of a dataset, or a folder")
+        path = data.path or (C4["path"] if data.name == "c4" else None)
+        if not path:
+            raise ConfigError(f"{key}.path=null: data=hf needs the name of a dataset, or a folder")
         subset = data.subset or (C4["subset"] if data.name == "c4" else None)
         try:
-            self.dataset = datasets.load_dataset(self.path, subset, split=split, streaming=True)
+            self.dataset = datasets.load_dataset(path, subset, split=split, streaming=True)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # OSError: offline, not found
-            raise ConfigError(f"data.path={self.path} subset={subset} split={split}: {str(error).splitlines()[0]}") from error
-        self.text_key = data.text_key
+            raise ConfigError(f"{key}.path={path} subset={subset} split={split}: {str(error).splitlines()[0]}") from error
+        self.text_key, self.where = data.text_key, f"{key}.path={path}"
         self.every = -(-slots // self.dataset.num_shards)
         self.units = self.dataset.num_shards * self.every
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
         shard, first = divmod(unit, self.every)
-        start = max(start, first)
-        rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
-        for number, row in zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False):
-            yield number, files.column(row, self.text_key, f"data.path={self.path}: shard {shard}, row {number}")
+        where = f"{self.where}: shard {shard}"
+        for number, row in self._read(where, shard, max(start, first)):
+            yield number, files.column(row, self.text_key, f"{where}, row {number}")
+
+    def _read(self, where: str, shard: int, start: int) -> Iterator[tuple[int, dict]]:
+        """Every n-th row of a shard. What goes wrong in the library while it reads is the shard's fault."""
+        try:
+            rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
+            yield from zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False)
+        except Exception as error:  # each format and file system has errors of its own
+            raise BadShard(where, f"{where}: cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error

@@ -1,0 +1,65 @@
+"""What each pipeline rank does and in which order, asked of torch's own schedules without a process group.
+
+    python -m titan_hydra.parallel.order config.json ...
+
+prints it as JSON, for programs that import no torch: for each configuration a list of ranks, each a list of [stage, one of F B I W,
+microbatch]; null for a schedule from a file that is gone.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from titan_hydra.config import Job, from_dict
+from titan_hydra.config import pipeline as layout
+from titan_hydra.config.pipeline import Action
+
+from .pipeline import SCHEDULES
+
+KINDS = ("F", "B", "I", "W")  # what is left out is communication
+
+
+def actions_of_ranks(job: Job) -> list[list[Action]]:
+    """The computations of every pipeline rank of a job, in order."""
+    schedule = job.pp_schedule
+    if schedule.name == "csv":
+        return layout.read_schedule(schedule.csv)
+    if schedule.name in ("gpipe", "1f1b"):
+        return [_one_stage(rank, job) for rank in range(job.parallelism.pp)]
+    stages = [_stage(index, job) for index in layout.stages_of_ranks(job)[0]]
+    order = SCHEDULES[schedule.name](stages, n_microbatches=layout.microbatches(job)).pipeline_order
+    return [[action for step in order[rank] if step for action in _computations(step)] for rank in sorted(order)]
+
+
+def _one_stage(rank: int, job: Job) -> list[Action]:
+    """What ScheduleGPipe and Schedule1F1B run. The table that torch has of 1F1B names wrong microbatches on the last rank (2.13)."""
+    number = layout.microbatches(job)
+    ahead = number if job.pp_schedule.name == "gpipe" else min(number, job.parallelism.pp - rank)
+    forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
+    alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
+    return [*forward[:ahead], *alternating, *backward[number - ahead:]]
+
+
+def _computations(step) -> list[Action]:
+    """A step of torch's table; one that overlaps a forward with a backward is both."""
+    parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
+    return [part for part in parts if part[1] in KINDS]
+
+
+def _stage(index: int, job: Job) -> SimpleNamespace:
+    """As much of a stage of rank 0 as a schedule looks at before it runs."""
+    return SimpleNamespace(stage_index=index, num_stages=layout.stage_count(job), group_size=job.parallelism.pp, group_rank=0, group=None,
+                           is_first=index == 0, is_last=index == layout.stage_count(job) - 1, submod=None, has_backward=True)
+
+
+def _read(config: str) -> list[list[Action]] | None:
+    try:
+        return actions_of_ranks(from_dict(Job, json.loads(Path(config).read_text())))
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":
+    json.dump([_read(config) for config in sys.argv[1:]], sys.stdout)

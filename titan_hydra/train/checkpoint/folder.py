@@ -1,0 +1,136 @@
+"""The steps in a run's checkpoints folder: which are complete, whether their bytes are what was written, and which are kept. No torch.
+
+`step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was complete once, `*.deleting` is on its way out. The manifest
+of a step names every other file in it with its size and CRC-32, and is the last one written before the rename that makes it complete.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+CHUNK = 2**24
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete steps in a checkpoints folder, oldest first; whether they are intact, `damage` says."""
+    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete step, or None."""
+    return (complete(folder) or [None])[-1]
+
+
+def step_of(path: Path) -> int:
+    """The number in `step-N`."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
+
+
+def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]]) -> None:
+    """Write what a step consists of. `sums` has size and CRC-32 of every file by name."""
+    files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
+    text = json.dumps({"format": 1, "step": step, "world_size": world_size, "time": time.time(), "files": files}, indent=1)
+    with (path / MANIFEST).open("w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a step; None if there is none that can be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        sizes = [int(entry["bytes"]) for entry in manifest["files"].values()]
+        return manifest if sizes and all(isinstance(entry["crc32"], str) for entry in manifest["files"].values()) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with this rank's share of a step's files, one line each. Reads every byte of them; together the ranks read all."""
+    manifest = read_manifest(path)
+    if manifest is None:
+        return [f"{MANIFEST} is missing or cannot be read"] if rank == 0 else []
+    names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
+    return [wrong for name in names[rank::ranks] if (wrong := _wrong(path / name, manifest["files"][name]))]
+
+
+def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
+    try:
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return f"{file.name} has {size:,} bytes instead of {expected['bytes']:,}"
+        if checksum(file) != expected["crc32"]:
+            return f"{file.name} does not match its checksum"
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+    return None
+
+
+def checksum(file: Path) -> str:
+    """CRC-32 of a file, in hex: against accidents, not against people (docs/security.md)."""
+    crc = 0
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
+
+
+def surplus(folder: Path, keep_latest: int, keep_every: int) -> list[Path]:
+    """The complete steps that need not be kept: all but the newest keep_latest (0: all are kept) and the multiples of keep_every."""
+    old = complete(folder)[:-keep_latest] if keep_latest else []
+    return [path for path in old if not (keep_every and step_of(path) % keep_every == 0)]
+
+
+class Bin:
+    """Deletes folders in a thread. They are renamed first, so that what is half deleted never looks complete."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def throw(self, paths: list[Path]) -> None:
+        """Take folders out of sight now, and off the disk soon. One that cannot be renamed stays."""
+        deleting = []
+        for path in paths:
+            try:
+                deleting.append(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.deleting")))
+            except OSError as error:
+                print(f"warning: {path} cannot be deleted: {error.strerror}", flush=True)
+        if deleting:
+            self.threads = [thread for thread in self.threads if thread.is_alive()]
+            self.threads.append(threading.Thread(target=_delete, args=(deleting,), name="checkpoint-bin", daemon=True))
+            self.threads[-1].start()
+
+    def wait(self) -> None:
+        """Until everything thrown away is gone."""
+        for thread in self.threads:
+            thread.join()
+
+
+def _delete(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What a process that died while writing or deleting has left."""
+    return [*folder.glob("step-*.writing"), *folder.glob("*.deleting")]
+
+
+def sync_folder(path: Path) -> None:
+    """Make names and renames in a folder last through a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,83 @@
+"""What a checkpoint holds: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank a `rank_R.json` with
+the states of its data streams and its random generators.
+"""
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from titan_hydra.config.status import CheckpointError
+from titan_hydra.parallel import float8
+from titan_hydra.train.data.loader import merge
+
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: independent of optimizers and layout
+Optimizers = list[torch.optim.Optimizer]
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's shards of the parameters, in the parameters' own memory."""
+    return {name: float8.plain(weight) for name, weight in get_model_state_dict(model).items()}
+
+
+def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """This rank's shards of the optimizers' state."""
+    return get_optimizer_state_dict(model, optimizers, options=OPTIONS)
+
+
+def into_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """Take the weights that were read."""
+    set_model_state_dict(model, state)
+
+
+def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
+    """Take the state, not the recipe: learning rates come from this job's configuration."""
+    set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = optimizer.defaults["lr"]
+
+
+def of_rank(world_size: int, data: dict[str, Any]) -> str:
+    """The content of rank_R.json."""
+    random = {"cpu": _encode(torch.get_rng_state())}
+    if torch.cuda.is_available():
+        random["cuda"] = _encode(torch.cuda.get_rng_state())
+    return json.dumps({"world_size": world_size, "random": random, "data": data})
+
+
+def rank_file(rank: int) -> str:
+    """Its name."""
+    return f"rank_{rank:05d}.json"
+
+
+def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """The data states of all ranks, merged; this rank's random state is taken if there are as many ranks as there were."""
+    states = [json.loads(file.read_text()) for file in sorted(path.glob("rank_*.json"))]
+    if not states:
+        raise CheckpointError(f"{path} has no rank_*.json: no state of the data to go on from")
+    if len(states) == world_size:
+        random = states[rank]["random"]
+        torch.set_rng_state(_decode(random["cpu"]))
+        if "cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_decode(random["cuda"]))
+    return merge([state["data"] for state in states])
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

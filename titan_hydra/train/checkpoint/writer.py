@@ -1,0 +1,141 @@
+"""Writing one step: DCP's writer, which also sums what it writes, adds the rank's own file and the manifest, and renames the whole.
+
+All of it happens inside DCP's two collectives (plan, write), in whatever thread DCP saves: what fails on one rank, DCP tells all.
+"""
+from __future__ import annotations
+
+import errno
+import io
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from . import folder
+
+SUMS = ""  # the entry of a rank's results that is no tensor's: size and CRC-32 of each of its files
+SPARE = 2**20  # bytes that a save needs beside its tensors: the index, the ranks' own files
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes a step beside its final place, `path`, and moves it there when every rank has written its part.
+
+    `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete.
+    """
+
+    def __init__(self, path: Path, step: int, world_size: int, own: tuple[str, str] | None = None,
+                 done: Callable[[], None] = lambda: None) -> None:
+        self.final, self.writing = path, path.with_name(f"{path.name}.writing")
+        super().__init__(self.writing, sync_files=True)
+        self.fs, self.step, self.world_size, self.own, self.done = SummingFiles(), step, world_size, own, done
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
+        """Make room: what an earlier try has left is deleted before anyone is told what to write."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            shutil.rmtree(self.writing, ignore_errors=True)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, which knows what all ranks will write: refuse before the first byte if there is no room for it."""
+        needed = SPARE + sum(_bytes(item) for plan in plans for item in plan.items)
+        free = shutil.disk_usage(self.writing).free
+        if free < needed:
+            reason = f"{os.strerror(errno.ENOSPC)}: it needs {needed / 2**30:.3f} GiB and {free / 2**30:.3f} are free"
+            raise OSError(errno.ENOSPC, reason)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors and its own file; the sums go to rank 0 with the results."""
+        try:
+            results = super().write_data(plan, planner).wait()
+            self._write_own()
+        except Exception as error:
+            if isinstance(error, OSError) or shutil.disk_usage(self.writing).free >= SPARE:
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer does not say so
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([*results, WriteResult(MetadataIndex(SUMS), 0, dict(self.fs.sums))])
+        return future
+
+    def _write_own(self) -> None:
+        if self.own:
+            name, text = self.own
+            with self.fs.create_stream(self.writing / name, "wb") as stream:
+                stream.write(text.encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all have written: index, manifest, rename."""
+        sums = {}
+        for part in results:
+            sums |= part.pop().storage_data
+        super().finish(metadata, results)
+        sums[".metadata"] = self.fs.sums[".metadata.tmp"]
+        folder.write_manifest(self.writing, self.step, self.world_size, sums)
+        folder.sync_folder(self.writing)
+        self.commit()
+        self.done()
+
+    def commit(self) -> None:
+        """Give the step its name. A damaged one that bears it is moved aside first: a rename never replaces a folder that has files."""
+        if self.final.exists():
+            self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}.deleting"))
+        self.writing.rename(self.final)
+        folder.sync_folder(self.final.parent)
+
+    def abandon(self) -> None:
+        """Free the disk of a step that could not be written."""
+        shutil.rmtree(self.writing, ignore_errors=True)
+
+    def storage_meta(self) -> StorageMeta:
+        """No path: a checkpoint can be moved, and should not tell where it was."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class SummingFiles(FileSystem):
+    """Files whose bytes are summed on their way to the disk, so that nothing has to be read again."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        """Open a file; `sums` has its size and CRC-32 by name once it is closed."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        raw = SummedFile(path, mode)
+        with io.BufferedWriter(raw, 2**20) as stream:
+            yield stream
+        self.sums[Path(path).name] = (raw.size, raw.crc)
+
+
+class SummedFile(io.FileIO):
+    """A file that is written once, from its beginning to its end."""
+
+    size = crc = 0
+
+    def write(self, data) -> int:
+        """Write what the system takes of it, and count just that."""
+        written = super().write(data)
+        with memoryview(data).cast("B") as view:
+            self.crc = zlib.crc32(view[:written], self.crc)
+        self.size += written
+        return written
+
+
+def _bytes(item) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0

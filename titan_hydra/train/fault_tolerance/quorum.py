@@ -1,0 +1,197 @@
+"""Who is there: replica groups find each other, and agree on who meets and whether a meeting counts, through files alone.
+
+There is no server that could die: whoever is left goes on with the files. Each group shows that it lives in heart_<group>.json. Meetings
+are numbered folders. A group that has come writes present_<group>.json; whoever first sees that all who live have come closes the
+meeting by members.json; members exchange what they have, write done_<group>.json, and outcome.json says whether it counts. The last two
+are made by link(2), which one process alone can win, on NFS too: so all groups read the same decision, whoever made it, and dies then.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_hydra.config.files import write_text
+
+POLL = 0.05  # seconds between two looks at the files
+KEPT = 8  # meetings whose files stay
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A meeting that is closed: the groups in it, those of them whose weights are the newest, their step, and where their store is."""
+
+    number: int
+    members: dict[int, str]  # group -> which life of it
+    donors: list[int]
+    step: int
+    address: str
+
+    @property
+    def takers(self) -> list[int]:
+        """The members that come from an older state, and take that of the donors."""
+        return sorted(set(self.members) - set(self.donors))
+
+
+class Board:
+    """One group's view of the others, and its own heart. One process of each group has one."""
+
+    def __init__(self, folder: Path, group: int, groups: int, timeout: float, address: str) -> None:
+        self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
+        self.life = uuid.uuid4().hex
+        self.phase = "starting"  # then joining or training; in the end: left
+        self.position = (0, 0)  # step of the last meeting, and the step that this group has come to
+        self.number = max(self._numbers(), default=1)  # the next meeting
+        self.beats = 0
+        self.hearts: dict[int, tuple[dict, float]] = {}  # group -> (what its heart said last, when that changed by our clock)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.beat()
+        self.thread = threading.Thread(target=self._live, name="heart", daemon=True)
+        self.thread.start()
+
+    # --- hearts --------------------------------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Show that this group lives, and look at the others."""
+        with self.lock:
+            self.beats += 1
+            heart = {"life": self.life, "beat": self.beats, "phase": self.phase, "position": self.position}
+            write_text(self.folder / f"heart_{self.group}.json", json.dumps(heart), durable=False)
+            for group in range(self.groups):
+                seen = read(self.folder / f"heart_{group}.json")
+                if seen is not None and self.hearts.get(group, (None,))[0] != seen:
+                    self.hearts[group] = (seen, time.monotonic())
+
+    def become(self, phase: str, position: tuple[int, int]) -> None:
+        """Say at once where this group is."""
+        self.phase, self.position = phase, position
+        self.beat()
+
+    def close(self) -> None:
+        """Say that this group is gone: nobody need wait until its heart is missed."""
+        self.ended.set()
+        self.thread.join()
+        self.become("left", self.position)
+
+    def _live(self) -> None:
+        while not self.ended.wait(min(1.0, self.timeout / 10)):
+            try:
+                self.beat()
+            except OSError:  # a full disk: the others may miss us, and we try again
+                continue
+
+    def alive(self, group: int) -> bool:
+        """Whether a group has lately given a sign of life."""
+        heart, changed = self.hearts.get(group, ({}, 0.0))
+        return heart.get("phase", "left") != "left" and time.monotonic() - changed < self.timeout
+
+    def phases(self) -> dict[int, str]:
+        """What the groups that live are doing."""
+        return {group: self.hearts[group][0]["phase"] for group in range(self.groups) if self.alive(group)}
+
+    # --- the start -------------------------------------------------------------------------------------------------------------------
+
+    def begin(self, position: tuple[int, int], limit: float, stop: Callable[[], bool]) -> bool:
+        """Wait for the other groups to be ready, unless they have gone on already. Returns whether this one is behind them."""
+        self.become("training", position)
+        deadline = time.monotonic() + limit
+        while not stop() and time.monotonic() < deadline:
+            outcomes = filter(None, map(read, self.folder.glob("*/outcome.json")))
+            newest = max([-1, *(outcome["step"] for outcome in outcomes if outcome["counts"])])
+            ready = [group for group, phase in self.phases().items() if phase != "starting"]
+            if newest >= 0 or len(ready) == self.groups:
+                lasts = [self.hearts[group][0]["position"][0] for group in ready]
+                behind = position[0] < max([newest, *lasts])
+                self.become("joining" if behind else "training", position)
+                return behind
+            time.sleep(POLL)
+        return False
+
+    # --- meetings --------------------------------------------------------------------------------------------------------------------
+
+    def convene(self, position: tuple[int, int], stop: Callable[[], bool]) -> Meeting | None:
+        """Come to the next meeting and wait until it is closed with this group in it. None if asked to stop before that."""
+        self.become(self.phase, position)
+        while True:
+            place = self.folder / str(self.number)
+            if not place.exists():
+                self.number = max([self.number, *self._numbers()])  # this group slept, and old meetings are cleared away
+                place = self.folder / str(self.number)
+            if (closed := read(place / "members.json")) is not None:
+                meeting = Meeting(self.number, {int(group): life for group, life in closed["members"].items()}, closed["donors"],
+                                  closed["step"], closed["address"])
+                self.number += 1
+                if meeting.members.get(self.group) == self.life:
+                    return meeting
+                continue  # it went on without us, or long ago
+            present = place / f"present_{self.group}.json"
+            if stop():
+                present.unlink(missing_ok=True)
+                return None
+            if (read(present) or {}).get("life") != self.life:
+                place.mkdir(exist_ok=True)
+                write_text(present, json.dumps({"life": self.life, "position": position, "address": self.address}), durable=False)
+            self._close_if_all_are_there(place)
+            time.sleep(POLL)
+
+    def _close_if_all_are_there(self, place: Path) -> None:
+        """Nobody waits for a group that is still starting, but one that is behind: it has nothing to hurry for."""
+        here = {}
+        for group, phase in self.phases().items():
+            said = read(place / f"present_{group}.json")
+            if said is not None and said["life"] == self.hearts[group][0]["life"]:
+                here[group] = said
+            elif phase == "training" or (phase == "starting" and self.phase == "joining"):
+                return
+        if self.group not in here:
+            return
+        newest = max(said["position"] for said in here.values())
+        donors = [group for group, said in here.items() if said["position"] == newest]
+        once(place / "members.json", {"members": {group: said["life"] for group, said in here.items()}, "donors": donors,
+                                      "step": newest[1], "address": here[donors[0]]["address"]})
+
+    def settle(self, meeting: Meeting, went_well: bool) -> bool:
+        """Say how the exchange went here, and wait for the word on whether it counts: only if it went well for every member."""
+        place = self.folder / str(meeting.number)
+        write_text(place / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
+        while (outcome := read(place / "outcome.json")) is None:
+            done = {group: read(place / f"done_{group}.json") for group in meeting.members}
+            lost = [group for group, life in meeting.members.items()
+                    if done[group] is None and not (self.alive(group) and self.hearts[group][0]["life"] == life)]
+            failed = lost or not all(said["well"] for said in done.values() if said)
+            if failed or None not in done.values():
+                once(place / "outcome.json", {"counts": not failed, "step": meeting.step})
+            time.sleep(POLL / 5)
+        if self.group == meeting.donors[0]:
+            shutil.rmtree(self.folder / str(meeting.number - KEPT), ignore_errors=True)
+        return outcome["counts"]
+
+    def _numbers(self) -> list[int]:
+        return [int(place.name) for place in self.folder.glob("[0-9]*")]
+
+
+def once(path: Path, content: dict) -> None:
+    """Write a file that is not there yet; whoever comes second changes nothing."""
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    scratch.write_text(json.dumps(content), encoding="utf-8")
+    try:
+        os.link(scratch, path)
+    except FileExistsError:
+        pass
+    finally:
+        scratch.unlink()
+
+
+def read(path: Path) -> dict | None:
+    """A file's content; None as long as it is not there."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None

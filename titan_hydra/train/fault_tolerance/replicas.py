@@ -1,0 +1,176 @@
+"""One replica group among the others, as the training loop sees it: after a step it may meet them, and before the first it may catch up.
+
+A group is a whole world of its own. Its rank 0 deals with the other groups (quorum.py) and tells its ranks; then rank i of every group
+exchanges its shards with its peers (exchange.py), and outer.py changes the weights, once it is sure that all members can do so.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Job
+from titan_hydra.config.status import RunError
+from titan_hydra.parallel import converters
+from titan_hydra.train.checkpoint import state
+
+from .exchange import Peers
+from .outer import Fragment, cut, due
+from .quorum import Board, Meeting
+
+LONGEST = timedelta(days=7)  # that ranks wait for their rank 0: it ends the waiting
+
+
+class Replicas:
+    """This rank's group among the others. All ranks of the group call all methods alike."""
+
+    def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
+        """`stop` lists the signals that asked this rank to stop."""
+        self.job, self.config, self.run, self.model, self.optimizers = job, job.fault_tolerance, run, model, optimizers
+        self.stop: Callable[[], bool] = lambda: bool(stop)
+        self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
+        self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
+        self.fragments = cut(model, job.model.n_layers, self.config)
+        self.last = torch.zeros((), dtype=torch.int64)  # step of the last meeting
+        self.peers = Peers(run.replica, run.rank, self.config.timeout_seconds)
+        self.group = dist.new_group(backend="gloo", timeout=LONGEST)
+        self.members = list(range(self.config.replicas))  # of the last meeting
+        self.board = None
+        if run.rank == 0:
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            self.store = dist.TCPStore(host, 0, None, True, timedelta(seconds=self.config.timeout_seconds), wait_for_workers=False)
+            self.board = Board(run.meetings, run.replica, self.config.replicas, self.config.timeout_seconds, f"{host}:{self.store.port}")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of it, this rank's part, in its own memory."""
+        outer = {f"{number}.{name}": getattr(fragment, name) for number, fragment in enumerate(self.fragments)
+                 for name in ("anchor", "momentum") if fragment.anchor is not None}
+        return {f"rank_{self.run.rank}.{name}": tensor for name, tensor in {"last": self.last, **outer}.items()}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this group has the last word on the run: the first of those at the last meeting."""
+        return self.run.replica == self.members[0]
+
+    def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
+        """Be one of the groups, with weights of this step. Returns the step to go on from, and whether a stop was asked for meanwhile.
+
+        A group that is behind the others waits here for their next meeting; one that was stopped on its way to a meeting goes there.
+        """
+        if not resumed:
+            self.last.fill_(step)
+            for fragment in self.fragments:
+                fragment.remember()
+        position = (int(self.last), step)
+        behind = self._board("begin", position, self.job.comm.init_timeout_seconds, self.stop)
+        owed = due(step, self.job.steps, self.config) and self.last < step
+        return self.meet(step, None) if behind or owed else (step, False)
+
+    def report_to(self, event: Callable[..., None]) -> None:
+        """Write meetings to the metrics from now on."""
+        self.report = event
+        for step, values in self.unreported:
+            event("meeting", step, **values)
+
+    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
+        """Meet the other groups if it is time. Returns the step to go on from, and whether a stop was asked for meanwhile."""
+        return self.meet(step, loss) if due(step, self.job.steps, self.config) else (step, False)
+
+    @torch.no_grad()
+    def meet(self, step: int, loss: float | None) -> tuple[int, bool]:
+        """Meet until it counts, with whoever is there."""
+        began, position = time.perf_counter(), (int(self.last), step)
+        while True:
+            meeting: Meeting | None = self._board("convene", position, self.stop)
+            if meeting is None:
+                return step, True
+            if meeting.step < 0:
+                raise RunError("the group whose weights were being taken is gone, and there is no other to take them from")
+            means = self._exchange(meeting, loss)
+            if self._board("settle", meeting, self._all(means is not None)):
+                break
+            self.peers.part()
+            if self.run.replica in meeting.takers:
+                position = (-1, -1)  # half of another's state is not a state
+        *averages, mean_loss = means
+        for number, average in zip(due(meeting.step, self.job.steps, self.config), averages, strict=True):
+            self.fragments[number].take(average, self.config)
+        converters.after_step(self.model, self.job)
+        self.last.fill_(meeting.step)
+        self.members = sorted(meeting.members)
+        if self.board is not None:
+            self.board.become("training", (meeting.step, meeting.step))
+        known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}  # not in a meeting that was owed from before a stop
+        self.report("meeting", meeting.step, groups=len(self.members), joined=len(meeting.takers), **known,
+                    seconds=time.perf_counter() - began)
+        return meeting.step, False
+
+    def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
+        """The averages over the donors, of the fragments that are due and of the loss; None if a member was lost. Changes nothing,
+        but in a taker, which gets a donor's whole state."""
+        donates = self.run.replica in meeting.donors
+        try:
+            self.peers.meet(meeting)
+            if meeting.takers:
+                for tensor in self._state(donates):
+                    self.peers.hand_over(tensor, meeting.donors[0])
+            offers = [self.fragments[number].offer() for number in due(meeting.step, self.job.steps, self.config)]
+            offers.append(torch.tensor([loss if loss is not None else torch.nan], dtype=torch.float64))
+            for offer in offers:
+                if not donates:
+                    offer.zero_()
+                self.peers.add_up(offer)
+                offer.div_(len(meeting.donors))
+            return offers
+        except RuntimeError as error:  # gloo and the store have no others
+            print(f"meeting {meeting.number} after step {meeting.step} failed: {str(error).splitlines()[0]}", flush=True)
+            return None
+
+    def _state(self, donates: bool) -> Iterator[Tensor]:
+        """All that makes up a group's state at a meeting, in the same order everywhere. A taker's optimizers have it when this is done."""
+        for fragment in self.fragments:
+            yield from self._weights(fragment, donates)
+            if fragment.anchor is not None:
+                yield fragment.anchor
+                yield fragment.momentum
+        content: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
+        for name in sorted(content):
+            value = content[name]
+            if isinstance(value, Tensor):
+                yield value.to_local() if hasattr(value, "to_local") else value
+        if not donates:
+            state.into_optimizers(self.model, self.optimizers, content)
+
+    def _weights(self, fragment: Fragment, donates: bool) -> Iterator[Tensor]:
+        vector = fragment.weights()
+        yield vector
+        if not donates:
+            fragment.set_weights(vector)
+
+    # --- within the group ------------------------------------------------------------------------------------------------------------
+
+    def _board(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 hears from the board, on all ranks."""
+        answer = [getattr(self.board, method)(*arguments) if self.board is not None else None]
+        if self.run.world_size > 1:
+            dist.broadcast_object_list(answer, src=0, group=self.group, device=torch.device("cpu"))
+        return answer[0]
+
+    def _all(self, well: bool) -> bool:
+        """Whether it went well on all ranks."""
+        said = torch.tensor([int(well)])
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
+        return bool(said)
+
+    def close(self) -> None:
+        """Leave the other groups."""
+        if self.board is not None:
+            self.board.close()

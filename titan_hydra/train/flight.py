@@ -1,0 +1,141 @@
+"""The flight recorder of a rank: its last collectives, by torch's own recorder, and where it is, in a file that `titan flight` reads.
+
+torch records what NCCL and gloo do, but gloo's sends and receives between pipeline stages: those are counted here.
+"""
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from titan_hydra.config.files import write_text
+from titan_hydra.config.run import Run
+from titan_hydra.parallel.mesh import Mesh
+
+RECORDED = 2000  # collectives that torch keeps
+WRITTEN = 400  # of these go into a dump
+FRAMES = 3  # of a stack, innermost first, and as many that are not torch's
+MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
+_counts: collections.Counter[tuple[str, int]] = collections.Counter()  # of sends to and receives from each rank
+_lock = threading.Lock()
+
+
+def configure(run: Run) -> None:
+    """Switch torch's recorder on. Before there is a process group, as it looks at these variables only once."""
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": str(RECORDED),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(run.attempt / "nccl_trace_"),  # and the rank: NCCL's own dump, which torchfrtrace reads
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(run.attempt / "nccl_trace_"),  # the same to older releases
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def record_messages() -> None:
+    """Count what pipeline stages send and receive, for gloo, of which torch's recorder sees only collectives. Once is enough."""
+    from torch.distributed.pipelining import schedules
+
+    def counted(batch_p2p: Callable) -> Callable:
+        def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+            works = batch_p2p(operations, desc)
+            for operation, work in zip(operations, works, strict=False):
+                kind, peer = operation.op.__name__, operation.peer
+                _counts[kind, peer] += 1
+                MESSAGES.append({"op": kind.removeprefix("i"), "peer": peer, "seq": _counts[kind, peer], "work": work, "time": time.time(),
+                                 "size": list(operation.tensor.shape), "group": operation.group.group_name})
+            for message in list(MESSAGES)[-64:-16]:  # a message that is over need not keep its tensor
+                if message["work"] is not None and message["work"].is_completed():
+                    message["work"] = None
+            return works
+
+        exchange.counts = True
+        return exchange
+
+    if not hasattr(schedules._batch_p2p, "counts"):
+        schedules._batch_p2p = counted(schedules._batch_p2p)
+
+
+def progress() -> tuple:
+    """Something that changes whenever a collective, a send or a receive is begun or ends. Costs microseconds."""
+    state = pickle.loads(c10d._dump_fr_trace(False, False, False))  # our own process's, not a file
+    return str(state.get("pg_status")), sum(_counts.values())
+
+
+def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
+    """Write flight_<rank>.json: where this rank is, all threads' stacks, its groups and the last things it did in each of them.
+
+    `where` says step and phase, and when recent steps began. After an `error`, the main thread is where that was raised.
+    """
+    with _lock:
+        content = {
+            "rank": run.rank, "host": socket.gethostname(), "time": time.time(), "why": why, **where,
+            "groups": groups(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
+        }
+        write_text(run.attempt / f"flight_{run.rank}.json", json.dumps(content), durable=False)
+
+
+def groups(mesh: Mesh | None) -> dict[str, dict]:
+    """This rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
+    world = dist.distributed_c10d._world
+    found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(world.pg_group_ranks[group])}
+             for group in list(world.pg_map)}
+    for name in mesh.world.mesh_dim_names if mesh is not None and mesh.world is not None else ():
+        group = mesh.world.get_group(name)
+        if group.size() > 1:
+            found[group.group_name]["mesh"] = name
+    return found
+
+
+def collectives() -> list[dict]:
+    """The last collectives of torch's recorder, oldest first."""
+    entries = pickle.loads(c10d._dump_fr_trace(True, True, False)).get("entries", [])
+    return [{
+        "group": entry["process_group"][0], "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"], "sizes": entry["input_sizes"], "done": done(entry),
+        "time": entry["time_created_ns"] / 1e9,
+        "stack": callers(entry.get("frames", [])),
+    } for entry in entries[-WRITTEN:]]
+
+
+def callers(frames: list[dict]) -> list[str]:
+    """The innermost frames of a stack, then those that are not torch's."""
+    shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
+    return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
+
+
+def done(entry: dict) -> bool:
+    """Whether a collective is over: NCCL's are when they completed, gloo's when somebody waited for them."""
+    return entry["state"] == "completed" or bool(entry["retired"])
+
+
+def messages() -> list[dict]:
+    """The last sends and receives, oldest first."""
+    return [{**message, "work": None, "done": message["work"] is None or message["work"].is_completed()} for message in list(MESSAGES)]
+
+
+def stacks() -> dict[str, list[str]]:
+    """Where every Python thread of this process is, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {names.get(ident, str(ident)): [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+                                           for frame, line in traceback.walk_stack(top)][::-1]
+            for ident, top in sys._current_frames().items()}
+
+
+def raised(error: BaseException | None) -> dict[str, list[str]]:
+    """The main thread's stack where an error was raised."""
+    if error is None:
+        return {}
+    return {"MainThread": [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+                           for frame, line in traceback.walk_tb(error.__traceback__)]}

@@ -1,0 +1,40 @@
+"""What to know about a device's memory when it was not enough: the peak, and who holds it."""
+from __future__ import annotations
+
+import collections
+
+import torch
+
+from titan_hydra.config.run import Run
+
+SHOWN = 20  # allocations, largest first
+
+
+def facts() -> dict[str, float]:
+    """Peak and capacity of this rank's device in GiB; {} on a CPU, where memory is the host's."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    peak = torch.cuda.memory_stats().get("reserved_bytes.all.peak", 0)
+    return {"peak_gib": peak / 2**30, "capacity_gib": torch.cuda.get_device_properties().total_memory / 2**30}
+
+
+def record(on: bool) -> None:
+    """Remember where live allocations were made. On to the end of the first step, where most of what does not fit fails: it costs time."""
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(enabled="state" if on else None, stacks="python")
+
+
+def explain(run: Run, error: BaseException) -> None:
+    """After running out of device memory, write memory_<rank>.txt: what is allocated, by the lines that did it, and torch's summary."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    if error is None or not torch.cuda.is_available():
+        return
+    held: collections.Counter[str] = collections.Counter()
+    for segment in torch.cuda.memory._snapshot()["segments"]:
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                frames = block.get("frames") or [{"filename": "not recorded after the first step", "line": 0, "name": ""}]
+                held["\n".join(f"    {frame['filename']}:{frame['line']} {frame['name']}" for frame in frames[:8])] += block["size"]
+    top = [f"{size / 2**30:.3f} GiB\n{stack}" for stack, size in held.most_common(SHOWN)]
+    (run.attempt / f"memory_{run.rank}.txt").write_text("\n".join([str(error), "", *top, "", torch.cuda.memory_summary()]))

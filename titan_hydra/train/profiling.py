@@ -1,0 +1,122 @@
+"""profiling=on: a torch profiler's trace of a few steps with a summary in words, a memory snapshot, and all phases of all steps.
+
+    attempts/<n>/profile/trace_<rank>.json.gz    torch's trace; opens in https://ui.perfetto.dev
+    attempts/<n>/profile/summary_<rank>.txt      what the time went to (summary.txt for rank 0); see trace.py
+    attempts/<n>/profile/memory_<rank>.pickle    on CUDA alone; opens in https://pytorch.org/memory_viz
+    attempts/<n>/profile/phases_<rank>.json      data, forward and backward, optimizer, ... of every step; opens in Perfetto too
+
+Steps that are recorded, and the one before them that warms the profiler up, are slower: they do not count for any rate.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Profiling
+
+from .metrics import Metrics
+from .watchdog import Watchdog
+
+SUMMARY_LIMIT = 120  # seconds that the end of a run waits for the summary
+
+
+class Profiler:
+    """Records what the configuration asks for; nothing with profiling=off."""
+
+    def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
+        self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
+        self.on, self.count, self.profiler, self.summary = config.name == "on", 0, None, None
+        self.folder = run.attempt / "profile"
+        if self.on:
+            self.folder.mkdir(exist_ok=True)
+            watch.told = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
+
+    def begins(self, step: int) -> None:
+        """A step begins, and the one before is over. Some are recorded: from number profiling.first_step of this process on."""
+        if not self.on:
+            return
+        self.ends()
+        self.count, self.step = self.count + 1, step
+        if self.count == max(self.config.first_step - 1, 1):
+            self.record(int(self.config.first_step > 1))
+
+    def ends(self) -> None:
+        """The last recorded step may be over."""
+        if not self.clock.profiled:
+            return
+        if self.profiler is not None:
+            self.profiler.step()
+        if self.count == self.config.first_step + self.config.steps - 1:
+            self.stop()
+
+    def record(self, warm_up: int) -> None:
+        """From here on steps are slower. All ranks call them disturbed, whether or not they record."""
+        self.clock.profiled = True
+        if self.run.rank == 0 or self.config.all_ranks:
+            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
+            turns = schedule(wait=0, warmup=warm_up, active=self.config.steps, repeat=1)
+            self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
+            self.memory(True)
+            self.profiler.start()
+
+    def stop(self) -> None:
+        """Record no more; of a run that ends early what there is."""
+        if self.profiler is not None:
+            self.profiler.stop()
+        self.profiler, self.clock.profiled = None, False
+
+    def close(self) -> None:
+        """The run is over: wait for the summary."""
+        if self.on:
+            self.ends()
+            self.stop()
+        if self.summary is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.summary.wait(SUMMARY_LIMIT)
+
+    def write(self, profiler: profile) -> None:
+        """The files of this rank. The summary is made by another process, as it reads all of the trace."""
+        began, rank = time.perf_counter(), self.run.rank
+        trace = self.folder / f"trace_{rank}.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        if self.memory(False):
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        summary = self.folder / (f"summary_{rank}.txt" if rank else "summary.txt")
+        # By its path, and with nothing of this folder to import: so it is this code, wherever the rank has it from.
+        self.summary = subprocess.Popen([sys.executable, "-P", str(Path(__file__).with_name("trace.py")), str(trace), str(summary)])
+        self.metrics.event("profile", self.step, seconds=time.perf_counter() - began, trace=str(trace))
+
+    def memory(self, on: bool) -> bool:
+        """Begin or end the history of allocations, on CUDA; says whether there is one."""
+        wanted = self.config.memory and self.device.type == "cuda"
+        if wanted and on:
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        return wanted
+
+
+class Phases:
+    """The phases of a rank as a Chrome trace: an array that need not be closed, so a killed run's opens too."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.file, self.rank, self.last = path.open("w", buffering=1), rank, None
+        self.file.write("[\n")
+        self.put({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
+
+    def at(self, phase: str, step: int, now: float) -> None:
+        """A phase begins, and with it the last one ends."""
+        if self.last is not None:
+            name, of, began = self.last
+            self.put({"name": name, "ph": "X", "ts": began * 1e6, "dur": (now - began) * 1e6, "args": {"step": of}})
+        self.last = (phase, step, now)
+
+    def put(self, event: dict) -> None:
+        self.file.write(json.dumps(event | {"pid": self.rank, "tid": self.rank}) + ",\n")

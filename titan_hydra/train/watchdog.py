@@ -1,0 +1,205 @@
+"""The thread beside the training: says where the rank is, hears signals that a blocked main thread does not, ends a rank that is stuck.
+
+The main thread only notes what it is about to do (`at`). Signals reach this thread through Python's wakeup descriptor, which the
+interpreter's own handler writes to at once; the main thread's handlers would wait until a collective in C returns.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from titan_hydra.config.files import write_text
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Job
+from titan_hydra.config.status import LAST_WORDS, Exit, RunError, Stopped
+from titan_hydra.parallel.mesh import Mesh
+
+from . import flight, memory
+
+TICK = 0.5  # seconds between two looks
+BEATS = 50  # files a second that all ranks together may write
+STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
+# Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the slowest replica group.
+UNLIMITED = ("start", "meeting", "checkpoint", "end")
+AFTER = ("validation", "checkpoint", "end")  # phases in which the step itself is done, and a stop agreed upon
+BLOCKED = 30  # seconds more until a main thread that keeps even this thread from running is ended
+MARGIN = 5  # seconds at least from a collective's time-out until a rank without progress is ended
+
+
+class Watchdog:
+    """Watches one rank, from entering to leaving. An exception that leaves it is told where the rank was (its `facts`)."""
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self.run, self.mesh = run, None
+        self.timeout, self.first = float(job.comm.init_timeout_seconds), True
+        self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
+        self.interval = max(1.0, run.world_size / BEATS)
+        self.where = (0, "start", time.time(), 0)  # step, phase, since when, how many phases until here
+        self.told: Callable[[str, int, float], None] | None = None  # hears of every phase: the trace of profiling=on
+        self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
+        self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
+        self.seen, self.moved, self.dumped = None, time.monotonic(), False
+        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """Note what the main thread does from now on, in this step or in the one it was in."""
+        now, (current, _, _, count) = time.time(), self.where
+        if step is not None and step != current:
+            self.steps.append((step, now))
+        self.where = (current if step is None else step, phase, now, count + 1)
+        if self.told is not None:
+            self.told(phase, self.where[0], now)
+
+    def knows(self, mesh: Mesh) -> None:
+        """The model is split over this mesh: what the flight recorder calls its groups."""
+        self.mesh = mesh
+        if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
+            flight.record_messages()
+
+    def settle(self, timeout: float) -> None:
+        """The first step is over: collectives have this time-out from now on."""
+        self.timeout, self.first = timeout, False
+        memory.record(False)
+
+    def __enter__(self) -> Watchdog:
+        self.ears, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        os.set_blocking(self.ears, False)
+        self.mouth, self.before = mouth, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.deaf)
+        self.stacks = faulthandler.unregister(signal.SIGQUIT)  # whether the worker had asked for them
+        self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # with none, the descriptor hears nothing
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
+        memory.record(True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
+            memory.explain(self.run, error)
+            if not isinstance(error, RunError):
+                self.dump(f"{type(error).__name__}: {error}", error)
+        if isinstance(error, Stopped):
+            self.mark_stopped()
+        if error is None:
+            self.at("end")
+        with contextlib.suppress(OSError):
+            self.beat()
+        signal.set_wakeup_fd(self.before)
+        thread, self.thread = self.thread, None
+        os.write(self.mouth, b"\0")
+        thread.join(5)
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGQUIT)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.stacks:
+            faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
+        for end in (self.ears, self.mouth):
+            os.close(end)
+
+    def hold(self) -> None:
+        """Before a fork: signals wait, so that one to the child cannot come before it is deaf."""
+        if self.thread is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
+
+    def release(self) -> None:
+        """After a fork: they need wait no more."""
+        if self.thread is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP + DUMP)
+
+    def deaf(self) -> None:
+        """In a forked child: signals to it are not ours."""
+        if self.thread is not None:
+            signal.set_wakeup_fd(-1)
+            self.release()
+            self.thread = None
+
+    def watch(self) -> None:
+        """The thread: hears, says where the rank is, and looks whether it moves."""
+        while self.thread is not None:
+            ready, _, _ = select.select([self.ears], [], [], TICK)
+            for number in os.read(self.ears, 64) if ready else b"":
+                self.hear(number)
+            with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
+                if time.monotonic() - self.beaten > self.interval:
+                    self.beat()
+            self.look()
+
+    def hear(self, number: int) -> None:
+        """A signal: to stop, of which all that come are one, or to say where the rank is."""
+        if number in STOP:
+            self.asked = self.asked or time.monotonic()
+        elif number in DUMP:
+            self.dump(f"asked by {signal.Signals(number).name}")
+
+    def beat(self) -> None:
+        """Write beat_<rank>.json, and rank 0 status.json: how many steps are done."""
+        step, phase, since, count = self.where
+        content = {"step": step, "phase": phase, "since": since, "count": count, "time": time.time()}
+        write_text(self.run.attempt / f"beat_{self.run.rank}.json", json.dumps(content), durable=False)
+        if self.run.rank == 0:
+            done = step if phase in AFTER else max(step - 1, 0)
+            status = {"step": done, "phase": phase, "time": since}  # when it last moved: a hang is seen from outside
+            write_text(self.run.attempt / "status.json", json.dumps(status), durable=False)
+        self.beaten = time.monotonic()
+
+    def look(self) -> None:
+        """Whether the rank moves: in its phases, or in its collectives. One that does not for too long is ended."""
+        now, seen = time.monotonic(), (self.where[3], flight.progress())
+        if seen != self.seen:
+            self.seen, self.moved, self.dumped = seen, now, False
+        step, phase, _, _ = self.where
+        still = now - self.moved
+        # The first step may compile, on all ranks at once and with no collective; later ones get a quarter more than a collective.
+        limit = 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
+        if still > 0.7 * self.timeout and not self.dumped:
+            self.dumped = True
+            self.dump(f"no progress for {still:.0f} s")
+        if self.asked and phase not in AFTER and now - self.asked > self.grace:
+            self.mark_stopped()
+            self.end(Exit.REQUEUED, f"step {step} was not over {self.grace:.0f} s after the run was asked to stop; nothing more is saved")
+        if self.run.world_size > 1 and phase not in UNLIMITED:
+            if still > limit:
+                self.end(Exit.HANG, f"step {step}, {phase}: no progress for {still:.0f} s")
+            # For a main thread that blocks in C and keeps this thread from running: ends the process without Python's help.
+            faulthandler.dump_traceback_later(limit + BLOCKED, exit=True, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+    def dump(self, why: str, error: BaseException | None = None) -> None:
+        """Write the flight recorder's file. It must not do harm where the rank is dying anyway."""
+        step, phase, since, count = self.where
+        where = {"step": step, "phase": phase, "since": since, "count": count, "steps": list(self.steps)}
+        with contextlib.suppress(Exception):
+            flight.dump(self.run, where, self.mesh, why, error)
+
+    def mark_stopped(self) -> None:
+        """For the batch script: this attempt ends because it was asked to, whatever its ranks' exit statuses."""
+        (self.run.attempt / "stopped").touch()
+
+    def end(self, status: Exit, message: str) -> None:
+        """End this process from here, as its main thread is stuck: stacks into the log, the reason into rank_<rank>.json."""
+        self.dump(message)
+        file = self.run.record_of(self.run.rank)
+        record = json.loads(file.read_text()) if file.exists() else {}
+        error = {"type": "Stuck", "message": message, "traceback": "", "time": time.time(), "secondary": True,
+                 "step": self.where[0], "phase": self.where[1]}
+        write_text(file, json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n")
+        print(f"{LAST_WORDS} {int(status)}\n{message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        os._exit(status)
