@@ -9,25 +9,41 @@ from titan_hydra import __version__
 from titan_hydra.config.status import Exit, RunError
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
+    "status": ("titan_hydra.launch.status_cli", "where runs stand, in one table; -f follows them"),
+    "ls": ("titan_hydra.launch.ls_cli", "all sweeps and runs, a line each"),
+    "logs": ("titan_hydra.launch.logs_cli", "what a rank has printed; -f follows it; --guilty: why the run failed"),
+    "cancel": ("titan_hydra.launch.cancel_cli", "stop what runs or waits"),
+    "retry": ("titan_hydra.launch.retry_cli", "run failed cells again, all or by the class of their failure"),
+    "report": ("titan_hydra.report.cli", "the table of a sweep, its plots and its page"),
+    "flight": ("titan_hydra.launch.flight_cli", "after a hang: which rank is late, in which collective, at which step"),
+    "compare": ("titan_hydra.report.part", "the first step, and the first module, at which two runs part"),
+    "diff": ("titan_hydra.launch.diff_cli", "what two runs differ in: configuration, code, results"),
+    "sync": ("titan_hydra.launch.sync_cli", "send wandb's offline files to its server"),
+    "cluster": ("titan_hydra.launch.cluster_cli", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.train.verify_cli", "prove that layouts learn what one process learns"),
+    "checkpoint": ("titan_hydra.launch.checkpoints", "list, verify, prune and convert the checkpoints of a run"),
     "convert": ("titan_hydra.train.convert", "checkpoints to and from Hugging Face safetensors"),
     "tokenizer": ("titan_hydra.train.tokenizer_cli", "train a tokenizer, or encode text files to a .bin"),
+    "completion": ("titan_hydra.launch.completion_cli", "let bash, zsh or fish complete all this"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand. What the user got wrong is one line on stderr; tracebacks are for bugs."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="titan", description="Companion of launch.py.")
+    listing = "\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="titan", formatter_class=argparse.RawDescriptionHelpFormatter, usage="titan COMMAND ...   (titan COMMAND --help)",
+        description=f"Follows, compares and prepares the runs of launch.py.\n\n{listing}")
     parser.add_argument("--version", action="version", version=f"titan_hydra {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     modules = {}
     for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command = commands.add_parser(name, prog=f"titan {name}", description=text[0].upper() + text[1:] + ".")
         if name in argv[:1]:
             modules[name] = importlib.import_module(module)
             modules[name].add_arguments(command)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv or ["--help"])
     try:
         return modules[args.command].main(args)
     except RunError as error:

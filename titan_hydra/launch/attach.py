@@ -58,8 +58,8 @@ def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, p
             now = time.monotonic()
             if interrupts.received and asked is None:
                 asked = now
-                show.line(f"asking {_stop(attempt, parent)} to save and stop at the end of this step; Ctrl-C again kills")
-            too_long = asked is not None and now - asked > STOP_LIMIT and not any(directory.glob("checkpoints/*.writing"))
+                show.line(f"asking {stop(attempt, parent)} to save and stop at the end of this step; Ctrl-C again kills")
+            too_long = asked is not None and now - asked > STOP_LIMIT and not saving(directory)
             if killed is None and (len(interrupts.received) > 1 or too_long):
                 killed = now
                 show.line("killing all ranks" + (f": they did not stop within {STOP_LIMIT} s" if too_long else ""))
@@ -76,7 +76,7 @@ def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
     return rundir.host_of_running(attempt) is not None
 
 
-def _stop(attempt: Path, parent: subprocess.Popen | None) -> str:
+def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
     """SIGTERM to every rank, through their parent if they have one. Returns whom, in words."""
     owner = read_json(attempt / "ranks.json")
     ranks = rundir.processes(attempt)
@@ -89,6 +89,11 @@ def _stop(attempt: Path, parent: subprocess.Popen | None) -> str:
             os.kill(rank["pid"], signal.SIGTERM)
     count = len((owner or {}).get("ranks", ranks))
     return f"all {count} ranks" if count > 1 else "the rank"
+
+
+def saving(directory: Path) -> bool:
+    """Whether a checkpoint is being written, in any replica group."""
+    return any(any(directory.glob(f"{place}checkpoints/*.writing")) for place in ("", "replicas/*/"))
 
 
 def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:

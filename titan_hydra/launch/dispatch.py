@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_hydra.config import Fault, Job, check, freeze, identity, processes, read, world_size
+from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
+from titan_hydra.config.redact import redact
 from titan_hydra.config.status import Exit
+from titan_hydra.config.sweep import named
 
-from . import rundir, show, worker
+from . import manifest, rundir, show, worker
 from .attach import Interrupts, attach
 from .rundir import State
 
@@ -30,11 +33,28 @@ class Cell:
 
     @property
     def ranks(self) -> int:
-        return world_size(self.job)
+        return all_ranks(self.job)
 
     @property
     def nodes(self) -> int:
         return math.ceil(self.ranks / (self.job.cluster.gpus_per_node or self.ranks))
+
+    @property
+    def name(self) -> str:
+        """What it is called in its sweep."""
+        return self.job.sweep.cell or " ".join(self.overrides) or self.directory.name
+
+    @property
+    def runs(self) -> Path:
+        """The folder of runs."""
+        return Path(self.job.paths.runs).expanduser().absolute()
+
+    def wants(self, state: State) -> bool:
+        """Whether a run in this state is to be started (again)."""
+        if state.kind in ("running", "queued", "unknown"):
+            return False
+        again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
+        return self.job.launch.force or again or state.kind in ("new", "interrupted")
 
     @property
     def gpu_hours(self) -> float | None:
@@ -55,7 +75,7 @@ def dispatch(composed: list[tuple]) -> int:
     """Run composed cells, (configuration, overrides) each. Returns the exit status: of the first cell that did not end well, or 0."""
     if not composed:  # --help, --cfg, --info
         return Exit.DONE
-    cells, faults = read_all(composed)
+    cells, faults = read_all(named(composed))
     cells = list(without_twins(cells))
     skip = any(config.launch.skip_invalid is True for config, _ in composed)
     for fault in faults:
@@ -63,15 +83,20 @@ def dispatch(composed: list[tuple]) -> int:
     if not cells or (faults and not skip):
         return Exit.CONFIG
     launch = cells[0].job.launch
-    states = [rundir.state(cell.directory) for cell in cells]
+    states = rundir.states([cell.directory for cell in cells])
     if launch.mode == "dry":
-        show.plan(cells, states)
+        show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
+        if on_slurm(cells):
+            from . import submit  # submitit
+
+            for array, text in submit.scripts(cells):
+                print(f"\n--- {show.shape(array)}\n{text}")
         return Exit.DONE
     if place_faults := list(faults_of_the_place(cells, states)):
         print(*place_faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
     try:
-        return run_all(cells)
+        return go(cells, manifest.folder_of(cells))
     except KeyboardInterrupt:  # between two cells, or in the one that runs in this process
         print("stopped; the same command line goes on", file=sys.stderr)
         return 130
@@ -85,7 +110,7 @@ def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
         if job is not None:
             job = freeze(job)
             faults = check(job)
-        where = f"   (cell {number} of {len(composed)}: {' '.join(overrides)})" if len(composed) > 1 else ""
+        where = f"   (cell {number} of {len(composed)}: {redact(' '.join(overrides))})" if len(composed) > 1 else ""
         lines += [f"{fault}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, overrides, job, rundir.directory_of(job)))
@@ -107,25 +132,52 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     """What stands against running here and now. Looks at all cells together; writes nothing where there is a fault."""
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
-        if launch.force and state.kind == "running":
-            faults.append(Fault("launch.force", True, f"{cell.directory.name} is running; stop it first (the same line without "
-                                "launch.force attaches to it, then Ctrl-C)"))
-    parallel = cells[0].job.cluster.max_parallel
-    if parallel > 1:
+        if launch.force and state.kind in ("running", "queued"):
+            faults.append(Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel "
+                                f"{cell.directory.name})"))
+    slurm, parallel = on_slurm(cells), cells[0].job.cluster.max_parallel
+    if slurm and shutil.which("sbatch") is None:
+        faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
+    if launch.packed and not slurm:
+        faults.append(Fault("launch.packed", True, "is for SLURM: here cells share the machine anyway", legal=(False,)))
+    if parallel > 1 and not slurm:
         faults.append(Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1)))
     if launch.max_gpu_hours is not None:
-        hours = [cell.gpu_hours for cell, state in zip(cells, states, strict=True) if launch.force or state.kind not in ("done", "running")]
-        if None in hours:
+        start = [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
+        hours = gpu_hours(start)
+        if hours is None:
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: there is no other bound"))
-        elif sum(hours) > launch.max_gpu_hours:
-            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, f"{len(hours)} cells could take {sum(hours):,.1f} GPU-hours"))
-    for runs in {} if faults else {cell.directory.parent for cell in cells}:
+        elif hours > launch.max_gpu_hours:
+            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, f"{len(start)} cells could take {hours:,.1f} GPU-hours"))
+    for runs in {} if faults else {cell.runs for cell in cells}:
         try:
             runs.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=runs).close()
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
     return faults
+
+
+def gpu_hours(cells: list[Cell]) -> float | None:
+    """What cells take at most together; a packed job holds its largest cell's devices all the time, and runs the baseline twice."""
+    hours = [cell.gpu_hours for cell in cells]
+    if None in hours:
+        return None
+    return max(hours) * (len(hours) + 1) if cells and cells[0].job.launch.packed else sum(hours)
+
+
+def on_slurm(cells: list[Cell]) -> bool:
+    """Whether these cells go to SLURM; one command line has one cluster."""
+    return cells[0].job.cluster.executor == "slurm"
+
+
+def go(cells: list[Cell], folder: Path | None) -> int:
+    """Run checked cells where their configuration says. `folder` is their sweep's, if they belong to one. Returns the exit status."""
+    if on_slurm(cells):
+        from . import submit  # submitit
+
+        return submit.run(cells, folder)
+    return run_all(cells)
 
 
 def run_all(cells: list[Cell]) -> int:
@@ -154,11 +206,15 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
     while True:
         state = rundir.state(cell.directory)
         if state.kind == "running":
-            if not state.here:
-                print(f"{cell.directory.name}: runs on {state.host}; attach to it there", file=sys.stderr)
+            if state.job or not state.here:
+                print(f"{cell.directory.name}: runs on {state.host}; attach to it there, or titan logs -f {cell.directory.name}",
+                      file=sys.stderr)
                 return state
             print(f"{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
             return watch(cell, cell.directory / "attempts" / str(state.attempt), interrupts)
+        if state.kind in ("queued", "unknown"):
+            print(f"{cell.directory.name}: {show.waiting(state)}", file=sys.stderr)
+            return state
         if not fresh and state.kind == "done":
             print(show.result_line(cell.directory))
             return state

@@ -1,18 +1,19 @@
-"""What went wrong: a rank's exception as a record, and from the records of all ranks the one that is to blame."""
+"""What went wrong: a rank's exception as a record, and from the records of all ranks, and SLURM's word, who and what is to blame."""
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_hydra.config.status import Exit, RunError
+from titan_hydra.config.status import KIND_OF, LAST_WORDS, Exit, Kind, RunError  # noqa: F401, for worker and attach
 
+from . import flight, hints, verdict
 from .records import last_lines, read_json
 
-LAST_WORDS = "--- this rank ends with exit status"  # the worker's line before a traceback; from there on, a log is not echoed
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
@@ -24,13 +25,22 @@ DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed: the guilty rank, its exit status, one line for lists, and what it left (traceback or end of its log)."""
+    """How an attempt failed: the guilty rank, its exit status, one line for lists, what it left (traceback or end of its log), the class
+    of the failure, the guilty rank's host (or SLURM's nodes), and the attempt's folder."""
 
     rank: int | None
     status: int
     line: str
     detail: str = ""
     log: Path | None = None
+    kind: Kind = Kind.UNKNOWN
+    host: str | None = None
+    attempt: Path | None = None
+
+    @functools.cached_property
+    def hint(self) -> str:
+        """What to try next, as one types it; "" where there is nothing to say."""
+        return hints.hint(self) if self.attempt else ""
 
 
 def describe(error: BaseException) -> tuple[int, dict]:
@@ -42,6 +52,7 @@ def describe(error: BaseException) -> tuple[int, dict]:
         "traceback": "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)),
         "time": time.time(),
         "secondary": any(_is_secondary(link) for link in chain),
+        **next((link.facts for link in chain if hasattr(link, "facts")), {}),  # where the rank was: train.watchdog adds it
     }
     return _status(error, chain), record
 
@@ -84,39 +95,76 @@ def _is_secondary(error: BaseException) -> bool:
     return type(error) is RuntimeError and bool(re.search(SECONDARY, str(error)) or re.search(f"(?i:{TIMED_OUT})", str(error)))
 
 
-def guilty(attempt: Path) -> Failure | None:
+def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
     """Who ended an attempt that is over; None if nobody did: all ranks ended well, were asked to stop, or left no trace (power cut).
 
-    The earliest error of a rank's own, or the earliest rank that died without a word. Errors that only say that another rank is gone
-    count when there is nothing else: then a time-out comes first, and the ranks that did not even notice it are named.
+    The earliest error of a rank's own, or the earliest rank that died without a word. If no rank has an error of its own, SLURM's word
+    for the job comes before: its state (`slurm_state`), or what it wrote into slurm.log where it has forgotten the job. Errors that only
+    say that another rank is gone count when there is nothing else: then a time-out comes first, and who did not notice it is named.
     """
-    supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
-    size = max(len(supervised), 1 + max((int(file.stem.split("_")[1]) for file in attempt.glob("rank_*.json")), default=-1))
-    ranks = [Ended.read(attempt, rank, supervised[rank] if rank < len(supervised) else {}) for rank in range(size)]
-    own = [rank for rank in ranks if (rank.error and not rank.error["secondary"]) or rank.silent]
-    others = [rank for rank in ranks if rank.error and rank.error["secondary"]]
-    if own:
-        return min(own, key=lambda rank: rank.time).failure(attempt)
+    ranks = Ended.all(attempt)
+    own = [rank for rank in ranks if rank.error and not rank.error["secondary"]]
+    silent = [rank for rank in ranks if rank.silent]
+    said = None if own else verdict.of(attempt, slurm_state)
+    if said:
+        return Failure(None, said.status, said.line, kind=said.kind, host=said.host, attempt=attempt)
+    if own or silent:
+        return min(own + silent, key=lambda rank: rank.time).failure()
+    others = [rank for rank in ranks if rank.error]
     if not others:
-        log = attempt / "submitit" / "parent.log"
-        text = last_lines(log)
-        return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log) if "Traceback" in text else None
+        return _without_ranks(attempt, slurm_state)
     first = min(others, key=lambda rank: (rank.status != Exit.HANG, rank.time))
-    missing = [str(rank.rank) for rank in ranks if rank.killed]
-    note = f"; rank {', '.join(missing)} had not noticed: see the end of its log" if first.status == Exit.HANG and missing else ""
-    return first.failure(attempt, note)
+    return first.failure() if first.status != Exit.HANG else _hang(attempt, ranks, first)
+
+
+def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
+    """A time-out, in the words of the rank that noticed it first; who is to blame is the one that the others were ahead of."""
+    failure = first.failure()
+    if (said := flight.verdict(attempt)) and said.rank is not None:
+        return replace(failure, rank=said.rank, line=said.line, host=said.host, detail=said.text)
+    beats = {rank.rank: beat for rank in ranks if (beat := read_json(attempt / f"beat_{rank.rank}.json"))}
+    behind = min((beat["count"] for beat in beats.values()), default=0)
+    late = [rank for rank, beat in beats.items() if beat["count"] == behind]
+    if len(late) == 1 and len(beats) > 1:
+        beat, line = beats[late[0]], failure.line.removeprefix(f"rank {late[0]}: ")
+        line = f"rank {late[0]} was late: in step {beat['step']}, {beat['phase']}; {line}"
+        return replace(failure, rank=late[0], line=line, host=ranks[late[0]].host)
+    missing = ", ".join(str(rank.rank) for rank in ranks if rank.killed)
+    return replace(failure, line=f"{failure.line}; rank {missing} had not noticed: see the end of its log") if missing else failure
+
+
+def _without_ranks(attempt: Path, slurm_state: str | None) -> Failure | None:
+    """The failure of an attempt in which no rank said or showed anything."""
+    log = attempt / "submitit" / "parent.log"
+    if "Traceback" in (text := last_lines(log)):
+        return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
+    if slurm_state == "FAILED":
+        said, log = verdict.without_trace(attempt), attempt / "slurm.log"
+        return Failure(None, said.status, said.line, said.detail, log if log.exists() else None, said.kind, attempt=attempt)
+    return None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, as far as it said so itself (rank_<r>.json) and as far as its parent saw it (ranks.json)."""
+    """How one rank ended, as far as it said so itself (rank_<r>.json) and as far as others saw it: its parent (ranks.json) or srun."""
 
+    attempt: Path
     rank: int
     status: int | None  # negative: the signal
     error: dict | None
     time: float
-    killed: bool  # by its parent, after another rank had failed
+    killed: bool  # after another rank had failed
     spoke: bool  # wrote its own exit status
+    host: str | None
+
+    @classmethod
+    def all(cls, attempt: Path) -> list[Ended]:
+        """All ranks of an attempt. One that has not even written that it exists was still starting."""
+        supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
+        seen = dict(enumerate(supervised)) or _seen_by_srun(attempt)
+        files = {int(file.stem.split("_")[1]): file for file in attempt.glob("rank_*.json")}
+        size = 1 + max([*seen, *files], default=-1)
+        return [cls.read(attempt, rank, seen.get(rank, {})) for rank in range(size)]
 
     @classmethod
     def read(cls, attempt: Path, rank: int, seen: dict) -> Ended:
@@ -125,32 +173,67 @@ class Ended:
         if said.get("exit_status") in STOPPED:
             error = None
         status = said.get("exit_status", seen.get("exit_status"))
-        return cls(rank, status, error, error["time"] if error else seen.get("ended", 0.0), bool(seen.get("killed")), "exit_status" in said)
+        return cls(attempt, rank, status, error, error["time"] if error else seen.get("ended", 0.0), bool(seen.get("killed")),
+                   "exit_status" in said, (error or {}).get("host") or said.get("host") or seen.get("host"))
 
     @property
     def silent(self) -> bool:
         return not self.spoke and not self.killed and self.status is not None and self.status not in STOPPED
 
-    def failure(self, attempt: Path, note: str = "") -> Failure:
+    def failure(self) -> Failure:
         """This rank as the one to blame."""
-        log = attempt / f"rank_{self.rank}.log"
-        if not log.exists():  # it died before it could open its log: an import error, a wrong interpreter
-            log = max(attempt.glob(f"submitit/*_{self.rank}_log.err"), key=lambda file: file.stat().st_size, default=log)
-        text = last_lines(log)
-        if self.error:
-            if not self.error["traceback"]:
-                return Failure(self.rank, self.status, f"rank {self.rank}: {self.error['message']}{note}")
-            line = f"rank {self.rank}: {self.error['type']}: {_first_line(self.error['message'])}{note}"
-            return Failure(self.rank, self.status, line, "\n".join(self.error["traceback"].rstrip().splitlines()[-30:]), log)
-        if self.status < 0:
-            hint = " (somebody's, or the kernel's when the machine ran out of memory)" if self.status == -signal.SIGKILL else ""
-            line = f"rank {self.rank} was killed by signal {-self.status}{hint}"
-        else:
-            line = f"rank {self.rank} ended with status {self.status} and without a word"
-        status = Exit.BUG
+        status, line, detail, log = self._spoken() if self.error else self._unspoken()
+        kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
+        return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
+
+    def _spoken(self) -> tuple[int, str, str, Path | None]:
+        """Status, line, detail and log of a rank that said what its error was."""
+        words, trace = self.error["message"], self.error["traceback"]
+        if self.status == Exit.OUT_OF_MEMORY and "step" in self.error:
+            return self.status, _out_of_memory(self.rank, self.error), _tail(trace), self.log
+        if not trace:
+            return self.status, f"rank {self.rank}: {words}", "", None
+        return self.status, f"rank {self.rank}: {self.error['type']}: {_first_line(words)}", _tail(trace), self.log
+
+    def _unspoken(self) -> tuple[int, str, str, Path]:
+        """The same of a rank that ended without a word."""
+        text = last_lines(self.log, 200)
         if self.status == -signal.SIGABRT and re.search("collective operation timeout", text):
-            status, line = Exit.HANG, f"rank {self.rank}: NCCL's watchdog ended it: a collective timed out"
-        return Failure(self.rank, status, line + note, text, log)
+            return Exit.HANG, f"rank {self.rank}: NCCL's watchdog ended it: a collective timed out", text, self.log
+        if self.status == Exit.BUG and re.search(r"^Timeout \(\d", text, re.M):
+            return Exit.HANG, f"rank {self.rank} was stuck, and its watchdog ended it", text, self.log
+        if self.status < 0:
+            who = " (somebody's, or the kernel's when the machine ran out of memory)" if self.status == -signal.SIGKILL else ""
+            return Exit.BUG, f"rank {self.rank} was killed by signal {-self.status}{who}", text, self.log
+        status = self.status if self.status in KIND_OF else Exit.BUG
+        return status, f"rank {self.rank} ended with status {self.status} and without a word", text, self.log
+
+    @property
+    def log(self) -> Path:
+        """What the rank printed; for one that died before it could open its log (an import error), what its starter caught of it."""
+        log = self.attempt / f"rank_{self.rank}.log"
+        if log.exists():
+            return log
+        caught = self.attempt.glob(f"submitit/*_{self.rank}_log.err")
+        return max(caught, key=lambda file: file.stat().st_size, default=self.attempt / "slurm.log")
+
+
+def _seen_by_srun(attempt: Path) -> dict[int, dict]:
+    """Ranks' ends as srun told them, in the shape of ranks.json's; when, it does not say. After its first line, it killed the rest."""
+    return {rank: {"exit_status": status, "host": host, "ended": float("inf"), "killed": number > 0}
+            for rank, (status, host, number) in verdict.deaths(attempt).items()}
+
+
+def _out_of_memory(rank: int, error: dict) -> str:
+    """One line: which rank, at which step, and of how much memory."""
+    where = f"rank {rank}, step {error['step']}:"
+    if "peak_gib" in error:
+        return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"
+    return f"{where} {error['type']}: {_first_line(error['message'])}"  # on a CPU
+
+
+def _tail(trace: str) -> str:
+    return "\n".join(trace.rstrip().splitlines()[-30:])
 
 
 def _first_line(message: str) -> str:

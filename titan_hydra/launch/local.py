@@ -2,7 +2,8 @@
 
 submitit's parent process shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides GPUs, forgets exit
 codes, and lets the ranks run on when one has died. `Ranks` has a session of its own, keeps what the user made visible, writes every
-exit code to ranks.json, and ends the others when one fails. It outlives launch.py: after a closed terminal or `kill -9` of
+exit code to ranks.json, and ends the others when one fails: all others, or those of the same replica group (`fault_tolerance`), which it
+starts again. It outlives launch.py: after a closed terminal or `kill -9` of
 launch.py the ranks go on, and the same command line attaches to them again.
 """
 from __future__ import annotations
@@ -13,14 +14,17 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 import titan_hydra
+from titan_hydra.config.run import folders_of
+from titan_hydra.config.status import Exit
 
 from . import worker
-from .records import process, this_process, write_json
+from .records import process, read_json, this_process, write_json
 
 GRACE = 1.5  # seconds that the other ranks get to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint
@@ -60,38 +64,82 @@ class Executor(LocalExecutor):
         return LocalJob(folder=self.folder, job_id=str(parent.pid), process=parent, tasks=list(range(ranks)))
 
 
+@dataclass
+class Group:
+    """Ranks that end together: all, or a replica group."""
+
+    ranks: range
+    deadline: float = float("inf")  # when what still runs of it is ended
+    restarts: int = 0
+
+
 class Ranks(Controller):
-    """Parent of all ranks: waits for them, records how they end, and lets none outlive a failed one."""
+    """Parent of all ranks: waits for them, records how they end, and lets none outlive a failed one of its group."""
+
+    asked = False  # to stop
 
     def wait(self, freq: int = 20) -> list[int]:
         """Exit codes of all ranks. Called by submitit's `run` once they are started."""
         self.ranks = [process(task.pid) for task in self.tasks]
         self.record()
-        started, deadline, asked = time.monotonic(), float("inf"), False
+        config = (read_json(self.folder.parents[2] / "config.json") or {}).get("fault_tolerance", {"name": "off", "replicas": 1})
+        size = self.ntasks // config["replicas"]
+        groups = [Group(range(first, first + size)) for first in range(0, self.ntasks, size)]
+        started = time.monotonic()
         while any(task.poll() is None for task in self.tasks) or any("ended" not in rank for rank in self.ranks):
             now = time.monotonic()
-            for rank, task in zip(self.ranks, self.tasks, strict=True):
-                if "ended" not in rank and task.poll() is not None:
-                    rank.update(exit_status=task.returncode, ended=time.time())
-                    self.record()
-                    if task.returncode:
-                        deadline = min(deadline, now + (GRACE_STOPPED if task.returncode == 75 else GRACE))
-            if not asked and now > started + self.timeout_s - self.signal_delay_s:
-                asked = True
+            for group in groups:
+                self.note_ends(group, now)
+            if not self.asked and now > started + self.timeout_s - self.signal_delay_s:
                 self._forward_signal(signal.SIGTERM)
-            if now > min(deadline, started + self.timeout_s):
-                self.end_others()
+            for group in groups:
+                if now > min(group.deadline, started + self.timeout_s):
+                    self.end_others(group)
+                if config["name"] != "off" and group.restarts < config["max_restarts"] and self.has_died(group):
+                    self.restart(group, groups.index(group))
             time.sleep(1 / freq)
         return [task.returncode for task in self.tasks]
 
-    def end_others(self) -> None:
+    def note_ends(self, group: Group, now: float) -> None:
+        """Record the ranks that have ended since the last look; one that failed sets the others a deadline."""
+        for number in group.ranks:
+            rank, task = self.ranks[number], self.tasks[number]
+            if "ended" not in rank and task.poll() is not None:
+                rank.update(exit_status=task.returncode, ended=time.time())
+                self.record()
+                if task.returncode:
+                    group.deadline = min(group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE))
+
+    def end_others(self, group: Group) -> None:
         """SIGKILL to all that still run, as a rank inside a collective does nothing else; SIGQUIT first leaves its stack in its log."""
-        for number in (signal.SIGQUIT, signal.SIGKILL):
-            for rank, task in zip(self.ranks, self.tasks, strict=True):
-                if task.poll() is None:
-                    rank["killed"] = True
-                    task.send_signal(number)
+        running = [number for number in group.ranks if self.tasks[number].poll() is None]
+        for signal_number in (signal.SIGQUIT, signal.SIGKILL) if running else ():
+            for number in running:
+                if self.tasks[number].poll() is None:
+                    self.ranks[number]["killed"] = True
+                    self.tasks[number].send_signal(signal_number)
             time.sleep(0.3)
+
+    def has_died(self, group: Group) -> bool:
+        """Whether all of a group has ended, some of it badly, and it is worth another try: nobody wanted it to end."""
+        ended = [self.ranks[number].get("exit_status") for number in group.ranks]
+        return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)
+
+    def restart(self, group: Group, replica: int) -> None:
+        """Start a replica group again: it takes the weights of the others when they meet next."""
+        folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
+        (folder / "rendezvous").unlink(missing_ok=True)  # of the group's life before
+        group.restarts, group.deadline = group.restarts + 1, float("inf")
+        for number in group.ranks:
+            environment = {**os.environ, "SUBMITIT_LOCAL_LOCALID": str(number), "SUBMITIT_LOCAL_GLOBALID": str(number),
+                           "SUBMITIT_LOCAL_JOB_ID": self.pid}
+            self.tasks[number] = subprocess.Popen(self.command, env=environment, stdout=self.stdouts[number], stderr=self.stderrs[number])
+            self.ranks[number] = {**process(self.tasks[number].pid), "restarts": group.restarts}
+        self.record()
+
+    def _forward_signal(self, signum: int, *_: object) -> None:
+        self.asked = True
+        super()._forward_signal(signum)
 
     def record(self) -> None:
         write_json(self.folder.parent / "ranks.json", {**this_process(), "ranks": self.ranks})

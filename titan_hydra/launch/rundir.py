@@ -8,6 +8,7 @@ folder first, so there is no moment in which an attempt exists and nobody knows 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import shutil
@@ -22,11 +23,14 @@ from pathlib import Path
 
 import titan_hydra
 from titan_hydra.config import Job, identity, to_dict
+from titan_hydra.config.redact import redact
 from titan_hydra.config.run import versions
 from titan_hydra.config.status import Exit
 
+from . import slurm
 from .failure import Failure, guilty
 from .records import alive, read_json, this_process, write_json, write_text
+from .slurm import Queue, SlurmJob
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
 SILENCE = 120  # seconds without a sign of life after which a run on another host counts as interrupted
@@ -34,12 +38,14 @@ SILENCE = 120  # seconds without a sign of life after which a run on another hos
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: new, running, done, interrupted or failed; its newest attempt (0: none), and why it failed."""
+    """Where a run stands: new, queued, running, done, interrupted, failed, or unknown (a SLURM that does not answer); its newest
+    attempt (0: none), and why it failed."""
 
     kind: str
     attempt: int = 0
     failure: Failure | None = None
-    host: str | None = None  # where it runs
+    host: str | None = None  # where it runs: a host, or SLURM's list of nodes
+    job: SlurmJob | None = None  # what SLURM says of it
 
     @property
     def here(self) -> bool:
@@ -51,12 +57,15 @@ def directory_of(job: Job) -> Path:
     return Path(job.paths.runs).expanduser().absolute() / f"{job.name}-{identity(job)}"
 
 
-def state(directory: Path) -> State:
-    """Read the state of a run from its files."""
+def state(directory: Path, queue: Queue | None = None) -> State:
+    """Read the state of a run from its files and, for one that was given to SLURM, from SLURM's queue."""
     attempt = newest_attempt(directory)
     if not directory.is_dir():
         return State("new")
     folder = directory / "attempts" / str(attempt)
+    owner = read_json(folder / "attempt.json")
+    if owner and owner.get("executor") == "slurm":
+        return slurm_state(directory, attempt, owner, queue_of([directory]) if queue is None else queue)
     host = host_of_running(folder)
     if host:
         return State("running", attempt, host=host)
@@ -64,6 +73,69 @@ def state(directory: Path) -> State:
         return State("done", attempt)
     failure = guilty(folder)
     return State("failed", attempt, failure) if failure else State("interrupted", attempt)
+
+
+def states(directories: list[Path]) -> list[State]:
+    """The states of many runs, with one squeue call for all that SLURM has."""
+    queue = queue_of(directories)
+    return [state(directory, queue) for directory in directories]
+
+
+def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
+    """The state of a run whose newest attempt is SLURM's. `owner` is its attempt.json, written by the submitter."""
+    folder = directory / "attempts" / str(attempt)
+    if (read_json(directory / "result.json") or {}).get("status") == "done":
+        return State("done", attempt)
+    job = queue.find(owner)
+    if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before he could note it
+        with contextlib.suppress(OSError):
+            owner = note(folder, job_id=job.id)
+    if job and job.waiting:
+        return State("queued", attempt, job=job)
+    over = owner.get("packed") and (folder / "exit").exists() and not (folder / "stopped").exists()  # its other cells may still run
+    if job and job.active and not over:
+        started = not owner.get("packed") or any(folder.glob("rank_*.json"))
+        return State("running" if started else "queued", attempt, host=job.nodes, job=job)
+    if job is None and not over:
+        if not queue.answers and "ended" not in owner:
+            heard = max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
+            alive_lately = owner["job_id"] and time.time() - heard < SILENCE and any(folder.glob("rank_*.json"))
+            return State("running" if alive_lately else "unknown", attempt)
+        if owner["job_id"] is None and being_submitted(owner):
+            return State("queued", attempt)
+    word = owner.get("slurm_state") if job is None or job.active else job.state
+    if "ended" not in owner:  # so that nobody need ask SLURM again, which forgets
+        with contextlib.suppress(OSError):
+            note(folder, ended=time.time(), slurm_state=word)
+    ran = (owner["job_id"] or any(folder.glob("rank_*.json"))) and not (word or "").startswith("CANCELLED")
+    failure = guilty(folder, word) if ran else None
+    return State("failed", attempt, failure, job=job) if failure else State("interrupted", attempt, job=job)
+
+
+def note(attempt: Path, **known: object) -> dict:
+    """Add to what an attempt says of its job. One with a job is not over, whatever somebody thought who did not find it."""
+    record = {**read_json(attempt / "attempt.json"), **known}
+    if "job_id" in known:
+        record.pop("ended", None)
+    write_json(attempt / "attempt.json", record)
+    return record
+
+
+def being_submitted(owner: dict) -> bool:
+    """Whether the one who claimed an attempt may still hand it to SLURM. On another host only time can tell."""
+    if owner["host"] == socket.gethostname():
+        return alive(owner) and "ended" not in owner
+    return "ended" not in owner and time.time() - owner["started"] < SILENCE
+
+
+def queue_of(directories: list[Path]) -> Queue:
+    """What SLURM says of the newest attempts of these runs: one squeue call for all, none if no run is SLURM's."""
+    owners = []
+    for directory in directories:
+        owner = read_json(directory / "attempts" / str(newest_attempt(directory)) / "attempt.json")
+        if owner and owner.get("executor") == "slurm" and "ended" not in owner and not (directory / "result.json").exists():
+            owners.append(owner)
+    return slurm.queue_of(owners)
 
 
 def newest_attempt(directory: Path) -> int:
@@ -83,6 +155,8 @@ def host_of_running(attempt: Path) -> str | None:
     Its owner is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
     """
     owner = read_json(attempt / "ranks.json") or read_json(attempt / "attempt.json")
+    if owner and owner.get("executor") == "slurm":
+        return None  # SLURM knows: see slurm_state
     if owner and "ended" not in owner:
         if owner["host"] == socket.gethostname():
             return owner["host"] if alive(owner) or processes(attempt) else None
@@ -91,19 +165,21 @@ def host_of_running(attempt: Path) -> str | None:
     return socket.gethostname() if processes(attempt) else None
 
 
-def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False) -> Path | None:
+def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
     """Become the one that runs attempt `number`. Returns its folder, or None if somebody else was faster: look at the state again.
 
-    `fresh` starts the run again from nothing: the old directory goes away as a whole. Raises OSError when it cannot be written.
+    `fresh` starts the run again from nothing: the old directory goes away as a whole. `owner` is what attempt.json says beside the
+    process: for a SLURM job its executor, token, user and code. Raises OSError when it cannot be written.
     """
+    owner |= {"overrides": overrides}
     directory.parent.mkdir(parents=True, exist_ok=True)
     if not directory.is_dir():
-        return _create(directory, job, overrides)
+        return _create(directory, job, owner)
     attempts = directory / "attempts"
     attempts.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".claim-", dir=attempts, ignore_cleanup_errors=True) as scratch:
         mine = Path(scratch) / "attempt"
-        _write_attempt(mine, overrides)
+        _write_attempt(mine, owner)
         try:
             mine.rename(attempts / str(number))
         except OSError:
@@ -113,17 +189,17 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
         return None
     if fresh:
         _remove(directory)
-        return _create(directory, job, overrides)
+        return _create(directory, job, owner)
     _write_run(directory, job, overrides)
     return attempts / str(number)
 
 
-def _create(directory: Path, job: Job, overrides: list[str]) -> Path | None:
+def _create(directory: Path, job: Job, owner: dict) -> Path | None:
     """A new run directory with its first attempt, in one rename."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
         run = Path(scratch) / directory.name
-        _write_attempt(run / "attempts" / "1", overrides)
-        _write_run(run, job, overrides)
+        _write_attempt(run / "attempts" / "1", owner)
+        _write_run(run, job, owner["overrides"])
         try:
             run.rename(directory)
         except OSError:
@@ -144,9 +220,9 @@ def _remove(directory: Path) -> None:
         grave.parent.rmdir()
 
 
-def _write_attempt(folder: Path, overrides: list[str]) -> None:
+def _write_attempt(folder: Path, owner: dict) -> None:
     folder.mkdir(parents=True)
-    write_json(folder / "attempt.json", {**this_process(), "started": time.time(), "overrides": overrides})
+    write_json(folder / "attempt.json", {**this_process(), "started": time.time(), **owner})
 
 
 def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
@@ -166,11 +242,13 @@ def end_attempt(attempt: Path) -> None:
         write_json(attempt / "attempt.json", {**record, "ended": time.time()})
 
 
+@functools.cache
 def describe_environment() -> dict:
-    """Code, versions and machine of this run. Nothing from os.environ: it may hold secrets."""
+    """Code, versions and machine of this run. Nothing from os.environ, and a diff without what looks like a secret."""
+    diff = _git("diff", "HEAD")
     return {
         "git_sha": _git("rev-parse", "HEAD"),
-        "git_diff": _git("diff", "HEAD"),
+        "git_diff": redact(diff) if diff else diff,
         "git_untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
         "versions": {**versions(), **{name: metadata.version(name) for name in ("hydra-core", "submitit")}},
         "executable": sys.executable,

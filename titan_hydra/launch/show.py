@@ -21,29 +21,63 @@ def table(columns: list[str], rows: list[list[object]]) -> None:
     Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False).print(grid)
 
 
-def differing(overrides: list[list[str]]) -> list[str]:
-    """For each cell its overrides less those that all cells share."""
-    common = set.intersection(*map(set, overrides)) if overrides else set()
-    return [" ".join(override for override in cell if override not in common) for cell in overrides]
-
-
 def results(cells: list, states: list[State]) -> None:
     """What came of each cell of a sweep."""
     rows = []
-    for cell, changes, state in zip(cells, differing([cell.overrides for cell in cells]), states, strict=True):
+    for cell, state in zip(cells, states, strict=True):
         result = (read_json(cell.directory / "result.json") or {}) if state.kind == "done" else {}
         numbers = [_number(result.get(key), form) for key, form in (
             ("steps", "{}"), ("final_loss", "{:.4f}"), ("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.1f}"), ("seconds", "{:.0f}"))]
-        rows.append([cell.directory.name, changes, state.failure.line if state.failure else state.kind, *numbers])
-    table(["run", "overrides", "status", "steps", "loss", "tokens/s/device", "GiB", "seconds"], rows)
+        rows.append([cell.directory.name, cell.name, state.failure.line if state.failure else state.kind, *numbers])
+    table(["run", "cell", "status", "steps", "loss", "tokens/s/device", "GiB", "seconds"], rows)
 
 
-def plan(cells: list, states: list[State]) -> None:
-    """launch.mode=dry: what would run, on how much, for how long at most."""
+def plan(cells: list, states: list[State], hours: float | None) -> None:
+    """launch.mode=dry: what would run, on how much, for how long at most; `hours` is what all that would start can take."""
     rows = []
-    for cell, changes, state in zip(cells, differing([cell.overrides for cell in cells]), states, strict=True):
-        rows.append([cell.directory.name, changes, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])
-    table(["run", "overrides", "ranks", "nodes", "state", "GPU-hours at most"], rows)
+    for cell, state in zip(cells, states, strict=True):
+        rows.append([cell.directory.name, cell.name, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])
+    table(["run", "cell", "ranks", "nodes", "state", "GPU-hours at most"], rows)
+    start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
+    others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
+    print(f"{len(cells)} cell{'s' if len(cells) > 1 else ''}: " + ", ".join([
+        f"{start} to start", *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)),
+        f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes"]))
+
+
+def shape(array) -> str:
+    """The resources of an array of cells, in words."""
+    many, nodes = len(array.cells), array.shape.nodes
+    kind = "one after another in one job" if array.packed else "one job array" if many > 1 else "one job"
+    per_node = f"{nodes} node{'s' if nodes > 1 else ''} x {array.shape.ranks_per_node} GPU{'s' if array.shape.ranks_per_node > 1 else ''}"
+    return f"{many} cell{'s' if many > 1 else ''}, {kind}, {per_node}"
+
+
+def submitted(cells: list, states: list[State], folder: Path | None) -> None:
+    """Cells that SLURM has, or that it need not have, and what to type next."""
+    rows = []
+    for cell, state in zip(cells, states, strict=True):
+        word = f"failed: {state.failure.line}" if state.failure else waiting(state) if state.kind in ("queued", "unknown") else state.kind
+        rows.append([cell.directory.name, cell.name, cell.nodes, cell.ranks, state.job.id if state.job else "-", word])
+    table(["run", "cell", "nodes", "ranks", "job", "state"], rows)
+    kinds = [state.kind for state in states]
+    print(", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
+    target = folder.name if folder else cells[0].directory.name
+    where = "" if cells[0].runs == Path("runs").absolute() else f" --runs {cells[0].job.paths.runs}"
+    for command, use in (("status", "how far they are"), ("logs -f", "what rank 0 says"), ("cancel", "stop them"), ("report", "the table")):
+        if folder or command != "report":
+            print(f"  titan {command}{where} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
+    if "failed" in kinds:
+        print("  failed cells are not started again by themselves: launch.retry=failed, or titan retry")
+
+
+def waiting(state: State) -> str:
+    """Why a run does not run yet, in SLURM's words."""
+    if state.kind == "unknown":
+        return "unknown: SLURM does not answer; nothing was started"
+    reason = state.job.reason if state.job else ""
+    start = state.job.start if state.job and state.job.start not in ("", "N/A", "Unknown") else ""
+    return "queued" + (f" ({reason})" if reason not in ("", "None") else "") + (f", expected to start {start}" if start else "")
 
 
 def result_line(directory: Path) -> str:
@@ -66,6 +100,8 @@ def failure(directory: Path, why: Failure) -> None:
     print(f"{directory.name}: failed ({why.status}): {why.line}", file=sys.stderr)
     if why.log:
         print(f"  log: {why.log}", file=sys.stderr)
+    if why.hint:
+        print(f"  try: {why.hint}", file=sys.stderr)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -11,12 +11,12 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.config import Job, from_dict, identity, processes
-from titan_hydra.config.run import Run
-from titan_hydra.config.status import ConfigError, Exit, RunError
+from titan_hydra.config.run import Run, folders_of
+from titan_hydra.config.status import ConfigError, Exit, RunError, Stopped
 
 from .failure import LAST_WORDS, describe
 from .records import read_json, this_process, write_json, write_text
@@ -25,7 +25,7 @@ START_LIMIT = 300  # seconds until all ranks must have found rank 0
 # Who started this rank tells it its place in these variables: rank, ranks, its number on this host, ranks on this host.
 VARIABLES = {
     "local": ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
 
@@ -67,6 +67,8 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
         if not inline:
             _say_why(status, error)
     write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
+    if status == Exit.REQUEUED and place.rank == 0:
+        (attempt_folder / "stopped").touch()  # the batch script requeues the job, however the other ranks end now
     if inline:
         signal.signal(signal.SIGTERM, before)  # the trainer's handler would swallow it between two cells
         return int(status)
@@ -82,27 +84,48 @@ def _own_process(log: Path) -> None:
         os.dup2(descriptor, target)
     os.close(descriptor)
     sys.stdout.reconfigure(line_buffering=True)
-    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, _stop_before_training)
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT, all_threads=True)
 
 
+def _stop_before_training(number: int, frame: object) -> None:
+    """Until the trainer listens itself: there is nothing to save yet."""
+    raise Stopped("stopped before the first step")
+
+
 def _train(directory: Path, attempt: Path, place: Place) -> None:
     job = load_job(directory)
-    ranks = processes(job)
-    if place.ranks != ranks:
-        raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
+    replica, group = _group_of(job, place, directory)
+    _check_claim(attempt, place)
+    if (read_json(directory / "result.json") or {}).get("status") == "done":
+        return  # requeued after its end
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))
     # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.ranks))
-    store = _rendezvous(attempt / "rendezvous", place)
+    os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks))
+    home, folder = folders_of(replica, directory, attempt)
+    folder.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
+    store = _rendezvous(folder / "rendezvous", group)
 
     from titan_hydra.train import trainer
 
-    trainer.train(job, Run(directory, attempt, place.rank, place.local_rank, place.ranks, store))
+    trainer.train(job, Run(home, folder, group.rank, place.local_rank, group.ranks, store, replica))
+
+
+def _group_of(job: Job, place: Place, directory: Path) -> tuple[int, Place]:
+    """The replica group that a rank belongs to, and its place in it. Raises ConfigError where the number of ranks is wrong."""
+    ranks = processes(job)
+    size = ranks // job.fault_tolerance.replicas
+    if place.ranks != ranks:
+        raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
+    if job.fault_tolerance.name != "off" and "MASTER_PORT" in os.environ:
+        raise ConfigError("replica groups cannot be started by one torchrun, which ends all ranks when one dies; launch.py starts them")
+    return place.rank // size, replace(place, rank=place.rank % size, ranks=size)
 
 
 def load_job(directory: Path) -> Job:
@@ -121,6 +144,20 @@ def load_job(directory: Path) -> Job:
     return job
 
 
+def _check_claim(attempt: Path, place: Place) -> None:
+    """Raises ConfigError if another attempt has taken over, or the code is not the one that was submitted."""
+    newest = max(int(folder.name) for folder in attempt.parent.glob("[0-9]*"))
+    if newest > int(attempt.name):
+        raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
+    submitted = (read_json(attempt / "attempt.json") or {}).get("code")
+    if submitted and place.local_rank == 0:
+        from .snapshot import ROOT, copied, digest
+
+        code = digest(ROOT, copied(ROOT))
+        if code != submitted:
+            raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
+
+
 def _rendezvous(file: Path, place: Place):
     """A store that all ranks share, and MASTER_ADDR and MASTER_PORT. Rank 0 takes a free port and writes it to `file`; nobody guesses one.
 
@@ -134,7 +171,7 @@ def _rendezvous(file: Path, place: Place):
     if place.starter == "torchrun" and "MASTER_PORT" in os.environ:
         return next(distributed.rendezvous("env://", place.rank, place.ranks, timeout=limit))[0]
     if place.rank == 0:
-        host = "127.0.0.1" if place.local_ranks == place.ranks else socket.gethostname()
+        host = "127.0.0.1" if place.local_ranks >= place.ranks else socket.gethostname()
         store = distributed.TCPStore(host, 0, place.ranks, is_master=True, wait_for_workers=False, timeout=limit)
         write_text(file, f"{host} {store.port}\n")
         port = store.port
@@ -153,7 +190,7 @@ class NoRendezvous(RunError):
 
 def _wait_for(file: Path) -> tuple[str, int]:
     deadline = time.monotonic() + START_LIMIT
-    while not file.exists():
+    while file.name not in os.listdir(file.parent):  # an NFS client remembers for long that a file was not there; a listing asks again
         if time.monotonic() > deadline:
             raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
         time.sleep(0.05)

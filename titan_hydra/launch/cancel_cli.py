@@ -1,0 +1,143 @@
+"""`titan cancel`: stop what runs or waits. Ranks save and stop at the end of their step; SLURM's jobs end in one scancel.
+
+Each stopped attempt gets a file `cancelled` that says who and when. A job's batch script looks for it and does not requeue itself.
+"""
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from titan_hydra.config.status import ConfigError, Exit
+
+from . import rundir, slurm
+from .attach import stop
+from .records import alive, read_json, write_json
+from .view import ACTIVE, Row, add_target, choose, look
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `titan cancel`."""
+    add_target(parser)
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit status 0 when all that ran was asked to stop."""
+    selection = choose(args.target, args.runs)
+    rows, queue = look(selection.cells)
+    live = [row for row in rows if row.state.kind in ACTIVE]
+    if not queue.answers:  # only asked when a run of these may be SLURM's
+        print("SLURM does not answer: its jobs cannot be cancelled now", file=sys.stderr)
+        live = [row for row in live if not on_slurm(row)]
+    if not live:
+        print(f"{selection.name}: nothing runs or waits" if queue.answers else "nothing was cancelled")
+        return Exit.DONE if queue.answers else Exit.BUG
+    many = f"{len(live)} cell{'s' if len(live) > 1 else ''}"
+    for row in live:
+        print(f"{row.hash}  {row.cell}: {row.state.kind}{f' on {row.where}' if row.where else ''}")
+    if not args.yes and not asked(f"cancel {many}? [y/N] "):
+        print("nothing was cancelled")
+        return Exit.DONE
+    faults = [*cancel_slurm([row for row in live if on_slurm(row)]),
+              *cancel_local([row for row in live if not on_slurm(row)], whole=len(selection.cells) > 1)]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return Exit.BUG if faults or not queue.answers else Exit.DONE
+
+
+def on_slurm(row: Row) -> bool:
+    """Whether SLURM has this run."""
+    return owner_of(row).get("executor") == "slurm"
+
+
+def asked(question: str) -> bool:
+    """Whether the person says yes. Raises ConfigError where there is none."""
+    if not sys.stdin.isatty():
+        raise ConfigError("there is no terminal to ask at; --yes cancels without asking")
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def mark(row: Row) -> None:
+    """Note in the attempt that it was cancelled, before it is."""
+    write_json(row.directory / "attempts" / str(row.state.attempt) / "cancelled", {"by": getpass.getuser(), "time": time.time()})
+
+
+def cancel_slurm(rows: list[Row]) -> Iterable[str]:
+    """One scancel for the jobs of exactly these cells. Yields what stands against it."""
+    jobs: list[str] = []  # of each cell: packed ones share theirs
+    for row in rows:
+        owner = owner_of(row)
+        if row.state.job is None:
+            yield f"{row.cell}: is being submitted right now; try again"
+        elif others := sharing(owner, row, rows) if owner.get("packed") else []:
+            yield (f"{row.cell}: shares the packed job {row.state.job.id} with {len(others)} other cell{'s' if len(others) > 1 else ''} "
+                   f"({', '.join(others[:3])}); cancel the whole sweep, or scancel {row.state.job.id}")
+        else:
+            mark(row)
+            jobs.append(row.state.job.id)
+    if not jobs:
+        return
+    try:
+        done = subprocess.run(["scancel", *dict.fromkeys(jobs)], capture_output=True, text=True, timeout=slurm.LIMIT)
+        said = done.stderr.strip() or (f"it ended with status {done.returncode}" if done.returncode else "")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said:
+        yield f"scancel: {said}"
+    else:
+        print(f"cancelled {len(jobs)} cell{'s' if len(jobs) > 1 else ''} ({', '.join(dict.fromkeys(jobs))})")
+
+
+def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
+    """The other runs in the same packed job that are neither over nor to be cancelled."""
+    found = []
+    for attempt in row.directory.parent.glob("*/attempts/*/attempt.json"):
+        directory = attempt.parents[2]
+        if (read_json(attempt) or {}).get("token") == owner["token"] and directory not in [row.directory for row in rows]:
+            found += [directory.name] if not (attempt.parent / "exit").exists() else []
+    return found
+
+
+def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
+    """As Ctrl-C would. Of a sweep that is cancelled as a whole the launcher is told, which then starts no further cell."""
+    told = set()
+    for row in rows:
+        attempt = row.directory / "attempts" / str(row.state.attempt)
+        launcher = owner_of(row)
+        if not row.state.here:
+            yield f"{row.cell}: runs on {row.state.host}; cancel it there"
+            continue
+        mark(row)
+        if whole and alive(launcher) and "ended" not in launcher:
+            if launcher["pid"] not in told:  # a second signal kills
+                os.kill(launcher["pid"], signal.SIGTERM)
+                told.add(launcher["pid"])
+            whom = "its launcher"
+        else:
+            whom = stop(attempt) if started(attempt) else None
+        print(f"{row.cell}: asked {whom} to save and stop at the end of this step" if whom else f"{row.cell}: ended by itself")
+
+
+def started(attempt: Path, seconds: float = 15) -> bool:
+    """Wait until there are ranks to talk to. False if it was over before."""
+    deadline = time.monotonic() + seconds
+    while not rundir.processes(attempt) and not alive(read_json(attempt / "ranks.json")):
+        if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def owner_of(row: Row) -> dict:
+    """Who claimed a row's attempt."""
+    return read_json(row.directory / "attempts" / str(row.state.attempt) / "attempt.json") or {}

@@ -1,0 +1,104 @@
+"""From what a person types to runs: a run directory, a sweep's manifest or name, a folder of runs, or the start of a hash.
+
+A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells in order:
+
+    {"name": ..., "created": seconds, "user": ..., "command": [arguments], "baseline": cell name or null, "packed": false,
+     "cells": [{"name": ..., "overrides": [...], "hash": ..., "directory": path relative to the runs folder}]}
+
+A cell with "repeat": true is the baseline run once more, at the end of a packed job.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_hydra.config.fault import suggest
+from titan_hydra.config.status import ConfigError
+
+from .records import read_json
+
+SWEEPS = "_sweeps"
+
+
+@dataclass(frozen=True)
+class RunCell:
+    """One run as a cell of what was asked for: its name there, its directory (which need not exist yet), its overrides."""
+
+    name: str
+    directory: Path
+    overrides: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Runs to look at together. `manifest` is the sweep's folder, None for runs that belong to no sweep or to several."""
+
+    name: str
+    cells: list[RunCell]
+    baseline: str | None = None
+    manifest: Path | None = None
+
+
+def select(target: str | None, runs: Path) -> Selection:
+    """The runs that `target` means; None: all in the folder `runs`. Raises ConfigError with the nearest names if there is none."""
+    if target is None:
+        return folder_of_runs(runs)
+    path = Path(target)
+    for manifest in (path, path / "manifest.json", runs / SWEEPS / target / "manifest.json"):
+        if manifest.name == "manifest.json" and manifest.is_file():
+            return sweep(manifest.absolute())
+    if is_run(path):
+        return Selection(path.absolute().name, [run_cell(path.absolute())])
+    if path.is_dir() and (any(map(is_run, path.iterdir())) or (path / SWEEPS).is_dir()):
+        return folder_of_runs(path.absolute())
+    named = sorted(sweeps(runs), key=lambda file: file.stat().st_mtime)
+    latest = [file for file in named if (read_json(file) or {}).get("name") == target]
+    if latest:
+        return sweep(latest[-1])
+    matches = [run for run in all_runs(runs) if run.name == target or run.name.rpartition("-")[2].startswith(target)]
+    matches += [file for file in named if file.parent.name.startswith(target)]
+    if len(matches) == 1:
+        match = matches[0]
+        return sweep(match) if match.name == "manifest.json" else Selection(match.name, [run_cell(match)])
+    if matches:
+        names = ", ".join(match.parent.name if match.name == "manifest.json" else match.name for match in matches[:6])
+        raise ConfigError(f"{target}: could be any of {len(matches)}: {names}{', ...' if len(matches) > 6 else ''}")
+    known = [run.name for run in all_runs(runs)] + [run.name.rpartition("-")[2] for run in all_runs(runs)]
+    close = suggest(target, known + [file.parent.name for file in named])
+    raise ConfigError(f"{target}: no such run or sweep in {runs}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+
+
+def sweep(manifest: Path) -> Selection:
+    """The cells of one manifest."""
+    content = read_json(manifest)
+    if content is None:
+        raise ConfigError(f"{manifest}: not a sweep's manifest")
+    runs = manifest.parents[2]
+    cells = [RunCell(cell["name"], runs / cell["directory"], cell["overrides"]) for cell in content["cells"]]
+    return Selection(content["name"], cells, content["baseline"], manifest.parent)
+
+
+def folder_of_runs(runs: Path) -> Selection:
+    """All runs of a folder, by name."""
+    return Selection(runs.name, [run_cell(run) for run in all_runs(runs)])
+
+
+def run_cell(directory: Path) -> RunCell:
+    """A run by itself."""
+    file = directory / "overrides.txt"
+    return RunCell(directory.name, directory, file.read_text().splitlines() if file.exists() else [])
+
+
+def all_runs(runs: Path) -> list[Path]:
+    """Every run directory of a folder."""
+    return sorted(path for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
+
+
+def sweeps(runs: Path) -> list[Path]:
+    """Every manifest of a folder of runs."""
+    return list(runs.glob(f"{SWEEPS}/*/manifest.json"))
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return not path.name.startswith((".", "_")) and (path / "config.json").is_file()

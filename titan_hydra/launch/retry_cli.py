@@ -1,0 +1,85 @@
+"""`titan retry`: run failed cells again, from their frozen configuration, on the path that launch.py takes.
+
+A cell that ran out of memory, or whose loss was not finite, would do so again: it is shown with what to change instead, unless --as-is.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from itertools import groupby
+from pathlib import Path
+
+from titan_hydra.config import Job
+from titan_hydra.config.schema import Launch, Paths
+from titan_hydra.config.status import Exit, Kind
+
+from . import dispatch
+from .dispatch import Cell
+from .find import RunCell
+from .view import Row, add_target, choose, look
+from .worker import load_job
+
+ONLY = {  # --only: the classes of failure that a word stands for
+    "failed": tuple(Kind), "oom": (Kind.OUT_OF_MEMORY,), "node": (Kind.NODE, Kind.HANG), "hang": (Kind.HANG,), "nan": (Kind.NOT_FINITE,),
+    "time": (Kind.TIME_LIMIT,), "preempted": (Kind.PREEMPTED,), "killed": (Kind.KILLED,), "bug": (Kind.BUG,), "config": (Kind.CONFIG,),
+    "unknown": (Kind.UNKNOWN,), "interrupted": (),
+}
+WOULD_FAIL_AGAIN = (Kind.OUT_OF_MEMORY, Kind.NOT_FINITE)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `titan retry`."""
+    add_target(parser)
+    parser.add_argument("--only", action="append", choices=ONLY, metavar="CLASS", help="which cells, may be given several times: "
+                        f"{', '.join(ONLY)} (default: failed)")
+    parser.add_argument("--as-is", action="store_true", help="also cells that ran out of memory or whose loss was not finite")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit status of the runs, as launch.py's; 0 when nothing is to be done."""
+    selection = choose(args.target, args.runs)
+    rows, _ = look(selection.cells)
+    words = args.only or ["failed"]
+    chosen = [(row, cell) for row, cell in zip(rows, selection.cells, strict=True) if fits(row, words)]
+    hopeless = [pair for pair in chosen if not args.as_is and pair[0].state.failure and pair[0].state.failure.kind in WOULD_FAIL_AGAIN]
+    again = [pair for pair in chosen if pair not in hopeless]
+    for row, cell in hopeless:
+        advise(row, cell)
+    if not again:
+        print(f"{selection.name}: nothing to run again" + (f" ({', '.join(words)})" if args.only else ""))
+        return Exit.DONE
+    for row, _ in again:
+        print(f"{row.hash}  {row.cell}: {row.state.failure.line if row.state.failure else row.state.kind}")
+    cells = [Cell(number, cell.overrides, job_of(cell.directory, args.runs), cell.directory) for number, (_, cell) in enumerate(again, 1)]
+    clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # a folder of runs may have several
+    statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
+    return next((status for status in statuses if status), Exit.DONE)
+
+
+def fits(row: Row, words: list[str]) -> bool:
+    """Whether one of these words means this run."""
+    if row.state.kind == "interrupted":
+        return "interrupted" in words
+    return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in words)
+
+
+def advise(row: Row, cell: RunCell) -> None:
+    """What to type instead of the same once more."""
+    failure = row.state.failure
+    print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it all the same)")
+    if "=" in failure.hint.split(" ")[0]:
+        print(f"          python launch.py {shlex.join([*cell.overrides, *failure.hint.split()])}")
+    elif failure.hint:
+        print(f"          try {failure.hint}")
+
+
+def cluster_of(cell: Cell) -> str:
+    """Where and how a cell runs; what is alike can go to SLURM together."""
+    return repr(cell.job.cluster)
+
+
+def job_of(directory: Path, runs: Path) -> Job:
+    """The job that has run there; what launch.py was told about it (force, retry, a limit) was said for that time only."""
+    job = load_job(directory)
+    return dataclasses.replace(job, launch=Launch(retry="all", packed=job.launch.packed), paths=Paths(str(runs.absolute())))

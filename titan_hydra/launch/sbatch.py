@@ -1,0 +1,166 @@
+"""The batch script of a job, by submitit's SLURM executor: ranks under srun, one cell after another, requeued when they were asked to stop.
+
+submitit makes the script's head from its parameters. Its pickles are not used: they are named after the job's id, so a submitter that is
+killed just after sbatch leaves a job without its pickle. Here everything a job needs is on disk before sbatch: a list of cells, a line
+each (number, nodes, ranks, run directory, attempt), of which an array's task takes its own line and a packed job takes all.
+"""
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from submitit.slurm.slurm import SlurmExecutor
+
+from titan_hydra.config.schema import Cluster
+
+YEAR = 365 * 24 * 60  # minutes; SLURM's "no limit" is the partition's
+LIST, SCRIPT = "cells.tsv", "sbatch.sh"
+SIGNAL = "USR2"
+
+# $1 nodes, $2 ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
+# A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in slurm.log.
+BODY = """
+run_cell() {{
+    attempt="$3/attempts/$(($4 + ${{SLURM_RESTART_COUNT:-0}}))"
+    mkdir -p "$attempt"
+    [ -e "$attempt/attempt.json" ] || {{ cp "$3/attempts/$4/attempt.json" "$attempt/.new" && mv "$attempt/.new" "$attempt/attempt.json"; }}
+    srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
+        {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/slurm.log" 2>&1
+    rc=$?
+    [ "$rc" = 0 ] || [ ! -e "$attempt/stopped" ] || rc=75  # all had agreed to stop and saved, however they ended then
+    echo "$rc" >"$attempt/exit"
+    return "$rc"
+}}
+# The ranks were asked to stop: go on later, unless somebody has cancelled the job, or it has been so too often.
+requeue() {{
+    [ ! -e "$attempt/cancelled" ] || return
+    # Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.
+    job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
+    scontrol show job "$job" | grep -q JobState=RUNNING || return
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
+    scontrol requeue "$job" && sleep 300
+}}
+trap : TERM USR2  # this script waits for its ranks, which get the signal too
+status=0
+while IFS=$'\\t' read -r line nodes ranks run first <&3; do
+    [ ! -e {folder}/over-"$line" ] || continue
+    run_cell "$nodes" "$ranks" "$run" "$first"
+    rc=$?
+    if [ "$rc" = 75 ]; then requeue; exit 75; fi
+    {done}
+    [ "$rc" = 0 ] || [ "$status" != 0 ] || status=$rc
+done 3< <({lines})
+exit "$status"
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Resources of a job: cells that have the same go into one array."""
+
+    nodes: int
+    ranks_per_node: int
+    time_minutes: int | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One cell of a job."""
+
+    nodes: int
+    ranks: int
+    directory: Path
+    attempt: int
+
+
+class SubmissionError(Exception):
+    """sbatch refused, in its own words."""
+
+
+class Batch(SlurmExecutor):
+    """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the same nodes."""
+
+    def __init__(self, folder: Path, name: str, shape: Shape, lines: list[Line], cluster: Cluster, code: Path, packed: bool) -> None:
+        super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
+        self.lines, self.cluster, self.code = lines, cluster, code
+        self.array = len(lines) > 1 and not packed
+        seconds = cluster.stop_seconds if shape.time_minutes is None else min(cluster.stop_seconds, 60 * shape.time_minutes // 2)
+        settings = {
+            "job_name": name, "nodes": shape.nodes, "ntasks_per_node": shape.ranks_per_node, "gpus_per_node": shape.ranks_per_node,
+            "cpus_per_task": cluster.cpus_per_task, "time": shape.time_minutes, "partition": cluster.partition,
+            "account": cluster.account, "qos": cluster.qos, "constraint": cluster.constraint, "comment": cluster.comment,
+            "exclude": ",".join(cluster.exclude) or None, "signal_delay_s": seconds, "use_srun": False, "stderr_to_stdout": True,
+            "setup": self.setup(),
+        }
+        self.update_parameters(**{key: value for key, value in settings.items() if value is not None})
+        self.parameters["additional_parameters"] = self.flags(shape, cluster)
+        if self.array:
+            self.parameters |= {"map_count": len(lines), "array_parallelism": cluster.max_parallel or len(lines)}
+
+    @classmethod
+    def affinity(cls) -> int:
+        """submitit asks whether there is a SLURM: launch.mode=dry needs none."""
+        return 1
+
+    def flags(self, shape: Shape, cluster: Cluster) -> dict:
+        """sbatch flags that submitit does not know, or that it would set otherwise."""
+        pattern = "%A_%a" if self.array else "%j"
+        return {
+            "output": str(Path(self.folder) / f"{pattern}.log"), "requeue": True, "reservation": cluster.reservation, "wckey": None,
+            "time": shape.time_minutes, **{key.replace("-", "_"): value for key, value in cluster.sbatch.items()},
+        }
+
+    def setup(self) -> list[str]:
+        """What the batch script does before its ranks start."""
+        paths = f"{shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        cores = self.cluster.cpus_per_task
+        return [
+            f"export PYTHONPATH={paths} PYTHONSAFEPATH=1", *([f"export SRUN_CPUS_PER_TASK={cores}"] if cores else []),
+            *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()), *self.cluster.setup,
+        ]
+
+    @property
+    def text(self) -> str:
+        """The whole batch script."""
+        return self._make_submission_file_text(self.body(), "")
+
+    def body(self) -> str:
+        """The part that runs the cells."""
+        folder = shlex.quote(str(self.folder))
+        every = f"cat {folder}/{LIST}"
+        return BODY.format(
+            srun=shlex.join(self.cluster.srun), python=self.python, max_requeues=self.cluster.max_requeues, folder=folder,
+            lines=f"sed -n \"$((SLURM_ARRAY_TASK_ID + 1))p\" {folder}/{LIST}" if self.array else every,
+            done=':' if self.array or len(self.lines) == 1 else f"echo \"$rc\" >{folder}/over-\"$line\"",
+        )
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text = super()._make_submission_file_text(command, uid)
+        unset = ("=None", "=False")  # how submitit writes a flag that is not to be given
+        return "\n".join(line for line in text.split("\n") if not (line.startswith("#SBATCH") and line.endswith(unset)))
+
+    def write(self) -> None:
+        """Put on disk all that the job needs."""
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\n" for number, line in enumerate(self.lines)]
+        (folder / LIST).write_text("".join(rows))
+        (folder / SCRIPT).write_text(self.text)
+
+    def submit_all(self) -> list[str]:
+        """sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123. Raises SubmissionError."""
+        # Inside another job, its variables would be taken for this one's.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+        try:
+            done = subprocess.run(["sbatch", "--parsable", str(Path(self.folder) / SCRIPT)], capture_output=True, text=True, check=True,
+                                  env=environment, timeout=120)
+        except subprocess.CalledProcessError as error:
+            raise SubmissionError(" ".join(error.stderr.split()) or f"sbatch ended with status {error.returncode}") from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SubmissionError(f"sbatch: {error}") from error
+        number = done.stdout.strip().split(";")[0]
+        return [f"{number}_{index}" if self.array else number for index in range(len(self.lines))]

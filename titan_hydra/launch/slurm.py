@@ -1,0 +1,96 @@
+"""What SLURM says about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
+from __future__ import annotations
+
+import getpass
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+LIMIT = 30  # seconds that a SLURM command may take; one whose controller is down takes as long as it likes
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start, name
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """One job, or one task of an array. `state` is SLURM's own word for it, `start` when it started or is expected to."""
+
+    id: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    start: str = ""
+    name: str = ""
+
+    @property
+    def waiting(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def active(self) -> bool:
+        return self.state in ACTIVE
+
+
+@dataclass
+class Queue:
+    """SLURM's jobs at one moment. `answers` is False when SLURM is down or not installed: then nothing is known of any job."""
+
+    jobs: dict[str, SlurmJob] = field(default_factory=dict)
+    answers: bool = True
+
+    def find(self, owner: dict) -> SlurmJob | None:
+        """The job of an attempt: by the id that its submitter noted or, if he died before that, by the token in the job's name."""
+        if owner["job_id"]:
+            return self.jobs.get(owner["job_id"])
+        named = [job for job in self.jobs.values() if job.name.endswith(owner["token"])]
+        return next((job for job in named if "_" not in job.id or job.id.endswith(f"_{owner['index']}")), None)
+
+
+def queue_of(owners: list[dict]) -> Queue:
+    """What SLURM says of some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten."""
+    if not owners:
+        return Queue()
+    found = queue(owner["user"] for owner in owners)
+    forgotten = {owner["job_id"] for owner in owners if owner["job_id"]} - found.jobs.keys()
+    if found.answers and forgotten:
+        found.jobs |= ended(forgotten)
+    return found
+
+
+def queue(users: Iterable[str] = ()) -> Queue:
+    """One squeue call: jobs of this user and of `users`, those that ended a moment ago too."""
+    names = ",".join(sorted({getpass.getuser(), *users}))
+    out = call("squeue", "--noheader", "--array", "--states=all", f"--user={names}", f"--format={FIELDS}")
+    if out is None:
+        return Queue(answers=False)
+    return Queue({job.id: job for job in map(_job, out.splitlines()) if job})
+
+
+def _job(line: str) -> SlurmJob | None:
+    parts = line.strip().split("|")
+    return SlurmJob(*parts[:5], "|".join(parts[5:])) if len(parts) > 5 else None
+
+
+def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
+    """How jobs ended that squeue has forgotten, from sacct; {} on a cluster without accounting."""
+    ids = sorted(job_ids)
+    found = {}
+    for first in range(0, len(ids), 500):  # a command line has a limit
+        out = call("sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first:first + 500]), "-o", "JobID,State,NodeList")
+        for line in (out or "").splitlines():
+            job_id, state, nodes = [*line.split("|"), "", ""][:3]
+            if state:
+                found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)  # "CANCELLED by 1000"
+    return found
+
+
+def call(*command: str) -> str | None:
+    """Output of a SLURM command; None if it is not installed, fails, or does not answer."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None

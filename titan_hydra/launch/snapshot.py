@@ -1,0 +1,69 @@
+"""The code that a job will run, copied when it is submitted: what is edited while it waits in the queue does not change it."""
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import titan_hydra
+
+FOLDER = "_code"  # in the folder of runs; one folder in it for every version of the code
+ROOT = Path(titan_hydra.__file__).parents[1]
+
+
+def take(runs: Path) -> Path:
+    """Copy this code to `<runs>/_code/<hash>`, unless it is there already. Returns that folder."""
+    names = [name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)]
+    final = runs / FOLDER / digest(ROOT, names)
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=final.parent, ignore_cleanup_errors=True) as scratch:
+        copy = Path(scratch) / "code"
+        for name in names:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+        try:
+            copy.rename(final)
+        except OSError:  # somebody else has just taken the same one
+            if not final.is_dir():
+                raise
+    return final
+
+
+def files(root: Path) -> list[str]:
+    """What belongs to the code: in a checkout all tracked files as they are now and new Python files, else the package."""
+    if (root / ".git").exists():
+        tracked = _git(root, "ls-files", "-z")
+        new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py")
+        return sorted(name for name in {*tracked, *new} if os.path.lexists(root / name))
+    package = root / "titan_hydra"
+    return sorted(str(file.relative_to(root)) for file in package.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+
+
+def copied(folder: Path) -> list[str]:
+    """The files of a snapshot; what Python has compiled there since is not part of it."""
+    found = []
+    for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        links = [name for name in folders if (Path(path) / name).is_symlink()]
+        found += [os.path.relpath(os.path.join(path, name), folder) for name in [*names, *links]]
+    return sorted(found)
+
+
+def digest(root: Path, names: list[str]) -> str:
+    """16 hex digits of the sha256 over names and contents; of a link, where it points."""
+    total = hashlib.sha256()
+    for name in names:
+        path = root / name
+        content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+        total.update(f"{name}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()[:16]
+
+
+def _git(root: Path, *arguments: str) -> list[str]:
+    out = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=30).stdout
+    return [name for name in out.split("\0") if name]

@@ -1,0 +1,184 @@
+"""Cells to SLURM: claim each, group them by the resources they need, write the manifest, and only then call sbatch.
+
+Whatever happens on the way, no cell runs twice and none is lost: a claimed attempt names a token that is in the job's name too, so the next
+launcher finds a job whose submitter died before he could note its id; and a rank refuses to start when its attempt is not the newest.
+"""
+from __future__ import annotations
+
+import functools
+import getpass
+import math
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_hydra.config import processes
+from titan_hydra.config.status import Exit
+
+from . import manifest, rundir, show, slurm, snapshot
+from .attach import Interrupts
+from .find import SWEEPS
+from .records import write_json
+from .rundir import State
+from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
+
+POLL = 5  # seconds between two looks at the queue with launch.wait
+
+
+@dataclass(frozen=True)
+class Array:
+    """Cells that go to SLURM as one job array, or as one packed job, or as a single job."""
+
+    token: str
+    shape: Shape
+    cells: list  # of dispatch.Cell
+    packed: bool = False
+    exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
+
+
+def shape_of(cell) -> Shape:
+    """The resources of a cell's job."""
+    ranks = processes(cell.job)
+    nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
+    return Shape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
+
+
+def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
+    """Group cells by shape, at most `limit` to an array; packed: all into one job of the largest shape, in their order."""
+    if packed:
+        shapes = [shape_of(cell) for cell in cells]
+        minutes = cells[0].job.cluster.time_minutes
+        largest = Shape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
+                        minutes and minutes * len(cells))
+        return [Array(secrets.token_hex(4), largest, cells, packed=True)]
+    groups: dict[Shape, list] = {}
+    for cell in cells:
+        groups.setdefault(shape_of(cell), []).append(cell)
+    return [Array(secrets.token_hex(4), shape, group[first:first + limit])
+            for shape, group in groups.items() for first in range(0, len(group), limit)]
+
+
+def batch_of(array: Array, folder: Path, attempts: list[int], name: str, code: Path) -> Batch:
+    """The batch job of an array whose files lie in `folder`."""
+    lines = [Line(shape_of(cell).nodes, processes(cell.job), cell.directory, attempt)
+             for cell, attempt in zip(array.cells, attempts, strict=True)]
+    cluster = array.cells[0].job.cluster
+    cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
+    return Batch(folder, f"{name}-{array.token}", array.shape, lines, cluster, code, array.packed)
+
+
+@functools.cache
+def largest_array() -> int:
+    """Tasks that the cluster allows in an array."""
+    found = re.search(r"MaxArraySize\s*=\s*(\d+)", slurm.call("scontrol", "show", "config") or "")
+    return max(int(found[1]) - 1, 1) if found else 1000
+
+
+def scripts(cells: list) -> Iterable[tuple[Array, str]]:
+    """The batch scripts that these cells would be submitted with; needs no SLURM and writes nothing."""
+    runs = cells[0].runs
+    for array in arrays_of(cells, cells[0].job.launch.packed, 1000):
+        folder = runs / SWEEPS / "NAME-TIME" / array.token
+        yield array, batch_of(array, folder, [1] * len(array.cells), "NAME-TIME", runs / snapshot.FOLDER / "HASH").text
+
+
+def run(cells: list, folder: Path | None) -> int:
+    """Submit every cell that wants to run, and say how to follow them; with launch.wait, follow them. Returns the exit status."""
+    interrupts, wait = Interrupts(), cells[0].job.launch.wait
+    states = rundir.states([cell.directory for cell in cells])
+    start = [(cell, state) for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
+    with interrupts.counted():
+        if start and cells[0].job.launch.packed:
+            start = with_repeated_baseline(start, folder)
+        status = submit(start, folder, interrupts) if start else Exit.DONE
+        states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
+    show.submitted(cells, states, folder)
+    for state in states:
+        status = status or (state.failure.status if state.failure else Exit.DONE)
+    return interrupts.status if interrupts.received and not wait else status
+
+
+def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tuple]:
+    """In a packed job the baseline runs first and, in a directory of the sweep's own, last again: what differs is drift, not gain."""
+    cells = [cell for cell, _ in start]
+    named = cells[0].job.sweep.baseline
+    baseline = next((cell for cell in cells if cell.name == named), None if named else cells[0])
+    if folder is None or baseline is None:
+        return start
+    again = replace(baseline, directory=folder / "repeat" / baseline.directory.name)
+    manifest.add_cell(folder, manifest.row(again) | {"name": f"{baseline.name} (again)", "repeat": True})
+    state = rundir.state(again.directory)
+    return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
+
+
+def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> int:
+    """Hand cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
+    states = {cell.directory: state for cell, state in start}
+    cells = [cell for cell, _ in start]
+    code, status = snapshot.take(cells[0].runs), Exit.DONE
+    for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
+        if interrupts.received:
+            break
+        owner = {"executor": "slurm", "token": array.token, "packed": array.packed, "job_id": None, "user": getpass.getuser(),
+                 "code": code.name}
+        claimed = [(cell, attempt) for cell in array.cells if (attempt := claim(cell, states[cell.directory], owner))]
+        if claimed:
+            mine, attempts = map(list, zip(*claimed, strict=True))
+            exclude = unfit_hosts([states[cell.directory] for cell in mine])
+            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code) or status
+    return status
+
+
+def claim(cell, state: State, owner: dict) -> Path | None:
+    """The attempt that this launcher may submit; None if another one was faster."""
+    return rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, cell.job.launch.force, **owner)
+
+
+def unfit_hosts(states: list[State]) -> tuple[str, ...]:
+    """Hosts that the health check found unfit in an earlier attempt: a retry stays away from them."""
+    unfit = [state.failure for state in states if state.failure and state.failure.status == Exit.UNHEALTHY]
+    return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
+
+
+def hand_over(array: Array, attempts: list[Path], folder: Path | None, code: Path) -> int:
+    """sbatch for claimed attempts, with everything the job needs on disk before it. Returns the exit status."""
+    place = folder / array.token if folder else attempts[0] / "submission"
+    name = folder.name if folder else array.cells[0].directory.name
+    batch = batch_of(array, place, [int(attempt.name) for attempt in attempts], name, code)
+    batch.write()
+    for index, attempt in enumerate(attempts):
+        rundir.note(attempt, index=index)
+        shutil.copy(place / SCRIPT, attempt.parents[1] / SCRIPT)
+    try:
+        ids = batch.submit_all()
+    except SubmissionError as error:
+        for attempt in attempts:
+            rundir.end_attempt(attempt)
+        print(f"SLURM refused {len(attempts)} cell{'s' if len(attempts) > 1 else ''}: {error}", file=sys.stderr)
+        return Exit.BUG
+    for attempt, job_id in zip(attempts, ids, strict=True):
+        rundir.note(attempt, job_id=job_id)
+    write_json(place / "jobs.json", {job_id: str(attempt) for attempt, job_id in zip(attempts, ids, strict=True)})
+    return Exit.DONE
+
+
+def follow(cells: list, interrupts: Interrupts) -> list[State]:
+    """launch.wait: say what changes until no cell is queued or running any more. Ctrl-C leaves; the jobs go on."""
+    before: dict[Path, str] = {}
+    while True:
+        states = rundir.states([cell.directory for cell in cells])
+        for cell, state in zip(cells, states, strict=True):
+            if before.get(cell.directory) != state.kind:
+                before[cell.directory] = state.kind
+                where = f" on {state.host}" if state.host else ""
+                print(f"{time.strftime('%H:%M:%S')}  {cell.directory.name}: {state.kind}{where}", flush=True)
+        if interrupts.received or not any(state.kind in ("queued", "running", "unknown") for state in states):
+            return states
+        deadline = time.monotonic() + POLL
+        while time.monotonic() < deadline and not interrupts.received:
+            time.sleep(0.2)

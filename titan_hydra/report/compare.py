@@ -1,0 +1,144 @@
+"""Which cells may stand side by side: what must be equal for tokens/s, what for losses, and what a sweep varies on purpose.
+
+Techniques may always differ: how a job is split, its schedule, precision, checkpointing of activations, compilation, the local batch.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from titan_hydra.config.fault import as_typed, suggest
+from titan_hydra.config.status import ConfigError
+
+from .cells import Cell
+
+# Keys, or groups of keys, of config.json. A group that differs is named as one.
+WORK = ("model", "data.seq_len", "data.document_mask", "comm", "debug.deterministic", "debug.anomaly", "debug.nan_hunt",
+        "debug.trace_activations")  # what a token costs
+LEARNING = (  # what a step learns
+    "model", "data.name", "data.path", "data.subset", "data.split", "data.text_key", "data.seq_len", "data.global_batch", "data.shuffle",
+    "data.shuffle_buffer", "data.mixture", "data.document_mask", "tokenizer", "seed", "steps", "optimizer", "lr_scheduler",
+    "checkpoint.initial_load_path", "train.imports",
+)
+TECHNIQUE = ("model.attention", "comm.init_timeout_seconds", "comm.train_timeout_seconds")  # in the groups above, but free
+VERSIONS = ("torch", "torchao", "triton")
+UNKNOWN = object()  # a value that is equal to everything: no result yet, or no such file
+PLACE = {  # what is not in config.json
+    "gpus": lambda cell: cell.gpus,
+    "device": lambda cell: cell.device,
+    "code": lambda cell: cell.code,
+    **{f"versions.{package}": lambda cell, package=package: cell.version(package) for package in VERSIONS},
+}
+RECIPES = ("experiment", "debug", "sweeps")  # overrides that may set any key
+DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
+MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}  # sweeping these varies that on purpose
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key in which cells with numbers differ that must be equal; each value with the labels of its cells."""
+
+    key: str
+    values: dict[str, list[str]]  # as a person reads them
+    work: bool  # it changes what a token costs
+    learning: bool  # it changes what a step learns
+    purpose: bool  # the sweep varies it
+
+    def __str__(self) -> str:
+        return f"{self.key} differs: " + "; ".join(f"{value} ({_some(labels)})" for value, labels in self.values.items())
+
+
+def value_of(cell: Cell, key: str) -> object:
+    """A cell's value of a key, a group's as a tuple of its keys and values."""
+    if key in PLACE:
+        return UNKNOWN if (value := PLACE[key](cell)) is None else value
+    if key in cell.config:
+        value = cell.config[key]
+        return tuple(value) if isinstance(value, list | dict) else value
+    own = ((name, repr(value)) for name, value in cell.config.items() if name.startswith(f"{key}.") and name not in TECHNIQUE)
+    return tuple(own) or UNKNOWN
+
+
+def differences(cells: list[Cell], labels: list[str], swept: set[str]) -> list[Difference]:
+    """All keys in which cells differ though they must not, those that the sweep varies on purpose included."""
+    found = []
+    for key in dict.fromkeys((*WORK, *LEARNING, *PLACE)):
+        values: dict[object, list[str]] = {}
+        for cell, label in zip(cells, labels, strict=True):
+            if (value := value_of(cell, key)) is not UNKNOWN:
+                values.setdefault(value, []).append(label)
+        if len(values) > 1:
+            shown = {_shown(key, value, values): of for value, of in values.items()}
+            purpose = on_purpose(key, swept) or (key == "data.global_batch" and even(cells, swept))
+            found.append(Difference(key, shown, key in WORK, key in LEARNING, purpose))
+    return found
+
+
+def on_purpose(key: str, swept: set[str]) -> bool:
+    """Whether overrides that differ between the cells of a sweep set a key: itself, its group, or a recipe that may set all.
+
+    No override is about code, versions or the device: two clusters or two checkouts never make one table by themselves.
+    """
+    if key in PLACE and key != "gpus":
+        return False
+    names = (key, *MEANS.get(key, ()))
+    return any(_within(name, by) or _within(by, name) or by in RECIPES for name in names for by in swept)
+
+
+def even(cells: list[Cell], swept: set[str]) -> bool:
+    """Whether global batches that differ in samples hold as many tokens (the paper's long sequences), or as many on each device of
+    cells that differ in devices on purpose (weak scaling)."""
+    tokens = [(cell.config.get("data.global_batch") or 0) * (cell.config.get("data.seq_len") or 0) for cell in cells]
+    if len(set(tokens)) == 1:
+        return True
+    return len({total / (cell.gpus or 1) for total, cell in zip(tokens, cells, strict=True)}) == 1 and on_purpose("gpus", swept)
+
+
+def swept_keys(overrides: list[list[str]]) -> set[str]:
+    """The keys and groups whose overrides are not the same in all cells."""
+    common = set.intersection(*map(set, overrides)) if overrides else set()
+    differing = {override for own in overrides for override in own if override not in common}
+    return {override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in differing}
+
+
+def refuse(found: list[Difference], allowed: set[str]) -> None:
+    """Raise ConfigError, one line for each key that differs neither on purpose nor with leave."""
+    unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*WORK, *LEARNING, *PLACE))]
+    if unknown:
+        known = dict.fromkeys((*WORK, *LEARNING, *PLACE, "versions"))
+        close = suggest(unknown[0], known)
+        raise ConfigError(f"--allow {unknown[0]}: no key that must be equal; " +
+                          (f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"))
+    lines = [f"{difference}; leave cells out, or --allow {difference.key}" for difference in found
+             if not difference.purpose and not is_allowed(difference.key, allowed)]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def is_allowed(key: str, allowed: Iterable[str]) -> bool:
+    """Whether --allow names a key or its group."""
+    return any(_within(key, name) for name in allowed)
+
+
+def same(cell: Cell, baseline: Cell, keys: Iterable[str]) -> bool:
+    """Whether two cells agree in all of these keys, as far as they are known."""
+    pairs = ((value_of(cell, key), value_of(baseline, key)) for key in keys)
+    return all(UNKNOWN in pair or pair[0] == pair[1] for pair in pairs)
+
+
+def _within(key: str, group: str) -> bool:
+    return key == group or key.startswith(f"{group}.")
+
+
+def _shown(key: str, value: object, values: Iterable) -> str:
+    """A value for a person; of a group its name, or where that is the same the keys that differ."""
+    if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
+        return as_typed(value)
+    own, others = dict(value), [dict(other) for other in values]
+    changing = [name for name in own if len({other.get(name) for other in others}) > 1]
+    name = f"{key}.name"
+    return own[name].strip("'") if name in changing else ", ".join(f"{leaf}={own[leaf]}" for leaf in changing[:3])
+
+
+def _some(labels: list[str]) -> str:
+    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")

@@ -1,0 +1,86 @@
+"""A report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report gives the same bytes."""
+from __future__ import annotations
+
+import csv
+import io
+import re
+import sys
+
+from .table import COLUMNS, WORDS, Report
+
+LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+         "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{MINUS SIGN}": "$-$", "\N{EN DASH}": "--", "<": r"\textless{}",
+         ">": r"\textgreater{}", "|": r"\textbar{}"}
+
+
+def terminal(report: Report) -> None:
+    """Print the table, as wide as its content where nobody's terminal limits it; flagged rows in red, the baseline's in bold."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False)
+    grid = Table(title=report.name, caption=report.caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    for title, *_ in report.columns:
+        grid.add_column(title, justify="left" if title in WORDS else "right", overflow="fold")
+    for row, texts in zip(report.rows, report.texts, strict=True):
+        flagged = row.cell.state.failure or (row.band and not row.band.inside)
+        grid.add_row(*texts, style="red" if flagged else "bold" if row.baseline else None)
+    console.print(grid)
+    for note in report.notes:
+        console.print(note, soft_wrap=True)
+
+
+def markdown(report: Report) -> str:
+    """A pipe table, its caption above, its notes as a list below."""
+    titles = [title for title, *_ in report.columns]
+    lines = [f"**{_md(report.name)}**" + (f" ({_md(report.caption)})" if report.caption else ""), ""]
+    lines += [_pipes(titles), _pipes(["---" if title in WORDS else "---:" for title in titles], pad=False)]
+    lines += [_pipes([_md(text) for text in texts]) for texts in report.texts]
+    if report.notes:
+        lines += ["", *(f"- {_md(note)}" for note in report.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def comma_separated(report: Report) -> str:
+    """All columns, also those that are empty or the same in every row, with full digits; the state of the run and its hash beside them."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([machine for _, machine, *_ in COLUMNS] + ["baseline", "state", "partial", "reason", "directory"])
+    for row in report.rows:
+        failure = row.cell.state.failure
+        values = [value(row) for *_, value in COLUMNS]
+        values += [row.baseline, row.cell.word, row.cell.partial, failure.line if failure else None, row.cell.directory.name]
+        writer.writerow(["" if value is None else value for value in values])
+    return out.getvalue()
+
+
+def latex(report: Report) -> str:
+    """A table with booktabs, ready to be \\input."""
+    titles = [title for title, *_ in report.columns]
+    align = "".join("l" if title in WORDS else "r" for title in titles)
+    caption = _tex(report.name) + (f" ({_tex(report.caption)})" if report.caption else "")
+    lines = [r"% needs \usepackage{booktabs}", r"\begin{table}", r"  \centering", rf"  \caption{{{caption}}}",
+             rf"  \begin{{tabular}}{{{align}}}", r"    \toprule", f"    {_ampersands(titles)}", r"    \midrule"]
+    lines += [f"    {_ampersands(texts)}" for texts in report.texts]
+    lines += [r"    \bottomrule", r"  \end{tabular}"]
+    if report.notes:
+        lines += ["", r"  \footnotesize", *(rf"  {_tex(note)}\\" for note in report.notes)]
+    return "\n".join([*lines, r"\end{table}"]) + "\n"
+
+
+def _pipes(texts: list[str], pad: bool = True) -> str:
+    return f"| {' | '.join(texts)} |" if pad else f"|{'|'.join(texts)}|"
+
+
+def _ampersands(texts: list[str]) -> str:
+    return " & ".join(map(_tex, texts)) + r" \\"
+
+
+def _md(text: str) -> str:
+    """Nothing in a name may end a table's cell or begin emphasis; a leading sign is no list."""
+    return re.sub(r"([\\|*_`<>\[\]])", r"\\\1", text.replace("\n", " "))
+
+
+def _tex(text: str) -> str:
+    return "".join(LATEX.get(character, character) for character in text.replace("\n", " "))
