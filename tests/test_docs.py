@@ -55,9 +55,10 @@ def unknown_names(page: Path) -> set[str]:
         for name, options in re.findall(rf"{group}=([a-z0-9_,]+)", part):
             stems = {file.stem for file in describe.option_files(name)}
             unknown |= {f"{name}={option}" for option in options.split(",") if option not in stems}
-    return unknown
+    return unknown - THE_READERS_OWN
 
 
+THE_READERS_OWN = {"cluster=mysite", "sweeps=layouts16"}  # files that a page tells the reader how to write
 FILES = ("md", "json", "jsonl", "py", "yaml", "model")  # metrics.jsonl is a file, not a key
 
 

@@ -10,12 +10,14 @@ PACKAGE = Path(__file__).parents[1] / "titan_hydra"
 ALLOWED = {
     "config": {"config"},
     "launch": {"launch", "config", "train"},  # train only inside the worker's rank function: see NO_TORCH
+    "report": {"report", "launch", "config"},  # launch only for the state of a run
     "models": {"models", "config"},
     "parallel": {"parallel", "config"},
     "train": {"train", "parallel", "models", "config"},
 }
 NO_TORCH = ["titan_hydra.config", "titan_hydra.config.checks", "titan_hydra.launch.dispatch", "titan_hydra.launch.worker",
-            "titan_hydra.cli", "titan_hydra.train.acceptance", "titan_hydra.train.verify_cli"]
+            "titan_hydra.launch.checkpoints", "titan_hydra.launch.flight_cli", "titan_hydra.cli", "titan_hydra.train.acceptance",
+            "titan_hydra.train.verify_cli", "titan_hydra.report.cli", "titan_hydra.report.part"]
 
 
 def imported_rooms(file: Path) -> set[str]:
@@ -38,15 +40,16 @@ def test_imports_run_one_way(room):
         assert imported_rooms(file) <= ALLOWED[room], file
 
 
-def test_nothing_but_the_command_line_imports_launch():
+def test_nothing_but_the_command_line_and_the_report_imports_launch():
     for file in PACKAGE.rglob("*.py"):
-        if "launch" not in file.relative_to(PACKAGE).parts and file.name != "cli.py":
+        if not {"launch", "report", "cli.py"} & set(file.relative_to(PACKAGE).parts):
             assert "launch" not in imported_rooms(file), file
 
 
 @pytest.mark.parametrize("module", NO_TORCH)
 def test_login_node_modules_import_no_torch(module):
-    code = f"import sys, {module}; print(*[name for name in ('torch', 'datasets', 'wandb', 'tiktoken') if name in sys.modules])"
+    heavy = ("torch", "datasets", "wandb", "tiktoken", "matplotlib")
+    code = f"import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 

@@ -44,6 +44,18 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"optimizer__beta2": 1.5}, "optimizer.beta2", "between 0 and 1"),
     ({"optimizer__name": "adam"}, "optimizer.name", "adamw or muon"),
     ({"metrics__trackers": ["mlflow"]}, "metrics.trackers", "mlflow"),
+    ({"cluster__gpus_per_node": 0}, "cluster.gpus_per_node", "more than 0"),
+    ({"cluster__stop_seconds": 0}, "cluster.stop_seconds", "more than 0"),
+    ({"cluster__time_minutes": -5}, "cluster.time_minutes", "more than 0"),
+    ({"cluster__max_requeues": -1}, "cluster.max_requeues", "nearest legal: 0"),
+    ({"cluster__executor": "slurm"}, "cluster.gpus_per_node", "needs it"),
+    ({"cluster__environment": {"NCCL-DEBUG": "INFO"}}, "cluster.environment", "NCCL-DEBUG"),
+    ({"cluster__sbatch": {"--mail-user": "me@site"}}, "cluster.sbatch", "without dashes before it"),
+    ({"cluster__sbatch": {"ntasks_per_node": 4}}, "cluster.sbatch", "follows from the layout"),
+    ({"cluster__srun": ["--label", "container.sqsh"]}, "cluster.srun", "write --flag=value"),
+    ({"cluster__srun": ["--ntasks=4"]}, "cluster.srun", "from the layout"),
+    ({"cluster__partition": "gpu long"}, "cluster.partition", "without blanks"),
+    ({"cluster__exclude": ["node1 node2"]}, "cluster.exclude", "node1 node2"),
     ({"parallelism__ep": 2}, "parallelism.ep", "nearest legal: 1"),
     ({"model__family": "llama4"}, "model.family", "llama3"),
     ({"gpus": 3, "parallelism__dp_replicate": 2}, "gpus", "nearest legal: 2 or 4"),
@@ -121,7 +133,11 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"tokenizer__name": "tiktoken", "tokenizer__path": "/nowhere/tokenizer.model"}, "tokenizer.path", "no such file"),
     ({"tokenizer__name": "tiktoken", "tokenizer__path": __file__}, "tokenizer.path", "cannot be read"),
     ({"tokenizer__name": "hf", "tokenizer__path": __file__}, "tokenizer.path", "cannot be read"),
-    ({"checkpoint__initial_load_path": "/nowhere"}, "checkpoint.initial_load_path", "not a complete checkpoint"),
+    ({"checkpoint__initial_load_path": "/nowhere"}, "checkpoint.initial_load_path", "no complete checkpoint"),
+    ({"checkpoint__exclude_from_loading": ["adam"]}, "checkpoint.exclude_from_loading", "optimizer or data or lr_scheduler"),
+    ({"checkpoint__interval_minutes": 0.0}, "checkpoint.interval_minutes", "positive"),
+    ({"checkpoint__interval": 0, "checkpoint__last_step": False}, "checkpoint.interval", "nothing would be saved"),
+    ({"checkpoint__name": "off", "checkpoint__export_dtype": "float32"}, "checkpoint.export_dtype", "writes nothing"),
 ]
 
 
@@ -132,13 +148,21 @@ def test_a_bad_value_is_named_with_what_would_be_legal(base, values, key, text):
     assert any(text in str(fault) for fault in faults)
 
 
+def test_settings_of_slurm_do_no_harm_on_this_machine(base):
+    settings = {"partition": "gpu", "exclude": ["node[1-4]"], "sbatch": {"mem": 0, "gpus-per-node": None, "mail_user": "me@site"},
+                "srun": ["--container-image=a.sqsh", "-l"], "environment": {"NCCL_DEBUG": "INFO"}, "max_requeues": 0}
+    for executor in ("local", "slurm"):
+        values = {f"cluster__{key}": value for key, value in settings.items()}
+        assert check(changed(base, cluster__executor=executor, cluster__gpus_per_node=8, gpus=1, **values)) == []
+
+
 def test_a_tokenizer_smaller_than_the_embedding_is_fine(base):
     assert check(changed(base, model__vocab_size=8192)) == []
 
 
 def test_what_is_not_built_yet_is_refused(base):
-    faults = list(technique_is_implemented(changed(base, checkpoint__name="async")))
-    assert [fault.key for fault in faults] == ["checkpoint.name"]
+    faults = list(technique_is_implemented(changed(base, fault_tolerance__name="torchft")))
+    assert [fault.key for fault in faults] == ["fault_tolerance.name"]
 
 
 degree = st.sampled_from([-1, 0, 1, 2, 3, 4])

@@ -19,7 +19,7 @@ def composed(*overrides):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_into_the_schema(group, option):
-    job, faults = read(composed(f"{group}={option}"))
+    job, faults = read(composed(f"{'+' * (group == 'sweeps')}{group}={option}"))
     assert faults == []
     if hasattr(job, group) and group != "debug":
         assert getattr(job, group).name == option

@@ -78,7 +78,7 @@ class Launcher:
 
     @property
     def run_directory(self) -> Path:
-        (directory,) = (self.folder / "runs").iterdir()
+        (directory,) = (path for path in (self.folder / "runs").iterdir() if not path.name.startswith("_"))
         return directory
 
     def attempt(self, number: int = 1) -> Path:
@@ -114,9 +114,19 @@ class Launcher:
         return found
 
 
+@pytest.fixture(scope="module")
+def launcher_of_module(tmp_path_factory):
+    """One for all tests of a file, which look at what it has run."""
+    yield from a_launcher(tmp_path_factory.mktemp("module"))
+
+
 @pytest.fixture
 def launcher(tmp_path):
-    folder = tmp_path / "work"
+    yield from a_launcher(tmp_path)
+
+
+def a_launcher(place: Path):
+    folder = place / "work"
     folder.mkdir()
     launcher = Launcher(folder.resolve())
     yield launcher

@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_hydra.config.status import ConfigError, NotFinite, Stopped
+from titan_hydra.config import compose_job, to_dict
+from titan_hydra.config.status import ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.launch.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
@@ -70,6 +71,16 @@ def attempt(tmp_path):
     return write
 
 
+def write_slurm(folder, log, **errors):
+    """What an attempt under SLURM leaves: slurm.log, and files of four ranks that were started; those in `errors` said why they ended."""
+    for rank in range(4):
+        code, record = describe(errors[f"rank{rank}"]) if f"rank{rank}" in errors else (None, None)
+        spoken = {"exit_status": int(code), "error": {**record, "time": 5.0}} if record else {}
+        (folder / f"rank_{rank}.json").write_text(json.dumps({"host": f"node{rank // 2}", **spoken}))
+    (folder / "slurm.log").write_text(log)
+    return folder
+
+
 def test_earliest_own_error_is_to_blame_and_not_those_who_noticed(attempt):
     failure = attempt({0: (GLOO_CLOSED, 1.0, 1, False), 1: (ValueError("late"), 3.0, 1, False), 2: (KeyError("first"), 2.0, 1, False)})
     assert (failure.rank, failure.status) == (2, 1) and "KeyError" in failure.line and "KeyError" in failure.detail
@@ -90,6 +101,13 @@ def test_timeout_names_who_did_not_notice(attempt):
     assert (failure.rank, failure.status) == (1, 77) and "rank 2 had not noticed" in failure.line
 
 
+def test_timeout_names_who_was_late_by_the_heartbeats(attempt, tmp_path):
+    for rank, count in enumerate((9, 9, 7)):
+        (tmp_path / f"beat_{rank}.json").write_text(json.dumps({"step": 3, "phase": "data", "count": count}))
+    failure = attempt({0: (GLOO_CLOSED, 1.0, 1, False), 1: (GLOO_LATE, 1.5, 77, False), 2: (None, 3.0, -9, True)})
+    assert (failure.rank, failure.kind) == (2, Kind.HANG) and "rank 2 was late: in step 3, data; rank 1: RuntimeError" in failure.line
+
+
 def test_stopped_ranks_and_good_ends_are_no_failure(attempt):
     assert attempt({0: (Stopped("as asked"), 1.0, 75, False), 1: (None, 1.0, -15, False)}) is None
     assert attempt({0: (None, 1.0, 0, False), 1: (None, 1.0, 0, False)}) is None
@@ -99,3 +117,91 @@ def test_power_cut_leaves_nobody_to_blame(tmp_path):
     (tmp_path / "rank_0.json").write_text("{}")
     (tmp_path / "ranks.json").write_text('{"ranks": [{"pid": 1}]}')
     assert guilty(tmp_path) is None
+
+
+KILLED = """srun: error: node1: task 3: Killed
+srun: Terminating StepId=7.0
+srun: error: node0: tasks 0-1: Killed
+srun: error: node1: task 2: Killed
+"""
+TIME = "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-11-21T10:00 DUE TO TIME LIMIT ***\n"
+NODE = "srun: error: Node failure on node1\nslurmstepd: error: *** STEP 7.0 ON node0 CANCELLED AT 10:00 DUE TO NODE FAILURE ***\n"
+MEMORY = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\nsrun: error: node1: task 2: Out Of Memory\n"
+SCANCEL = "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-11-21T10:00 ***\n"
+
+
+@pytest.mark.parametrize(("log", "state", "kind", "status", "rank", "host"), [
+    (KILLED, "FAILED", Kind.KILLED, 1, 3, "node1"),
+    (KILLED, None, Kind.KILLED, 1, 3, "node1"),
+    ("srun: error: node0: task 1: Exited with exit code 1\n", "FAILED", Kind.BUG, 1, 1, "node0"),
+    ("srun: error: node0: task 1: Segmentation fault (core dumped)\n" + KILLED, "FAILED", Kind.BUG, 1, 1, "node0"),
+    (KILLED, "NODE_FAIL", Kind.NODE, 79, None, None),
+    (NODE + KILLED, None, Kind.NODE, 79, None, "node1"),
+    ("", "TIMEOUT", Kind.TIME_LIMIT, 75, None, None),
+    (TIME + KILLED, None, Kind.TIME_LIMIT, 75, None, None),
+    (TIME, "FAILED", Kind.TIME_LIMIT, 75, None, None),
+    ("", "CANCELLED", Kind.KILLED, 75, None, None),
+    (SCANCEL + KILLED, None, Kind.KILLED, 75, None, None),
+    (MEMORY, "FAILED", Kind.OUT_OF_MEMORY, 76, None, "node1"),
+    ("", "OUT_OF_MEMORY", Kind.OUT_OF_MEMORY, 76, None, None),
+    ("bash: line 3: /opt/python: No such file\n", "FAILED", Kind.UNKNOWN, 1, None, None),
+])
+def test_slurms_word_where_no_rank_has_spoken(tmp_path, log, state, kind, status, rank, host):
+    failure = guilty(write_slurm(tmp_path, log), state)
+    assert (failure.kind, failure.status, failure.rank, failure.host) == (kind, status, rank, host)
+    assert kind != Kind.UNKNOWN or "No such file" in failure.detail
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "COMPLETED", None])
+def test_a_preempted_job_has_not_failed(tmp_path, state):
+    log = "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-11-21T10:00 DUE TO PREEMPTION ***\n"
+    assert guilty(write_slurm(tmp_path, log), state) is None
+
+
+def test_a_rank_that_has_spoken_comes_before_slurms_word(tmp_path):
+    """srun reports the death of a peer first, and SLURM a time limit: the exception is what it was."""
+    failure = guilty(write_slurm(tmp_path, KILLED, rank1=ValueError("mine"), rank0=GLOO_CLOSED), "TIMEOUT")
+    assert (failure.kind, failure.rank, failure.host) == (Kind.BUG, 1, "node0") and "mine" in failure.line
+
+
+def test_a_death_that_only_srun_saw_comes_before_those_who_noticed(tmp_path):
+    log = "srun: error: node1: task 3: Killed\n"
+    failure = guilty(write_slurm(tmp_path, log, rank0=GLOO_CLOSED, rank1=GLOO_LATE, rank2=GLOO_CLOSED), "FAILED")
+    assert (failure.kind, failure.rank) == (Kind.KILLED, 3)
+
+
+def test_preempted_too_often(tmp_path):
+    (tmp_path / "requeues_spent").touch()
+    failure = guilty(write_slurm(tmp_path, "", rank0=Stopped("as asked")), "FAILED")
+    assert (failure.kind, failure.status) == (Kind.PREEMPTED, 75)
+
+
+@pytest.mark.parametrize(("overrides", "hint"), [
+    (("model=llama3_8b",), "ac=lean"),
+    (("model=llama3_8b", "ac=lean"), "ac=op"),
+    (("model=llama3_8b", "ac=full", "data.local_batch=8"), "data.local_batch=4 data.global_batch=8"),
+    (("model=llama3_8b", "ac=full", "data.local_batch=1"), "more ranks"),
+    (("model=llama3_8b", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "ac=full"),  # zbv refuses op
+])
+def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
+    attempt = tmp_path / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(compose_job(*overrides))))
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    error.facts = {"step": 0, "peak_gib": 93.14, "capacity_gib": 94.5}
+    failure = guilty(write_slurm(attempt, "", rank1=RuntimeError("[Stage 0] failed"), rank2=raised(RuntimeError("stage"), error)))
+    assert failure.rank == 1  # the earlier one; now alone
+    (attempt / "rank_1.json").unlink()
+    failure = guilty(attempt)
+    assert (failure.kind, failure.line) == (Kind.OUT_OF_MEMORY, "rank 2, step 0: peak 93.1 of 94.5 GiB") and failure.hint.startswith(hint)
+
+
+def test_hints_of_other_classes(tmp_path):
+    attempt = tmp_path / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    job = to_dict(compose_job("cluster.exclude=[node7]", "cluster.time_minutes=30", "debug=tiny"))
+    job["cluster"]["executor"] = "slurm"
+    (tmp_path / "config.json").write_text(json.dumps(job))
+    assert guilty(write_slurm(attempt, NODE)).hint == "cluster.exclude=[node7,node1]"
+    assert "cluster.time_minutes=60" in guilty(write_slurm(attempt, TIME)).hint
+    assert guilty(write_slurm(attempt, KILLED)).hint == ""

@@ -14,7 +14,7 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.parallel.plans import PLANS, Linears
 from titan_hydra.train import data
-from titan_hydra.train.checkpoint import Checkpointer
+from titan_hydra.train.checkpoint.checkpointer import Checkpointer
 from titan_hydra.train.trainer import build
 from titan_hydra.train.verify import BASE, later_wins, trace
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titan_hydra.config import Job, compose_job, from_dict, identity, to_dict, world_size
-from titan_hydra.config.run import Run
+from titan_hydra.config import Job, all_ranks, compose_job, from_dict, identity, to_dict, world_size
+from titan_hydra.config.run import Run, folders_of
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 
@@ -44,7 +44,7 @@ def run_job(tmp_path):
         (directory / "config.json").write_text(json.dumps(to_dict(job)))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["titan_hydra.train.trainer"])
-        ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(world_size(job))]
+        ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(all_ranks(job))]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -68,11 +68,15 @@ def _rank(config: dict, directory: Path, attempt: Path, rank: int) -> None:
 
     torch.set_num_threads(1)
     job = from_dict(Job, config)
+    size = world_size(job)
+    home, folder = folders_of(rank // size, directory, attempt)
+    for place in (home, folder):
+        place.mkdir(parents=True, exist_ok=True)
     log = (attempt / f"rank_{rank}.log").open("a")
     os.dup2(log.fileno(), 1)
-    store = dist.FileStore(str(attempt / "store"), world_size(job))
+    store = dist.FileStore(str(folder / "store"), size)
     try:
-        train(job, Run(directory, attempt, rank, rank, world_size(job), store))
+        train(job, Run(home, folder, rank % size, rank, size, store, rank // size))
     except RunError as error:
         (attempt / f"error_{rank}").write_text(str(error))
         sys.exit(int(error.status))

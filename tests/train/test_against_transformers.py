@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from titan_hydra.train import data
-from titan_hydra.train.checkpoint import newest
+from titan_hydra.train.checkpoint.folder import newest
 from titan_hydra.train.convert import export_hf
 from titan_hydra.train.loss import IGNORED
 from titan_hydra.train.optimizer import lr_factor

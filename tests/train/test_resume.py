@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from titan_hydra.config import freeze
 from titan_hydra.train import data
-from titan_hydra.train.checkpoint import complete, newest
+from titan_hydra.train.checkpoint.folder import complete, newest
 
 TEN = ("steps=10", "checkpoint.interval=5", "checkpoint.keep_latest_k=0", "data.global_batch=8", "data.local_batch=2")
 
@@ -95,10 +95,8 @@ def test_another_number_of_ranks_sees_the_same_samples(tiny, source):
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path):
-    for name in ("step-00000005", "step-00000010.writing", "step-00000007", "step-00000003.deleting"):
+    for name in ("step-00000005", "step-00000010.writing", "step-00000007.damaged", "step-00000008.123.deleting"):
         (tmp_path / name).mkdir()
-    for name in ("step-00000005", "step-00000010.writing"):
-        (tmp_path / name / ".metadata").touch()
     assert newest(tmp_path).name == "step-00000005"
 
 

@@ -31,14 +31,14 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("slots", "units"), [(2, 3), (3, 3), (4, 6), (16, 18)])
 def test_units_hold_every_row_once(job, hub, slots, units):
-    source = Hub(job(name="c4", path=str(hub)).data, "train", slots)
+    source = Hub("data", job(name="c4", path=str(hub)).data, "train", slots)
     assert source.units == units
     texts = [text for unit in range(units) for _, text in source.rows(unit)]
     assert sorted(texts) == sorted(f"{shard}/{row}" for shard in range(3) for row in range(10))
 
 
 def test_rows_go_on_from_their_number(job, hub):
-    source = Hub(job(name="c4", path=str(hub)).data, "train", 6)
+    source = Hub("data", job(name="c4", path=str(hub)).data, "train", 6)
     rows = list(source.rows(3))
     assert [number for number, _ in rows] == [1, 3, 5, 7, 9]
     assert list(source.rows(3, start=5)) == rows[2:]

@@ -17,14 +17,14 @@ def write(path, ids, **changed):
 
 
 def epoch_of(source, samples, epoch=0):
-    return [source.sample(0, epoch * samples + i).tolist() for i in range(samples)]
+    return [source.sample(epoch * samples + i, 0).tolist() for i in range(samples)]
 
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_an_epoch_visits_every_sample_of_every_file_once(tmp_path, seed):
     write(tmp_path / "a.bin", range(100, 135))  # three samples of 10 + 1, four tokens left over
     write(tmp_path / "b.bin", range(200, 221))  # two samples
-    source = TokenFiles("data.path", str(tmp_path / "*.bin"), 4096, 4, 10, seed)
+    source = TokenFiles("data.path", str(tmp_path / "*.bin"), 4096, 10, seed)
     expected = [list(range(start, start + 11)) for start in (100, 110, 120, 200, 210)]
     epochs = [epoch_of(source, 5, epoch) for epoch in range(4)]
     assert all(sorted(epoch) == expected for epoch in epochs)
@@ -48,26 +48,26 @@ def test_tokens_are_what_the_stream_of_the_same_text_packs(job, corpus):
 def test_a_file_that_is_not_what_its_header_says(tmp_path, changed, message):
     path = write(tmp_path / "a.bin", range(35), **changed)
     with pytest.raises(ConfigError, match=message):
-        TokenFiles("data.path", path, 4096, 4, 10, 0)
+        TokenFiles("data.path", path, 4096, 10, 0)
 
 
 def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path=.*35 tokens, fewer than one sample of data\.seq_len=35 \+ 1"):
-        TokenFiles("data.path", write(tmp_path / "a.bin", range(35)), 4096, 4, 35, 0)
+        TokenFiles("data.path", write(tmp_path / "a.bin", range(35)), 4096, 35, 0)
     write(tmp_path / "b.bin", range(35), tokenizer_sha256="1")
     with pytest.raises(ConfigError, match="different tokenizers"):
-        TokenFiles("data.path", str(tmp_path / "*.bin"), 4096, 4, 10, 0)
+        TokenFiles("data.path", str(tmp_path / "*.bin"), 4096, 10, 0)
     (tmp_path / "a.bin.json").unlink()
     with pytest.raises(ConfigError, match=r"a\.bin\.json is missing"):
-        TokenFiles("data.path", str(tmp_path / "a.bin"), 4096, 4, 10, 0)
+        TokenFiles("data.path", str(tmp_path / "a.bin"), 4096, 10, 0)
     with pytest.raises(ConfigError, match=r"data\.validation_path=.*no such file"):
-        TokenFiles("data.validation_path", str(tmp_path / "c.bin"), 4096, 4, 10, 0)
+        TokenFiles("data.validation_path", str(tmp_path / "c.bin"), 4096, 10, 0)
 
 
 def test_synthetic_is_uniform_and_a_function_of_its_number():
-    source = Synthetic(100, 4, 1000, seed=-3)
-    tokens = np.concatenate([source.sample(step, slot) for step in range(25) for slot in range(4)])
+    source = Synthetic(100, 1000, seed=-3)
+    tokens = np.concatenate([source.sample(number, 0) for number in range(100)])
     counts = np.bincount(tokens, minlength=100)
     assert len(counts) == 100
     assert (abs(counts - 1001) < 160).all()  # five standard deviations
-    assert np.array_equal(Synthetic(100, 2, 1000, seed=-3).sample(2, 1), source.sample(1, 1))
+    assert np.array_equal(Synthetic(100, 1000, seed=-3).sample(5, 1), source.sample(5, 3))

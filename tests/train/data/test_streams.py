@@ -83,3 +83,25 @@ def test_fewer_rows_than_slots_still_feed_every_slot(job, tmp_path):
     for shuffle in (True, False):
         loader = data.build(job(name="text_files", path=str(tmp_path / "tiny.jsonl"), global_batch=16, shuffle=shuffle), 0, 1)
         assert [loader.next().tokens.shape for _ in range(3)] == [(16, 32)] * 3
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any), buffer=st.integers(2, 7), taken=st.integers(0, 9),
+       slots=st.integers(1, 3))
+def test_a_shuffle_buffer_is_exact_wherever_its_state_is_taken(rows, buffer, taken, slots):
+    units = [[f"unit {unit} row {row}" for row in range(count)] for unit, count in enumerate(rows)]
+    stream, other = (Stream(Listed(units), TOKENIZER, 0, slots, 7, seed=1, buffer=buffer) for _ in range(2))
+    for _ in range(taken):
+        stream.sample()
+    other.load(stream.state)
+    assert [stream.sample().tolist() for _ in range(5)] == [other.sample().tolist() for _ in range(5)]
+
+
+def test_a_shuffle_buffer_shuffles_documents_of_a_shard_and_loses_none():
+    texts = [f"text {number}" for number in range(100)]
+    documents = Stream(Listed([texts]), TOKENIZER, 0, 1, 7, seed=1, buffer=30)._documents(0, 0, 0)
+    taken = [TOKENIZER.decode(next(documents).tokens.tolist()[1:-1]) for _ in range(200)]
+    first, second = taken[:100], taken[100:]
+    assert sorted(first[:90]) == sorted(texts[:90]) and first[:90] != texts[:90]
+    assert set(first[:30]) == set(texts[:30])
+    assert sorted(first[90:] + second[:20]) == sorted(texts[90:] + texts[:20])  # a block may reach into the next epoch

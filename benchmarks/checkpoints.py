@@ -1,0 +1,105 @@
+"""How long a save holds the training thread: python benchmarks/checkpoints.py [--mib 600] [--ranks 2] [--saves 5] [--folder DIR]
+
+One model, FSDP over the ranks, AdamW; in one run saves by turns with checkpoint=sync and checkpoint=async, with training steps beside the
+latter until it is written, and (async, bare) with none beside its copy. Held is all that the training thread waits: beginning the save, and
+waiting for the copy before the update. The first save of each kind, which makes buffers, is shown but not counted.
+"""
+import argparse
+import multiprocessing
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Checkpoint
+from titan_hydra.train.checkpoint.checkpointer import Checkpointer
+
+WIDTH = 2048
+KINDS = ("sync", "async", "async, bare")  # bare: with no step beside the copy, so that training waits for all of it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=600, help="size of a checkpoint: weights and two moments")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write; default: the temporary folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        processes = [multiprocessing.Process(target=measure, args=(rank, args, Path(folder))) for rank in range(args.ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    raise SystemExit(max(process.exitcode for process in processes))
+
+
+def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    """Be a rank: save by turns, and on rank 0 print what it cost."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
+    layers = max(1, args.mib * 2**20 // (WIDTH * WIDTH * 4 * 3))
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    run = Run(folder, folder, rank, rank, args.ranks)
+    savers = {name: Checkpointer(Checkpoint(name=name, keep_latest_k=1), run, model, [optimizer]) for name in ("sync", "async")}
+    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    train(model)
+    optimizer.step()
+    for step in range(3 * (args.saves + 1)):
+        kind = KINDS[step % 3]
+        saver = savers[kind.partition(",")[0]]
+        saver.report = lambda event, step, seconds, seconds_held, kind=kind: times[kind].append((seconds_held, seconds))
+        saver.save(step + 1, {})
+        if kind == KINDS[2]:
+            saver.wait_for_staging()
+        going = saver.flight
+        while saver.flight is not None:  # steps, until every rank has written: the next save comes when the disk is quiet
+            train(model)
+            saver.wait_for_staging()
+            optimizer.step()
+            flag = torch.tensor(int(going.written.done()))
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+            if flag:
+                saver.land()
+        saver.bin.wait()
+        os.sync()
+    if rank == 0:
+        newest = max((folder / "checkpoints").iterdir())
+        size = sum(file.stat().st_size for file in newest.iterdir())
+        show(times, size, args.ranks)
+    dist.barrier()
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    dist.destroy_process_group()
+
+
+def train(model: nn.Module) -> None:
+    """A forward and a backward: what a copy can hide behind."""
+    model(torch.randn(64, WIDTH)).square().mean().backward()
+
+
+def show(times: dict[str, list[tuple[float, float]]], size: int, ranks: int) -> None:
+    """A line for each save, medians, and the ratio."""
+    print(f"{size / 2**20:,.0f} MiB by {ranks} ranks; seconds that training is held, and until the step is complete")
+    for name, rows in times.items():
+        first, *others = (f"{held:.3f} of {seconds:.3f}" for held, seconds in rows)
+        print(f"{name:<18} first {first}   then {', '.join(others)}")
+    sync, *others = (median(held for held, _ in times[kind][1:]) for kind in KINDS)
+    for kind, held in zip(KINDS[1:], others, strict=True):
+        print(f"held: sync {sync:.3f} s, {kind} {held:.3f} s: 1/{sync / held:.1f}")
+
+
+if __name__ == "__main__":
+    main()

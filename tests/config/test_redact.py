@@ -1,0 +1,50 @@
+"""Secrets are recognized by name, by value and by shape, and code that only speaks of tokens is left alone."""
+import pytest
+
+from titan_hydra.config import check, compose_job
+from titan_hydra.config.redact import found, is_secret_name, redact
+
+WANDB, HF = "0123456789abcdef0123456789abcdef01234567", "hf_" + "aB3" * 11
+ENVIRONMENT = {"WANDB_API_KEY": WANDB, "MY_SECRET": "correct horse battery", "SHORT_TOKEN": "abc", "PATH": "/usr/bin:/usr/local/bin"}
+
+
+@pytest.mark.parametrize(("name", "secret"), [
+    ("HF_TOKEN", True), ("WANDB_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True), ("db_password", True), ("OPENAI_APIKEY", True),
+    ("TOKENIZERS_PARALLELISM", False), ("KEYBOARD", False), ("OMP_NUM_THREADS", False), ("XPATH", False),
+])
+def test_names(name, secret):
+    assert is_secret_name(name) is secret
+
+
+@pytest.mark.parametrize("line", [
+    f"+login('{WANDB}')", "+# correct horse battery staple", f"+HF_TOKEN={HF}", f'-token = "{HF}"', '+api_key: "s3cretpassw0rd"',
+    "+GITHUB_TOKEN=ghp_" + "a1" * 18, "+AKIAIOSFODNN7EXAMPLE", "+password='hunter2hunter2'", "export DB_PASSWORD=hunter2hunter2",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----", '{"client_secret": "abcdefgh12345678"}',
+])
+def test_a_secret_is_gone(line):
+    out = redact(f"before\n{line}\nafter", ENVIRONMENT)
+    assert "[redacted" in out and out.startswith("before\n") and out.endswith("\nafter")
+    for secret in (WANDB, "correct horse", HF, "s3cretpassw0rd", "a1a1a1", "AKIAIOS", "hunter2", "b3Blbn", "abcdefgh1234"):
+        assert secret not in out
+
+
+@pytest.mark.parametrize("line", [
+    "+token = tokenizer.encode(text)", "+    max_tokens=batch.tokens.numel()", "+index 0123456789abcdef0123456789abcdef0123456a..b",
+    "+key = sorted_names[0]", "+    eos_token: int = 128001", "+token=args.token", "+PATH=/usr/bin:/usr/local/bin",
+    '+x = key("how checkpoints are written")',
+])
+def test_code_is_left_alone(line):
+    assert redact(line, ENVIRONMENT) == line
+
+
+def test_a_configuration_with_secrets_is_refused_without_showing_them(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", WANDB)
+    job = compose_job()
+    job.cluster.environment = {"HF_TOKEN": "whatever", "NCCL_DEBUG": "INFO"}
+    job.cluster.setup = ["module load cuda", f"export WANDB_API_KEY={WANDB}"]
+    job.notes = f"with {HF}"
+    faults = check(job)
+    assert {fault.key for fault in faults} == {"cluster.environment.HF_TOKEN", "cluster.setup", "notes"}
+    text = " ".join(map(str, faults))
+    assert not any(secret in text for secret in ("whatever", WANDB, HF))
+    assert list(found({"cluster": {"environment": {"TOKENIZERS_PARALLELISM": "false"}, "setup": ["export HF_TOKEN=$(cat ~/.hf)"]}})) == []

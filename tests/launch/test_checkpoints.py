@@ -1,0 +1,62 @@
+"""`titan checkpoint` on the files of a run: what it says, and that it never deletes the last intact step."""
+import json
+import os
+
+import pytest
+
+from titan_hydra import cli
+from titan_hydra.train.checkpoint import folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with four complete steps (small files, real sums), a damaged one, and what a kill has left."""
+    steps = tmp_path / "runs/name-12345678/checkpoints"
+    for number in (10, 20, 30, 40):
+        step = steps / f"step-{number:08d}"
+        step.mkdir(parents=True)
+        (step / ".metadata").write_bytes(os.urandom(1000))
+        size, crc = 1000, int(folder.checksum(step / ".metadata"), 16)
+        folder.write_manifest(step, number, 4, {".metadata": (size, crc)})
+    for name in ("step-00000050.writing", "step-00000035.damaged", "step-00000001.77.deleting"):
+        (steps / name).mkdir()
+    (steps.parent / "config.json").write_text(json.dumps({}))
+    return steps.parent
+
+
+def names(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def titan(capsys, *arguments, status=0):
+    assert cli.main(["checkpoint", *map(str, arguments)]) == status
+    return "".join(capsys.readouterr())
+
+
+def test_ls_and_verify(run, capsys):
+    out = titan(capsys, "ls", "1234", "--runs", run.parent)
+    assert [line.split()[0] for line in out.splitlines()] == ["step-00000010", "step-00000020", "step-00000030", "step-00000040",
+                                                              "step-00000001.77.deleting", "step-00000035.damaged", "step-00000050.writing"]
+    assert "4 ranks" in out.splitlines()[0] and "set aside as damaged" in out
+    assert titan(capsys, "verify", run).count("intact") == 4
+    os.truncate(run / "checkpoints/step-00000030/.metadata", 10)
+    out = titan(capsys, "verify", run, status=1)
+    assert "step-00000030  damaged: .metadata has 10 bytes instead of 1,000" in out and out.count("intact") == 3
+    assert "intact" in titan(capsys, "verify", run / "checkpoints/step-00000020")
+
+
+def test_prune_keeps_what_it_is_told_and_the_newest_intact_one(run, capsys):
+    assert "step-00000010" in titan(capsys, "prune", run, "--keep", "2", "--dry") and len(names(run)) == 7
+    titan(capsys, "prune", run, "--keep", "2", "--every", "20")
+    assert names(run) == ["step-00000020", "step-00000030", "step-00000040"]
+    for number in (30, 40):
+        (run / f"checkpoints/step-000000{number}/.metadata").unlink()
+    titan(capsys, "prune", run, "--keep", "1")
+    assert names(run) == ["step-00000020", "step-00000040"]
+    (run / "checkpoints/step-00000020/.metadata").unlink()
+    assert "no checkpoint is intact" in titan(capsys, "prune", run, "--keep", "1", status=2)
+    assert "keeps at least one" in titan(capsys, "prune", run, "--keep", "0", status=2)
+
+
+def test_convert_is_titan_convert(run, capsys):
+    assert "no such folder" in titan(capsys, "convert", run / "nowhere", "--to", "hf", run / "out", status=2)

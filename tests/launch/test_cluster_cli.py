@@ -1,0 +1,55 @@
+"""What sinfo says, in other sites' words; tests/slurm has the command on a real SLURM."""
+import pytest
+
+from titan_hydra.config.status import ConfigError
+from titan_hydra.launch import cluster_cli
+from titan_hydra.launch.cluster_cli import choose, device_memory, file_text, gpus_of, minutes_of, partitions
+
+SITE = """\
+cpu*|(null)|40|64|256000|1-00:00:00
+gpu|gpu:h100:8(S:0-1),nvme:1|16|96|2063000+|2-00:00:00
+gpu|gpu:a100:4|40|64+|515000|2-00:00:00
+dev|gpu:h100:8|1|96|2063000|30:00
+"""
+
+
+@pytest.mark.parametrize(("gres", "expected"), [
+    ("gpu:4", ("", 4)), ("gpu", ("", 1)), ("gpu:h100:8(S:0-1),nvme:1", ("h100", 8)), ("nvme:2,gpu:tesla:2(S:0)", ("tesla", 2)),
+    ("gpu:a100_3g.20gb:2,gpu:a100:4", ("a100+a100_3g.20gb", 6)), ("(null)", ("", 0)), ("gpumem:3", ("", 0)), ("mps:400", ("", 0)),
+])
+def test_gpus_of_a_node(gres, expected):
+    assert gpus_of(gres) == expected
+
+
+@pytest.mark.parametrize(("limit", "minutes"), [("infinite", None), ("2-01:30:00", 2970), ("4:00:00", 240), ("30:00", 30), ("n/a", None)])
+def test_time_limits(limit, minutes):
+    assert minutes_of(limit) == minutes
+
+
+@pytest.mark.parametrize(("kind", "gib"), [("h100", 80), ("nvidia_h200", 141), ("a100_80gb", 80), ("a100", None), ("", None)])
+def test_memory_is_known_only_where_the_name_says_it(kind, gib):
+    assert device_memory(kind) == gib
+
+
+def test_the_default_partition_is_taken_if_it_has_gpus_else_the_one_with_most():
+    found = list(partitions(SITE))
+    assert [(partition.name, partition.kind) for partition in found] == [("gpu", "h100"), ("gpu", "a100"), ("dev", "h100")]
+    assert (choose(found, None).kind, choose(found, "dev").name) == ("a100", "dev")
+    assert choose(list(partitions(SITE.replace("dev|", "dev*|"))), None).name == "dev"
+    for wanted, text in (("cpu", "there are gpu, dev"), (None, "no partition whose nodes have GPUs")):
+        with pytest.raises(ConfigError, match=text):
+            choose(found if wanted else [], wanted)
+
+
+def test_the_file_shares_a_node_evenly_among_its_gpus():
+    text = file_text(next(partitions(SITE)), "mysite", "alps")
+    assert text.startswith("# alps, partition gpu: 16 nodes of 8 h100 GPUs, as sinfo had it; see docs/slurm.md.\nname: mysite\n")
+    for line in ("gpus_per_node: 8", "device_memory_gib: 80", "cpus_per_task: 12", "sbatch: {mem-per-gpu: 244981M}", "time_minutes: 2880"):
+        assert f"\n{line}\n" in text
+
+
+def test_without_slurm_it_is_one_line(launcher):
+    launcher.env["PATH"] = str(launcher.folder)
+    result = launcher.python("-m", "titan_hydra.cli", "cluster", "init", "mysite")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "sinfo does not answer" in result.stderr and not (cluster_cli.CONF / "cluster" / "mysite.yaml").exists()

@@ -1,0 +1,65 @@
+"""`titan compare` finds where two runs part: the step, and the module with a planted bug."""
+import pytest
+
+from titan_hydra import cli
+
+TRACED = ("debug.trace_activations=true", "gpus=2", "parallelism=fsdp", "steps=3")
+OTHER_EPS = """
+build = trainer.build
+def planted(job, device):
+    made = build(job, device)
+    dict(made.model.named_modules())["layers.1.attention_norm"].eps = 1e-3
+    return made
+trainer.build = planted
+"""
+WRONG_BACKWARD = """
+import torch
+from torch import nn
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, gradient): return gradient * 100
+build = trainer.build
+def planted(job, device):
+    made = build(job, device)
+    module = dict(made.model.named_modules())["layers.0.feed_forward.w1"]
+    forward = module.forward
+    module.forward = lambda x: forward(Wrong.apply(x))
+    return made
+trainer.build = planted
+"""
+
+
+@pytest.fixture
+def compare(launcher, capsys):
+    def run(a="a", b="b"):
+        runs = [str(next((launcher.folder / name).iterdir())) for name in (a, b)]
+        assert cli.main(["compare", *runs]) == 0
+        return capsys.readouterr().out
+    return run
+
+
+@pytest.mark.parametrize(("planted", "module", "step", "losses"), [
+    (OTHER_EPS, "layers.1.attention_norm: the same goes in, something else comes out", 1, "other bits from step 1: "),
+    (WRONG_BACKWARD, "layers.0.feed_forward.w1, in its backward", 1, "other bits from step 2: "),
+])
+def test_a_planted_bug_is_found_at_its_module(launcher, compare, planted, module, step, losses):
+    assert launcher.run(*launcher.TINY, *TRACED, "paths.runs=a").returncode == 0
+    launcher.sabotage(planted)
+    assert launcher.run(*launcher.TINY, *TRACED, "paths.runs=b").returncode == 0
+    said = compare()
+    assert f"modules: first part at step {step}, on ranks 0, 1: {module}" in said
+    assert f"loss: {losses}" in said and "configurations: alike" in said
+
+
+def test_equal_runs_and_untraced_ones(launcher, compare, capsys):
+    for name, more in [("a", ("debug.trace_activations=true",)), ("b", ("debug.trace_activations=true",)), ("c", ("optimizer.lr=1e-3",))]:
+        assert launcher.run(*launcher.TINY, "steps=2", "cluster=inline", f"paths.runs={name}", *more).returncode == 0
+    said = compare()
+    assert "loss: the same bits in all of them" in said and "modules: the same bits in all 2 traced steps" in said
+    said = compare("a", "c")
+    assert "  optimizer.lr: 0.002 and 0.001\n" in said
+    assert "modules: B traced no activations" in said
+    assert cli.main(["compare", "xx", "yy", "--runs", str(launcher.folder / "a")]) == 2
+    assert "xx: no such run" in capsys.readouterr().err

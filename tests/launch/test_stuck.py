@@ -1,0 +1,26 @@
+"""Ranks that cannot end by themselves, as a user meets them: unfit machines, and ranks that block when they are asked to stop."""
+import json
+import signal
+import socket
+import time
+
+
+def test_an_unfit_machine_is_named_before_training(launcher):
+    launcher.sabotage("import time; from titan_hydra.train import health\nif rank == 1: health.matmul = lambda device: time.sleep(100)")
+    failed = launcher.run(*launcher.ENDLESS, "gpus=2", "comm.health_check_seconds=1")
+    assert failed.returncode == 79, failed.stderr
+    assert f"failed (79): rank 1: {socket.gethostname()}: the matmul of device cpu did not end within 1 s" in failed.stderr
+    assert "Traceback" not in failed.stderr and launcher.processes() == []
+
+
+def test_ranks_that_block_stop_within_their_grace(launcher):
+    """Rank 1 blocks in C, rank 0 in a collective; neither gets to run the handler of the signal."""
+    launcher.sabotage_step_3(1, "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; at = bytes(64); lock(at); lock(at)")
+    process = launcher.start(*launcher.ENDLESS, "gpus=2", "cluster.stop_seconds=4")
+    launcher.wait(lambda: json.loads((launcher.attempt() / "beat_1.json").read_text())["step"] == 3)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "was not over 3 s after the run was asked to stop" in err
+    assert time.monotonic() - began < 15 and launcher.processes() == []
+    assert launcher.rank(1)["exit_status"] == 75 and (launcher.attempt() / "stopped").exists()

@@ -1,0 +1,180 @@
+"""What is handed to SLURM, without a SLURM: shapes, batch scripts, frozen code, manifests, and states read from a queue of our making."""
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_hydra.config.compose import compose_job
+from titan_hydra.launch import manifest, rundir, snapshot, submit
+from titan_hydra.launch.dispatch import Cell, gpu_hours
+from titan_hydra.launch.slurm import Queue, SlurmJob
+from titan_hydra.launch.submit import Shape
+
+SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "cluster.time_minutes=30")
+
+
+def cell(tmp_path, *overrides: str, number: int = 1) -> Cell:
+    job = compose_job(*SLURM, f"paths.runs={tmp_path}/runs", *overrides)
+    return Cell(number, list(overrides), job, rundir.directory_of(job))
+
+
+def script(*cells: Cell) -> str:
+    ((_, text),) = submit.scripts(list(cells))
+    return text
+
+
+def test_cells_of_one_shape_go_into_one_array(tmp_path):
+    cells = [cell(tmp_path, f"gpus={ranks}", f"seed={seed}") for seed in range(3) for ranks in (1, 4, 8, 16)]
+    arrays = submit.arrays_of(cells, packed=False, limit=2)
+    assert [(array.shape, len(array.cells)) for array in arrays] == [
+        (Shape(nodes, ranks, 30), count) for nodes, ranks in ((1, 1), (1, 4), (2, 4), (4, 4)) for count in (2, 1)]
+    (packed,) = submit.arrays_of(cells, packed=True, limit=2)
+    assert packed.shape == Shape(4, 4, 30 * 12)
+
+
+def test_what_a_job_may_take_is_known_before(tmp_path):
+    cells = [cell(tmp_path, "gpus=4"), cell(tmp_path, "gpus=8")]
+    assert gpu_hours(cells) == 4 * 0.5 + 8 * 0.5
+    assert gpu_hours([cell(tmp_path, f"gpus={ranks}", "launch.packed=true") for ranks in (4, 8)]) == 3 * 8 * 0.5
+    assert gpu_hours([cell(tmp_path, "cluster.time_minutes=null")]) is None
+
+
+def test_the_batch_script_says_what_the_site_file_says(tmp_path):
+    text = script(cell(
+        tmp_path, "gpus=8", "cluster.partition=main", "cluster.qos=high", "cluster.exclude=[node3,node5]",
+        "cluster.setup=[module load cuda]", "+cluster.environment.NCCL_DEBUG=INFO now", "+cluster.sbatch.exclusive=true",
+        "+cluster.sbatch.gpus-per-node=null", "cluster.stop_seconds=60", "cluster.srun=['--container-image=a b']",
+        "cluster.max_requeues=7"))
+    for line in ("#SBATCH --partition=main", "#SBATCH --qos=high", "#SBATCH --exclude=node3,node5", "module load cuda", "#SBATCH --nodes=2",
+                 "#SBATCH --ntasks-per-node=4", "export NCCL_DEBUG='INFO now'", "#SBATCH --exclusive", "#SBATCH --signal=USR2@60",
+                 "#SBATCH --time=30", "#SBATCH --requeue"):
+        assert line in text.splitlines(), line
+    assert "gpus-per-node" not in text and "None" not in text and "--array" not in text
+    assert "'--container-image=a b'" in text and "-ge 7 ]" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_short_limit_leaves_time_to_train_before_the_warning(tmp_path):
+    assert "#SBATCH --signal=USR2@120" in script(cell(tmp_path, "cluster.time_minutes=4", "cluster.stop_seconds=3000"))
+
+
+def test_an_array_is_throttled(tmp_path):
+    cells = [cell(tmp_path, f"seed={seed}", "cluster.max_parallel=2") for seed in range(5)]
+    assert "#SBATCH --array=0-4%2" in script(*cells)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A git repository with a package of its own, as the code of this project."""
+    root = tmp_path / "code"
+    (root / "titan_hydra").mkdir(parents=True)
+    (root / "titan_hydra" / "a.py").write_text("a = 1\n")
+    (root / "link").symlink_to("titan_hydra")
+    for command in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    monkeypatch.setattr(snapshot, "ROOT", root)
+    return root
+
+
+def test_a_snapshot_is_the_code_as_it_is_now(checkout):
+    runs = checkout / "runs"
+    first = snapshot.take(runs)
+    assert snapshot.take(runs) == first, "its own copies belong to the code"
+    (checkout / "titan_hydra" / "a.py").write_text("a = 2\n")  # not committed
+    (checkout / "titan_hydra" / "new.py").write_text("")  # not even tracked
+    second = snapshot.take(runs)
+    assert second != first and (second / "titan_hydra/a.py").read_text() == "a = 2\n" and (second / "titan_hydra/new.py").exists()
+    assert (first / "titan_hydra/a.py").read_text() == "a = 1\n"
+    for folder in (first, second):
+        (folder / "titan_hydra/__pycache__").mkdir()
+        (folder / "titan_hydra/__pycache__/a.pyc").touch()
+        assert snapshot.digest(folder, snapshot.copied(folder)) == folder.name
+    (second / "titan_hydra/a.py").write_text("a = 3\n")
+    assert snapshot.digest(second, snapshot.copied(second)) != second.name
+
+
+def test_the_same_sweep_has_one_manifest(tmp_path):
+    cells = [cell(tmp_path, f"seed={seed}") for seed in range(2)]
+    first = manifest.folder_of(cells)
+    assert manifest.folder_of(cells) == first
+    assert manifest.folder_of(cells[:1]) is None
+    assert manifest.folder_of([*cells, cell(tmp_path, "seed=2")]) != first
+    content = json.loads((first / "manifest.json").read_text())
+    assert [row["directory"] for row in content["cells"]] == [one.directory.name for one in cells]
+
+
+@pytest.fixture
+def submitted(tmp_path):
+    """A run that was handed to SLURM as task 1 of an array, and what one gets from its state."""
+    one = cell(tmp_path)
+    owner = {"executor": "slurm", "token": "abcd1234", "packed": False, "job_id": "77_1", "index": 1, "user": "me", "code": "x"}
+    attempt = rundir.claim(one.directory, 1, one.job, [], **owner)
+
+    def state(word: str | None, answers: bool = True, **job):
+        jobs = {} if word is None else {"77_1": SlurmJob("77_1", word, **job)}
+        return rundir.state(one.directory, Queue(jobs, answers))
+
+    state.attempt = attempt
+    return state
+
+
+def rank_ended(attempt: Path, rank: int, status: int, message: str | None = None) -> None:
+    error = message and {"type": "ValueError", "message": message, "traceback": "Traceback", "time": time.time(), "secondary": False}
+    (attempt / f"rank_{rank}.json").write_text(json.dumps({"pid": 1, "born": "", "host": "n1", "exit_status": status, "error": error}))
+
+
+@pytest.mark.parametrize(("word", "kind"), [
+    ("PENDING", "queued"), ("RUNNING", "running"), ("COMPLETING", "running"), ("CANCELLED", "interrupted")])
+def test_slurm_knows_where_a_run_stands(submitted, word, kind):
+    assert submitted(word).kind == kind
+
+
+def test_a_failed_job_is_its_guilty_ranks(submitted):
+    rank_ended(submitted.attempt, 0, 1, "the data is gone")
+    state = submitted("FAILED")
+    assert (state.kind, state.failure.kind) == ("failed", "bug") and "the data is gone" in state.failure.line
+    assert submitted(None, answers=False).kind == "failed", "what SLURM once said is kept"
+
+
+def test_without_slurm_nothing_is_taken_for_over(submitted):
+    assert submitted(None, answers=False).kind == "unknown"
+    rank_ended(submitted.attempt, 0, 0)
+    assert submitted(None, answers=False).kind == "running", "its files are young"
+
+
+def test_a_job_whose_submitter_died_is_found_by_its_token(submitted):
+    owner = json.loads((submitted.attempt / "attempt.json").read_text())
+    (submitted.attempt / "attempt.json").write_text(json.dumps({**owner, "job_id": None, "born": "dead"}))
+    assert submitted("PENDING", name="sweep-abcd1234").kind == "queued"
+    assert json.loads((submitted.attempt / "attempt.json").read_text())["job_id"] == "77_1"
+    (submitted.attempt / "attempt.json").write_text(json.dumps({**owner, "job_id": None, "born": "dead"}))
+    assert submitted("PENDING", name="sweep-ffffffff").kind == "interrupted", "never reached SLURM"
+
+
+def test_a_claim_is_one_submitters(tmp_path):
+    one = cell(tmp_path)
+    owner = {"executor": "slurm", "token": "a", "job_id": None, "user": "me"}
+    assert rundir.claim(one.directory, 1, one.job, [], **owner)
+    assert rundir.state(one.directory, Queue()).kind == "queued", "this process is alive and may be at sbatch"
+    assert rundir.claim(one.directory, 1, one.job, [], **owner) is None
+
+
+def without_slurm(launcher) -> None:
+    launcher.env["PATH"] = str(Path(sys.executable).parent)
+
+
+def test_no_slurm_is_one_line(launcher):
+    without_slurm(launcher)
+    done = launcher.run(*SLURM)
+    assert (done.returncode, done.stderr.strip()) == (2, "cluster.executor=slurm: there is no sbatch on this machine; nearest legal: local")
+    assert not (launcher.folder / "runs").exists()
+
+
+def test_a_dry_run_needs_no_slurm_and_writes_nothing(launcher):
+    without_slurm(launcher)
+    done = launcher.run("-m", *SLURM, "gpus=4,8", "launch.mode=dry")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("#!/bin/bash") == 2 and not (launcher.folder / "runs").exists()

@@ -1,0 +1,56 @@
+"""The titan commands on SLURM's runs: waiting, running, requeued, cancelled; and with a SLURM that is down."""
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.conftest import ROOT
+
+
+def cells(submit, *target):
+    done = submit.titan("status", *target, "--json")
+    assert done.returncode == 0, done.stderr
+    return {cell["cell"]: cell for cell in json.loads(done.stdout)["cells"]}
+
+
+@pytest.mark.slow
+def test_runs_are_followed_cancelled_and_retried(submit):
+    submitted = submit.run("-m", *submit.SLURM, *submit.ENDLESS, "seed=1,2,3", "cluster.max_parallel=1")
+    assert submitted.returncode == 0, submitted.stderr
+    runs = {name: submit.cell(name) for name in ("seed=1", "seed=2", "seed=3")}
+    submit.wait(lambda: submit.step(runs["seed=1"]) > 5)
+    seen = cells(submit)
+    assert [cell["state"] for cell in seen.values()] == ["running", "queued", "queued"]
+    assert seen["seed=1"]["where"].startswith("node") and seen["seed=1"]["to_go_seconds"] > 0
+    assert seen["seed=2"]["job"]["reason"] == "JobArrayTaskLimit" and seen["seed=2"]["where"] is None
+    assert "max_parallel" in submit.titan("status").stdout
+
+    command = [sys.executable, "-m", "titan_hydra.cli", "logs", "-f", "seed=1"]
+    follower = subprocess.Popen(command, cwd=submit.folder, env=submit.env | {"PYTHONPATH": str(ROOT)}, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert "running, attempt 1" in follower.stdout.readline()
+    assert submit.titan("cancel", "seed=2", "--yes").returncode == 0  # before it has started
+    assert (runs["seed=2"] / "attempts" / "1" / "cancelled").exists()
+    submit.cluster.call("scontrol", "requeue", submit.job_id(runs["seed=1"]))
+    submit.wait(lambda: submit.step(runs["seed=3"]) > 0)  # the freed place is the next task's
+    assert submit.titan("cancel", "seed=3", "--yes").returncode == 0  # while it runs
+    submit.wait(lambda: submit.step(runs["seed=1"], 2) > 0)
+    seen = cells(submit)
+    assert {name: (cell["state"], cell["attempt"]) for name, cell in seen.items()} == {
+        "seed=1": ("running", 2), "seed=2": ("interrupted", 1), "seed=3": ("interrupted", 1)}
+    assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [1]  # its script did not requeue it
+
+    submit.cluster.manage("crash", "slurmctld")
+    down = submit.titan("status")
+    assert down.returncode == 0 and "SLURM does not answer" in down.stdout and " running " in down.stdout
+    assert submit.titan("cancel", "--yes").returncode == 1
+    submit.cluster.up()
+
+    assert submit.titan("cancel", "--yes").returncode == 0
+    out, _ = follower.communicate(timeout=60)
+    assert "--- attempt 2" in out and out.count("its checkpoint is written") == 2 and out.endswith("interrupted\n")
+    again = submit.titan("retry", "--only", "interrupted", "seed=2")
+    assert again.returncode == 0 and "1 queued" in again.stdout, again.stderr
+    submit.wait(lambda: submit.step(runs["seed=2"], 2) > 0)
+    assert cells(submit)["seed=2"]["state"] == "running"

@@ -1,0 +1,131 @@
+"""Jobs that SLURM interrupts: each goes on where it stopped, and its losses are bitwise those of a run that nobody disturbed."""
+import re
+import time
+
+import pytest
+
+from .conftest import desk, running
+
+# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it. In the cells marked so, each rank has a child
+# process as data loaders have, forked after the trainer has taken its signals: signals reach the child too.
+SLOW = """
+import time
+update, listen = trainer.Trainer.update, trainer.listen
+def slow(self):
+    time.sleep({seconds})
+    update(self)
+def with_child(self):
+    listen(self)
+    if 2 <= self.job.optimizer.max_norm % 100 < 3 and os.fork() == 0:
+        time.sleep(300)
+        os._exit(0)
+trainer.Trainer.update, trainer.listen = slow, with_child
+"""
+STEPS, INTERVAL = 120, 25
+# What is done to a cell. A cell's kind is its max_norm modulo 100: no gradient is that long, so it changes the identity and no loss.
+KINDS = ("requeue", "TERM and USR2", "child", "partition", "limit", "USR2", "nodes requeue", "nodes")
+SAVED = ("USR2", "TERM and USR2", "child", "nodes", "limit")  # those that leave the time for a checkpoint
+
+
+def disturb(submit, kind: str, job_id: str) -> None:
+    """Interrupt a job that is training."""
+    if kind == "USR2":
+        submit.cluster.signal_job(job_id, "USR2")
+    elif kind in ("TERM and USR2", "child", "nodes"):
+        submit.cluster.signal_job(job_id, "TERM", "USR2")
+    elif kind.endswith("requeue"):
+        submit.cluster.call("scontrol", "requeue", job_id)
+    elif kind == "partition":
+        node = submit.cluster.jobs()[job_id]["NodeList"]
+        submit.cluster.call("sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    elif kind == "limit":
+        submit.cluster.call("scontrol", "update", f"jobid={job_id}", "EndTime=now+40")
+
+
+@pytest.fixture(scope="module")
+def expected(cluster, tmp_path_factory):
+    """Losses of a run that nobody disturbs, on this machine, without SLURM."""
+    with desk(cluster, tmp_path_factory.mktemp("undisturbed")) as submit:
+        done = submit.run(*submit.TINY, "gpus=2", f"steps={STEPS}", "optimizer.max_norm=1000")
+        assert done.returncode == 0, done.stderr
+        losses = submit.losses(submit.run_directory)
+    assert list(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
+def drill(submit, expected, kinds, repeats: int, parallel: int = 0) -> list:
+    """Train a cell for every kind and repetition, disturb each, and compare all with one undisturbed run. Returns the cells."""
+    common = ("gpus=2", f"steps={STEPS}", f"checkpoint.interval={INTERVAL}")
+    submit.sabotage(SLOW.format(seconds=0.1))
+    numbers = {kind: [100 * repeat + KINDS.index(kind) for repeat in range(1, repeats + 1)] for kind in kinds}
+    one = [number for kind in kinds if not kind.startswith("nodes") for number in numbers[kind]]
+    two = [number for kind in kinds if kind.startswith("nodes") for number in numbers[kind]]
+    for per_node, cells in ((4, one), (1, two)):
+        if cells:
+            submit.submit("-m", *common, f"optimizer.max_norm={','.join(map(str, cells))}", f"cluster.gpus_per_node={per_node}",
+                          f"cluster.max_parallel={parallel}", f"paths.runs=runs/{per_node}")
+    waiting = {submit.cell(f"optimizer.max_norm={number}"): kind for kind in kinds for number in numbers[kind]}
+    runs, hit = dict(waiting), {}
+    deadline = time.monotonic() + 300 + 200 * len(runs) / (parallel or len(runs))
+    while not all(map(submit.done, runs)):
+        assert time.monotonic() < deadline, submit.story()
+        states = {number: job["JobState"] for number, job in submit.cluster.jobs().items()}
+        for index, (run, kind) in enumerate(list(waiting.items())):
+            attempt = max(submit.attempts(run), default=1)  # not the first where somebody of higher priority came to its node
+            if states.get(submit.job_id(run)) == "RUNNING" and submit.step(run, attempt) >= 5 + index % 7 * 4:
+                disturb(submit, kind, submit.job_id(run))
+                hit[run] = attempt
+                del waiting[run]
+        time.sleep(0.3)
+    assert not waiting, "too fast to be disturbed"
+    told: dict[str, list] = {}
+    for run, kind in runs.items():
+        assert submit.losses(run) == expected, (kind, run.name)
+        assert max(submit.attempts(run)) > hit[run], (kind, run.name, submit.story())
+        told.setdefault(kind, []).append(lost(submit, run, hit[run]))
+    for kind, steps in told.items():
+        print(f"{kind}: {len(steps)} of {len(numbers[kind])} runs bitwise as undisturbed; steps made twice: {steps}")
+        assert max(steps) == 0 if kind in SAVED else max(steps) < INTERVAL + 1, (kind, steps)
+    return list(runs)
+
+
+def lost(submit, run, attempt: int) -> int:
+    """Steps of an attempt that the next one had to make again."""
+    logs = [(run / "attempts" / str(number) / "rank_0.log").read_text() for number in submit.attempts(run) if number > attempt]
+    first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))  # some were stopped before they had said it
+    return submit.step(run, attempt) - (first - 1)
+
+
+def test_interrupted_jobs_lose_nothing(submit, expected):
+    runs = drill(submit, expected, ("requeue", "TERM and USR2", "child", "USR2", "nodes"), repeats=1)
+    # What is done to one task of an array touches no other. The last one is special: SLURM knows it by the array's own number.
+    assert [submit.attempts(run) for run in runs] == [[1, 2]] * len(runs), submit.story()
+
+
+@pytest.mark.slow  # more than a minute, as SLURM takes half of one to see that a node is gone
+@pytest.mark.parametrize("victim", ["node0", "node1"])
+def test_power_cut_goes_back_to_the_newest_complete_checkpoint(submit, expected, victim):
+    """The host of the batch script, or another one of the job's."""
+    common = ("gpus=2", f"steps={STEPS}", "checkpoint.interval=10")
+    submit.sabotage(SLOW.format(seconds=0.1))
+    submit.submit(*common, "cluster.gpus_per_node=1")
+    (run,) = submit.cells()
+    submit.wait(lambda: submit.step(run) >= 25)
+    assert submit.job(run)["BatchHost"] == "node0" and submit.job(run)["NodeList"] == "node[0-1]"
+    submit.cluster.manage("crash", victim)
+    submit.wait(lambda: submit.done(run), seconds=180)
+    assert submit.attempts(run) == [1, 2] and submit.losses(run) == expected
+    assert 0 <= lost(submit, run, 1) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_jobs_lose_nothing_ten_times(submit, expected, kind):
+    drill(submit, expected, (kind,), repeats=10, parallel=5)
+
+
+@pytest.mark.slow
+def test_a_site_that_preempts_with_term_alone(expected, tmp_path):
+    """Most do; the ranks take it for what it is."""
+    with running(preempt_signal="term") as cluster, desk(cluster, tmp_path / "work") as submit:
+        drill(submit, expected, ("partition",), repeats=2)

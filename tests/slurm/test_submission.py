@@ -1,0 +1,62 @@
+"""What goes to SLURM, and what never does: checked before, frozen when it is submitted, refused when it was changed since."""
+import json
+import shutil
+
+from .conftest import ROOT
+
+
+def edit(file, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_edits_while_the_job_waits_change_nothing(submit):
+    """A single cell without -m, submitted from a checkout in which a configuration file and a source file change before it starts."""
+    submit.code = submit.folder.parent / "checkout"
+    for folder in ("conf", "titan_hydra", "sweeps"):
+        shutil.copytree(ROOT / folder, submit.code / folder)
+    shutil.copy(ROOT / "launch.py", submit.code)
+    with submit.cluster.closed():
+        out = submit.submit("gpus=1")
+        (run,) = submit.cells()
+        assert submit.job_id(run) in out and "_" not in submit.job_id(run)
+        edit(submit.code / "conf/debug/tiny.yaml", "steps: 5", "steps: 7")
+        edit(submit.code / "titan_hydra/train/trainer.py", "def train(", "raise SystemExit('the edited file runs')\n\n\ndef train(")
+        assert submit.status()[run]["state"] == "queued"
+    submit.settle()
+    assert submit.done(run) and len(submit.losses(run)) == 5, submit.story()
+    assert submit.job(run)["JobState"] == "COMPLETED"
+
+
+def test_changed_runs_are_refused(submit):
+    with submit.cluster.closed():
+        submit.submit("-m", "gpus=1", "seed=1,2")
+        config, code = submit.cell("seed=1"), submit.cell("seed=2")
+        edit(config / "config.json", '"seed": 1', '"seed": 3')
+        (snapshot,) = (submit.folder / "runs" / "_code").iterdir()
+        edit(snapshot / "titan_hydra" / "train" / "trainer.py", "def train(", "# changed\ndef train(")
+    submit.settle()
+    for run, words in ((config, "it was changed after it was submitted"), (code, "the code is")):
+        assert submit.job(run)["JobState"] == "FAILED"
+        cell = submit.status()[run]
+        assert (cell["state"], cell["failure"]["kind"], cell["failure"]["status"]) == ("failed", "config", 2), cell
+        assert words in cell["failure"]["line"], cell
+        assert not (run / "metrics.jsonl").exists()
+    assert json.loads((config / "config.json").read_text())["seed"] == 3
+
+
+def test_one_wrong_cell_stops_all_before_sbatch(submit):
+    before = set(submit.cluster.jobs())
+    refused = submit.run(*submit.line("-m", "gpus=2", "parallelism.tp=1,3,5", "optimizer.lr=1e-3,2e-3"))
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert all(f"(cell {number} of 6" in refused.stderr for number in (3, 4, 5, 6)), refused.stderr
+    assert set(submit.cluster.jobs()) == before
+    assert not (submit.folder / "runs").exists()
+    refused = submit.run(*submit.line("-m", "gpus=1", "seed=1,2", "cluster.partition=nowhere"))
+    assert refused.returncode != 0 and "invalid partition" in refused.stderr.lower(), refused.stderr
+    assert set(submit.cluster.jobs()) == before
+    with submit.cluster.closed():
+        out = submit.submit("-m", "gpus=1", "seed=1,2")  # what SLURM refused can be submitted again
+        assert "2 queued" in out and len(submit.cluster.active()) == 2, out
+        submit.cluster.clear()

@@ -1,0 +1,256 @@
+"""What a step on disk is worth: summed, renamed, verified, kept or deleted; written beside the training; tried again when it fails."""
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_hydra.config.run import Run
+from titan_hydra.config.status import CheckpointError
+from titan_hydra.train import data, trainer
+from titan_hydra.train.checkpoint import folder
+from titan_hydra.train.checkpoint.checkpointer import Checkpointer
+from titan_hydra.train.checkpoint.writer import Writer
+
+DAMAGES = {
+    "cut short": (lambda file: os.truncate(file, file.stat().st_size // 2), "bytes instead of"),
+    "a bit flipped": (lambda file: flip(file), "does not match its checksum"),
+    "removed": (lambda file: file.unlink(), "missing"),
+}
+
+
+def flip(file: Path) -> None:
+    """One bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    """A finished run of two ranks with checkpoints of steps 2, 4 and 6, and its job."""
+    from titan_hydra.config import compose_job
+
+    job = compose_job("debug=tiny", "precision=fp32", "metrics.log_every=1", "parallelism=fsdp", "gpus=2", "steps=6",
+                      "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
+    return job, tmp_path_factory.mktemp("run") / "run"
+
+
+@pytest.fixture
+def cut(a_run, run_job, tmp_path):
+    """A copy of the run that has yet to take its last two steps: checkpoints of steps 2 and 4."""
+    job, whole = a_run
+    if not whole.exists():
+        run_job(job, whole)
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    shutil.rmtree(copy / "checkpoints/step-00000006")
+    (copy / "result.json").unlink()
+    return job, whole, copy
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "rank_00001.json"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_named(cut, name, kind):
+    step = cut[2] / "checkpoints/step-00000004"
+    assert folder.damage(step) == []
+    harm, words = DAMAGES[kind]
+    harm(step / name)
+    (problem,) = folder.damage(step)
+    assert name in problem and words in problem
+    assert sorted(folder.damage(step, 0, 2) + folder.damage(step, 1, 2)) == [problem], "the ranks together must see all, once"
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_manifest_is_no_manifest(cut, kind):
+    step = cut[2] / "checkpoints/step-00000004"
+    DAMAGES[kind][0](step / folder.MANIFEST)
+    assert folder.damage(step), "whatever bit it was, something no longer agrees"
+
+
+def test_a_damaged_step_is_left_out_and_an_older_one_taken(cut, run_job):
+    job, whole, copy = cut
+    flip(copy / "checkpoints/step-00000004/__1_0.distcp")
+    run_job(job, copy)
+    assert run_job.losses(copy) == run_job.losses(whole)
+    names = [path.name for path in sorted((copy / "checkpoints").iterdir())]
+    assert names == ["step-00000002", "step-00000004", "step-00000004.damaged", "step-00000006"]
+    assert not any(folder.damage(path) for path in folder.complete(copy / "checkpoints"))
+
+
+def test_a_run_with_only_damaged_steps_does_not_begin_again(cut, run_job):
+    job, _, copy = cut
+    for number in (2, 4):
+        (copy / f"checkpoints/step-0000000{number}/.metadata").unlink()
+    for attempt in (2, 3):
+        run_job(job, copy, expect=1)
+        message = (copy / f"attempts/{attempt}/error_0").read_text()
+        assert "step-00000004: .metadata is missing; step-00000002" in message and "launch.force=true" in message
+    for path in folder.complete(copy / "checkpoints"):
+        path.rename(path.with_name(f"{path.name}.damaged"))
+    run_job(job, copy, expect=1)
+
+
+def test_saving_in_the_background_saves_the_same(cut, run_job, tiny, tmp_path):
+    whole = cut[1]
+    other = run_job(tiny("parallelism=fsdp", "gpus=2", "steps=6", "checkpoint=async", "checkpoint.interval=2",
+                         "checkpoint.keep_latest_k=0"))
+    assert run_job.losses(other) == run_job.losses(whole)
+    for step in folder.complete(whole / "checkpoints"):
+        assert folder.damage(other / "checkpoints" / step.name) == []
+        for shard in step.glob("*.distcp"):
+            assert shard.read_bytes() == (other / "checkpoints" / step.name / shard.name).read_bytes()
+    events = [row for row in run_job.rows(other, "events") if row["event"] == "checkpoint"]
+    assert [row["step"] for row in events] == [2, 4, 6]
+    assert all(0 < row["seconds_held"] <= row["seconds"] for row in events[:2])
+
+
+@pytest.fixture
+def alone(on_ranks, tiny, tmp_path):
+    """`alone(task, *overrides)` calls task(trainer, checkpointer, loader, events) in a process of one rank."""
+    def run(task, *overrides):
+        job = tiny("steps=20", "checkpoint.keep_latest_k=0", *overrides)
+
+        def rank(number):
+            built = trainer.build(job, torch.device("cpu"))
+            events = []
+            checkpointer = Checkpointer(job.checkpoint, Run(tmp_path, tmp_path, 0, 0, 1), built.model, built.optimizers)
+            checkpointer.report = lambda event, step, **values: events.append((event, step, values))
+            loader = data.build(job, 0, 1)
+            built.forward_backward(loader.next())
+            task(built, checkpointer, loader.state(), events)
+            loader.close()
+
+        on_ranks(1, rank)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["async", "async_pinned"])
+def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
+    def task(built, checkpointer, state, events):
+        stage = checkpointer.stager._stage
+        checkpointer.stager._stage = lambda *given: (time.sleep(0.5), stage(*given))[1]
+        before = {name: p.detach().clone() for name, p in built.model.named_parameters()}
+        began = time.perf_counter()
+        checkpointer.save(1, state)
+        assert time.perf_counter() - began < 0.4, "the copy is not overlapped"
+        assert checkpointer.wait_for_staging() > 0.1
+        built.update()
+        checkpointer.after_step(2, [0.0, 0.0], state, last=True, stop=False)
+        checkpointer.load_weights(tmp_path / "checkpoints/step-00000001")
+        assert all(torch.equal(before[name], p.detach()) for name, p in built.model.named_parameters())
+        assert [event[:2] for event in events] == [("checkpoint", 1), ("checkpoint", 2)]
+
+    alone(task, f"checkpoint={name}")
+
+
+def steps(checkpointer, state, numbers, stop_at=None):
+    for step in numbers:
+        checkpointer.wait_for_staging()
+        if checkpointer.flight:
+            checkpointer.flight.written.exception()
+        checkpointer.after_step(step, checkpointer.votes(), state, last=step == 20, stop=step == stop_at)
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_a_failing_save_is_tried_again_and_two_that_were_due_end_the_run(alone, monkeypatch, name):
+    broken, plan = [], Writer.prepare_global_plan
+
+    def prepare(self, plans):
+        if broken:
+            raise OSError(broken.pop())
+        return plan(self, plans)
+
+    monkeypatch.setattr(Writer, "prepare_global_plan", prepare)
+
+    def task(built, checkpointer, state, events):
+        def tried():
+            return [event[0].removeprefix("checkpoint_") + f" {event[1]}" for event in events]
+
+        broken.extend(["disk on fire"] * 3)
+        steps(checkpointer, state, range(1, 18))
+        assert tried() == ["failed 5", "failed 6", "failed 10", "checkpoint 11", "checkpoint 15"]
+        assert events[0][2]["reason"] == "rank 0: disk on fire"
+        assert not list(checkpointer.folder.glob("*.writing"))
+        events.clear()
+        broken.extend(["disk on fire"] * 4)
+        with pytest.raises(CheckpointError, match=r"step 20.*disk on fire; the newest complete one is step-00000015"):
+            steps(checkpointer, state, range(18, 21))
+        assert tried() == ["failed 20", "failed 20"]
+
+    alone(task, f"checkpoint={name}", "checkpoint.interval=5")
+
+
+def test_four_failures_in_a_row_end_the_run(alone, monkeypatch):
+    def fail(self, plans):
+        raise OSError("disk on fire")
+
+    def task(built, checkpointer, state, events):
+        monkeypatch.setattr(Writer, "prepare_global_plan", fail)
+        with pytest.raises(CheckpointError, match="4 tries in a row"):
+            steps(checkpointer, state, range(1, 20))
+        assert [event[1] for event in events] == [5, 6, 10, 11]
+
+    alone(task, "checkpoint=sync", "checkpoint.interval=5")
+
+
+def test_room_is_asked_for_before_the_first_byte(alone, monkeypatch):
+    def task(built, checkpointer, state, events):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 10**5, 10**5))
+        checkpointer.save(1, state)
+        ((name, _, values),) = events
+        assert name == "checkpoint_failed" and "No space left on device: it needs 0.0" in values["reason"]
+
+    alone(task)
+
+
+def test_when_a_save_is_due(alone):
+    def task(built, checkpointer, state, events):
+        steps(checkpointer, state, range(1, 5))
+        checkpointer.clock -= 120
+        assert checkpointer.votes() == [1.0, 0.0]
+        steps(checkpointer, state, range(5, 8))
+        steps(checkpointer, state, [19, 20])
+        assert [event[1] for event in events] == [1, 5]
+        assert checkpointer.votes() == [0.0, 0.0]
+
+    alone(task, "checkpoint.interval=0", "checkpoint.interval_minutes=2", "checkpoint.first_step=true", "checkpoint.last_step=false")
+
+
+def test_a_stop_is_always_saved(alone):
+    def task(built, checkpointer, state, events):
+        steps(checkpointer, state, [7], stop_at=7)
+        assert folder.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.flight
+
+    alone(task, "checkpoint=async", "checkpoint.interval=0", "checkpoint.interval_minutes=100", "checkpoint.last_step=false")
+
+
+def test_what_is_kept(tmp_path):
+    for step in range(100, 1100, 100):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    (tmp_path / "step-00001100.damaged").mkdir()
+
+    def kept(*rule):
+        return [folder.step_of(path) for path in folder.complete(tmp_path) if path not in folder.surplus(tmp_path, *rule)]
+
+    assert kept(2, 0) == [900, 1000]
+    assert kept(1, 500) == [500, 1000]
+    assert kept(0, 0) == list(range(100, 1100, 100))
+    waste = folder.Bin()
+    waste.throw(folder.surplus(tmp_path, 2, 0))
+    assert kept(0, 0) == [900, 1000], "out of sight at once"
+    waste.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000900", "step-00001000", "step-00001100.damaged"]
+
+
+def test_the_manifest_sums_every_file(cut):
+    step = cut[1] / "checkpoints/step-00000006"
+    manifest = json.loads((step / folder.MANIFEST).read_text())
+    assert manifest["step"] == 6 and manifest["world_size"] == 2
+    assert {*manifest["files"], folder.MANIFEST} == {path.name for path in step.iterdir()}
+
+

@@ -1,0 +1,122 @@
+"""A checkpoint is data: whatever its bytes are, loading it runs none of them, and says so in a line."""
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from titan_hydra.config.status import CheckpointError
+from titan_hydra.train.checkpoint import folder, safe
+
+
+class Evil:
+    """Pickled: the command to make a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of a tensor and a number, by DCP itself."""
+    step = tmp_path / "step-00000002"
+    dcp.save({"model": {"w": torch.arange(4.0)}, "lr": 0.5}, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
+    return step
+
+
+def loaded(step: Path, load=safe.load):
+    state = {"model": {"w": torch.zeros(4)}, "lr": 0.0}
+    load(state, step, no_dist=True)
+    return state
+
+
+def dcp_load(state, step, no_dist):
+    dcp.load(state, storage_reader=dcp.FileSystemReader(step), no_dist=no_dist)
+
+
+def test_what_dcp_writes_is_read(saved):
+    state = loaded(saved)
+    assert state["lr"] == 0.5 and torch.equal(state["model"]["w"], torch.arange(4.0))
+
+
+def test_an_index_that_would_run_code_is_refused(saved, tmp_path):
+    content = pickle.dumps(Evil(tmp_path / "owned"))
+    (saved / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read \(it names posix\.system, .*could run code\)$"):
+        loaded(saved)
+    assert not (tmp_path / "owned").exists()
+    pickle.loads(content)
+    assert (tmp_path / "owned").exists(), "the trap is not one"
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "builtins.getattr", "torch.load", "torch.serialization.load", "os.system",
+                                  "torch.distributed.checkpoint.filesystem.pickle", "torch.hub.load"])
+def test_only_the_classes_of_an_index_have_names(saved, name):
+    module, _, attribute = name.rpartition(".")
+    (saved / ".metadata").write_bytes(b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(attribute)])
+                                      + attribute.encode() + b"\x93.")
+    with pytest.raises(CheckpointError, match="refused"):
+        loaded(saved)
+
+
+def test_a_value_that_would_run_code_is_refused(saved, tmp_path):
+    """What is not a tensor lies in the shards as a pickle, which DCP would load without limits."""
+    shutil.rmtree(saved)
+    dcp.save({"model": {"w": torch.arange(4.0)}, "lr": Evil(tmp_path / "owned")}, storage_writer=dcp.FileSystemWriter(saved), no_dist=True)
+    with pytest.raises(BaseException, match=r"(?s)Weights only load failed"):
+        loaded(saved)
+    assert not (tmp_path / "owned").exists()
+    loaded(saved, dcp_load)
+    assert (tmp_path / "owned").exists(), "the trap is not one"
+
+
+def test_a_tensor_that_would_run_code_is_refused(saved, tmp_path):
+    index = safe.read_index(saved)
+    place = index.storage_data[MetadataIndex("model.w", [0])]
+    evil = pickle.dumps(Evil(tmp_path / "owned"))
+    shard = saved / place.relative_path
+    content = bytearray(shard.read_bytes())
+    content[place.offset:place.offset + len(evil)] = evil
+    shard.write_bytes(content)
+    with pytest.raises(BaseException, match=r"(?s)Error|failed"):
+        loaded(saved)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_an_index_cannot_point_out_of_its_folder(saved):
+    index = safe.read_index(saved)
+    for place in index.storage_data.values():
+        place.relative_path = "../elsewhere"
+    (saved / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="points out of its folder"):
+        loaded(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"no pickle at all", pickle.dumps([1, 2])])
+def test_an_index_that_is_none_is_a_line(saved, content):
+    (saved / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
+        loaded(saved)
+
+
+def test_a_run_refuses_it_in_a_line(tiny, run_job, tmp_path):
+    """With the manifest made to fit: checksums are against accidents, not against people."""
+    job = tiny("steps=2", "checkpoint.interval=2")
+    run = run_job(job)
+    (run / "result.json").unlink()
+    step = folder.newest(run / "checkpoints")
+    (step / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
+    sums = {path.name: (path.stat().st_size, int(folder.checksum(path), 16)) for path in step.iterdir() if path.name != folder.MANIFEST}
+    folder.write_manifest(step, 2, 1, sums)
+    assert folder.damage(step) == []
+    run_job(job, run, expect=1)
+    message = (run / "attempts/2/error_0").read_text()
+    assert "could run code" in message and "Traceback" not in message and len(message.splitlines()) == 1
+    assert not (tmp_path / "owned").exists()

@@ -1,0 +1,97 @@
+"""The check before training: devices that are unfit, ranks that do not come, collectives that do not end; each named by its host."""
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Comm
+from titan_hydra.config.status import Unhealthy
+from titan_hydra.launch.failure import Kind, describe, guilty
+from titan_hydra.train import health
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """`ranks(action, size, absent)` does something on the ranks of a world, each a thread; returns result or error of each."""
+    def run(action, size=3, absent=()):
+        store = dist.HashStore()
+
+        def rank(number):
+            (tmp_path / f"rank_{number}.json").write_text(json.dumps({"host": f"node{number}"}))
+            if number in absent:
+                return None
+            try:
+                return action(Run(tmp_path, tmp_path, number, number, size, store))
+            except Unhealthy as error:
+                return error
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(rank, range(size)))
+    return run
+
+
+def test_fit_ranks_are_checked_in_no_time(ranks):
+    health.matmul(torch.device("cpu"))
+    began = time.perf_counter()
+    assert ranks(lambda run: health.check_device(run, Comm())) == [torch.device("cpu")] * 3
+    assert time.perf_counter() - began < 0.3
+
+
+def test_an_unfit_device_speaks_for_itself(ranks, monkeypatch, tmp_path):
+    real = health.within
+    monkeypatch.setattr(health, "within", lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1))
+                        if health.threading.current_thread().name.endswith("_1") else None)
+    errors = ranks(lambda run: health.check_device(run, Comm(init_timeout_seconds=20)))
+    assert all(f"{HERE}: the matmul of device cpu did not end within 0.2 s" in str(error) for error in errors)
+    assert sum(describe(error)[1]["secondary"] for error in errors) == 2 and describe(errors[0])[0] == 79
+
+
+def test_ranks_that_do_not_come_are_named_with_their_host(ranks, tmp_path):
+    errors = ranks(lambda run: health.check_device(run, Comm(init_timeout_seconds=1)), absent=(2,))
+    assert [str(error) for error in errors[:2]] == ["node2 (rank 2): did not come within 1 s"] * 2
+    for number, error in enumerate(errors[:2]):
+        status, record = describe(error)
+        (tmp_path / f"rank_{number}.json").write_text(json.dumps({"host": f"node{number}", "exit_status": status, "error": record}))
+    failure = guilty(tmp_path)
+    assert (failure.kind, failure.host, failure.status) == (Kind.NODE, "node2", 79)
+
+
+def test_a_host_without_its_gpus_does_not_train_on_its_cpu(ranks):
+    said = ranks(lambda run: health.meet(run, {"device": "cpu" if run.rank == 1 else "cuda", "fault": ""}, 5))
+    assert all("no GPU can be seen there" in verdict["fault"] for verdict in said)
+
+
+def test_wrong_numbers(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a, b) * (1 + (a.dtype == torch.bfloat16)))
+    with pytest.raises(Unhealthy, match=f"{HERE}: a matmul of device 0 .cpu. gave wrong numbers in torch.bfloat16"):
+        health.matmul(torch.device("cpu"))
+
+
+def test_memory_that_others_hold(monkeypatch):
+    left = iter([10, 10, 95])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(left, 10) * 2**30, 100 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(health.time, "sleep", lambda _: None)
+    health.free(torch.device("cuda", 2), 5)  # the process before us was still leaving
+    with pytest.raises(Unhealthy, match="of device 2 are taken by other processes"):
+        health.free(torch.device("cuda", 2), 0)
+
+
+def test_a_collective_that_does_not_end(on_ranks):
+    def task(rank):
+        run = Run(None, None, rank, rank, 2)
+        health.check_links(run, Comm(), torch.device("cpu"))
+        if rank == 0:
+            with pytest.raises(Unhealthy, match=r"the first collective over 2 ranks .rank 0. did not end within 1 s"):
+                health.check_links(run, Comm(health_check_seconds=1), torch.device("cpu"))
+        else:
+            time.sleep(1.5)
+            health.check_links(run, Comm(), torch.device("cpu"))
+    on_ranks(2, task)

@@ -1,0 +1,108 @@
+"""Where a run starts: another run's checkpoint, with what it is told to take; a Hugging Face folder; a seed. What it leaves: an export."""
+import shutil
+
+import pytest
+import torch
+
+from titan_hydra import cli
+from titan_hydra.config import check, compose_job
+from titan_hydra.train.checkpoint import folder
+from titan_hydra.train.convert import Reader
+
+BASE = ("debug=tiny", "precision=fp32", "metrics.log_every=1", "data.global_batch=8", "data.local_batch=2", "lr_scheduler.warmup_steps=2")
+TWO = (*BASE, "parallelism=fsdp", "gpus=2")
+
+
+def weights(step):
+    """`model.*` of a checkpoint, whole."""
+    reader = Reader(step)
+    return {name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
+            for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    return tmp_path_factory.mktemp("six") / "run"
+
+
+@pytest.fixture
+def whole(six, run_job):
+    """A run of six steps with checkpoints of steps 3 and 6, and an export."""
+    if not six.exists():
+        run_job(compose_job(*TWO, "steps=6", "checkpoint.interval=3", "checkpoint.export_dtype=bfloat16"), six)
+    return six
+
+
+def test_a_fork_that_takes_everything_goes_on_the_same(whole, run_job):
+    """Step, data and optimizer are another run's; on one rank instead of two."""
+    fork = run_job(compose_job(*BASE, "steps=6", "checkpoint.exclude_from_loading=[]",
+                               f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"))
+    losses = run_job.losses(fork)
+    assert list(losses) == [4, 5, 6]
+    assert losses == pytest.approx({step: loss for step, loss in run_job.losses(whole).items() if step > 3}, rel=1e-5)
+
+
+@pytest.mark.parametrize(("left_out", "steps"), [("[optimizer]", [4, 5, 6]), ("[data]", [4, 5, 6]), ("[lr_scheduler]", [1, 2, 3, 4, 5, 6])])
+def test_what_is_left_out_is_not_taken(whole, run_job, left_out, steps):
+    fork = run_job(compose_job(*TWO, "steps=6", f"checkpoint.exclude_from_loading={left_out}",
+                               f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"))
+    losses, others = run_job.losses(fork), run_job.losses(whole)
+    assert list(losses) == steps
+    assert (losses[steps[0]] == others[4]) == (left_out != "[data]"), "the first loss is that of the weights on the data"
+    assert losses[6] != others[6]
+
+
+def test_a_damaged_start_is_refused(whole, run_job, tmp_path):
+    step = tmp_path / "step-00000003"
+    shutil.copytree(whole / "checkpoints/step-00000003", step)
+    with (step / "__0_0.distcp").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"x")
+    run = run_job(compose_job(*BASE, "steps=6", f"checkpoint.initial_load_path={step}"), tmp_path / "run", expect=1)
+    assert "__0_0.distcp does not match its checksum" in (run / "attempts/1/error_0").read_text()
+
+
+def test_an_export_is_the_last_weights_and_a_start(whole, run_job, tmp_path):
+    export, last = weights(whole / "export"), weights(folder.newest(whole / "checkpoints"))
+    assert same(export, {name: tensor.bfloat16().float() for name, tensor in last.items()})
+    assert Reader(whole / "export").metadata.state_dict_metadata["model.norm.weight"].properties.dtype == torch.bfloat16
+    assert folder.damage(whole / "export") == []
+    assert cli.main(["convert", str(whole / "export"), "--to", "hf", str(tmp_path / "hf")]) == 0
+    job = compose_job(*BASE, "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={whole}/export")
+    assert check(job) == []
+    assert same(weights(folder.newest(run_job(job) / "checkpoints")), export)
+    job.checkpoint.exclude_from_loading = ["data"]
+    assert [fault.key for fault in check(job)] == ["checkpoint.exclude_from_loading"]
+
+
+@pytest.mark.parametrize("layout", [("parallelism=single",), ("parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4"), ("parallelism=pp",)])
+def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path, layout):
+    source = tmp_path / "hf"
+    assert cli.main(["convert", str(whole), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
+    assert len(list(source.glob("*.safetensors"))) > 1
+    job = compose_job(*BASE, *layout, "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={source}")
+    assert check(job) == []
+    assert same(weights(folder.newest(run_job(job) / "checkpoints")), weights(folder.newest(whole / "checkpoints")))
+
+
+def test_a_hugging_face_folder_of_another_model_is_refused(whole, run_job, tmp_path):
+    source = tmp_path / "hf"
+    assert cli.main(["convert", str(whole), "--to", "hf", str(source)]) == 0
+    for change, words in (("model.rope_theta=1e4", "model.rope_theta is 10000.0 here and 500000.0 there"),
+                          ("model.n_layers=3", "model.n_layers is 3")):
+        run = run_job(compose_job(*BASE, "steps=1", change, f"checkpoint.initial_load_path={source}"), expect=2)
+        assert words in (run / "attempts/1/error_0").read_text()
+
+
+def test_a_seed_is_the_initial_weights(run_job):
+    seed = run_job(compose_job(*TWO, "steps=6", "checkpoint=seed"))
+    assert [path.name for path in (seed / "checkpoints").iterdir()] == ["step-00000000"]
+    assert '"steps": 0' in (seed / "result.json").read_text()
+    plain = run_job(compose_job(*BASE, "steps=1", "optimizer.lr=0"))
+    assert same(weights(seed / "checkpoints/step-00000000"), weights(folder.newest(plain / "checkpoints")))
+    begun = run_job(compose_job(*BASE, "steps=1", "optimizer.lr=0", "seed=5", f"checkpoint.initial_load_path={seed}"))
+    assert same(weights(seed / "checkpoints/step-00000000"), weights(folder.newest(begun / "checkpoints")))

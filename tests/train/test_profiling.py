@@ -1,0 +1,70 @@
+"""profiling=on: files that open, a summary that adds up, and rates that it does not disturb."""
+import gzip
+import json
+import re
+
+import pytest
+
+from titan_hydra.train import trace
+
+
+def event(name, begin, end, cat="kernel", tid=7):
+    return {"ph": "X", "name": name, "ts": begin, "dur": end - begin, "cat": cat, "tid": tid}
+
+
+STEP = event("ProfilerStep#3", 0, 100, "user_annotation", tid=1)
+
+
+def test_kernels_share_the_time_and_communication_may_hide():
+    summary = trace.summarize([
+        STEP, event("ampere_bf16_gemm_128", 0, 40), event("flash_fwd_kernel", 40, 50), event("ncclDevKernel_AllGather", 30, 70, tid=8),
+        event("multi_tensor_apply_kernel", 80, 85), event("aten::mm", 0, 100, "cpu_op", tid=1)])
+    assert summary.shares == pytest.approx(
+        {"matmul": 0.4, "attention": 0.1, "communication": 0.2, "optimizer": 0.05, "other": 0, "idle": 0.25})
+    assert summary.communication == pytest.approx(0.4)
+    words = trace.text(summary)
+    assert "communication   20.0%   and 20.0% more behind computation" in words
+    assert words.index("gemm") < words.index("flash")
+
+
+def test_operators_count_where_they_work_themselves():
+    """A wait inside a node of the autograd engine is communication, the optimizer's arithmetic is the optimizer's."""
+    summary = trace.summarize([
+        STEP, event("autograd::engine::evaluate_function: Gather", 0, 30, "cpu_op", 1),
+        event("_c10d_functional::wait_tensor", 10, 30, "cpu_op", 1),
+        event("aten::linear", 30, 60, "cpu_op", 1), event("aten::addmm", 35, 60, "cpu_op", 1),
+        event("Optimizer.step#AdamW.step", 60, 80, "user_annotation", 1), event("aten::mm", 62, 70, "cpu_op", 1),
+        event("gloo:all_reduce", 75, 90, "cpu_op", 2), event("aten::mm", 0, 100, "cpu_op", 3)])
+    assert summary.shares == pytest.approx(
+        {"matmul": 0.25, "attention": 0, "communication": 0.3, "optimizer": 0.2, "other": 0.15, "idle": 0.1})
+    assert [name for name, _, _ in summary.top][:2] == ["aten::addmm", "_c10d_functional::wait_tensor"]
+
+
+def test_a_trace_without_steps_is_refused():
+    with pytest.raises(ValueError, match="no ProfilerStep"):
+        trace.summarize([event("aten::mm", 0, 1, "cpu_op")])
+
+
+def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):
+    job = tiny("parallelism=fsdp", "gpus=2", "steps=7", "checkpoint=off", "profiling=on", "profiling.first_step=4", "profiling.steps=2")
+    run = run_job(job)
+    folder = run / "attempts/1/profile"
+    assert sorted(file.name for file in folder.iterdir()) == ["phases_0.json", "phases_1.json", "summary.txt", "trace_0.json.gz"]
+    with gzip.open(folder / "trace_0.json.gz", "rt") as file:
+        names = {row["name"] for row in json.load(file)["traceEvents"] if row.get("cat") == "user_annotation"}
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 2
+    summary = (folder / "summary.txt").read_text()
+    assert summary.startswith("2 steps, ")
+    shares = {kind: float(share) for kind, share in re.findall(r"^(\w+) +([\d.]+)%", summary, re.M)}
+    assert shares.keys() == set(trace.CLASSES) and sum(shares.values()) == pytest.approx(100, abs=0.5)
+    assert all(shares[kind] > 0 for kind in ("matmul", "attention", "optimizer", "communication"))
+    assert "aten::" in summary
+    marked = {row["step"]: row.get("profiled_steps") for row in run_job.rows(run)}
+    assert marked == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: None, 7: None}  # 3 warms up
+    assert json.loads((run / "result.json").read_text())["measured_steps"] == 3  # 2, 6, 7
+    assert [row["event"] for row in run_job.rows(run, "events")] == ["profile"]
+    for rank in range(2):
+        phases = json.loads((folder / f"phases_{rank}.json").read_text().rstrip().rstrip(",") + "]")
+        spans = [(row["name"], row["args"]["step"]) for row in phases if row["ph"] == "X" and row["args"]["step"] == 5]
+        assert [name for name, _ in spans] == ["data", "forward, backward", "optimizer", "checkpoint"]
+        assert all(row["dur"] >= 0 and row["pid"] == rank for row in phases if row["ph"] == "X")

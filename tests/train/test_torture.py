@@ -1,0 +1,15 @@
+"""A few of torture.py's cases, one of each kind, by default; all of them with -m slow. As a program: its ranks are forked from it."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FEW = ("1", "19", "46", "53")  # killed: while the copy is made; before the rename; half-way through a purge. A bit of a shard flipped
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param((), marks=pytest.mark.slow)], ids=["a few", "all"])
+def test_killed_runs_go_on_as_if_nothing_had_been(cases):
+    program = Path(__file__).with_name("torture.py")
+    done = subprocess.run([sys.executable, str(program), *cases], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,145 @@
+"""The thread beside the training: beats, signals that a blocked main thread does not hear, and ranks that are stuck."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titan_hydra.config import compose_job
+from titan_hydra.config.run import Run
+from titan_hydra.config.status import Stopped
+from titan_hydra.launch.failure import Kind, guilty
+from titan_hydra.train import watchdog
+from titan_hydra.train.watchdog import Watchdog
+
+STUCK = """
+import ctypes, json, signal, sys, time
+from pathlib import Path
+from titan_hydra.config import compose_job
+from titan_hydra.config.run import Run
+from titan_hydra.train import watchdog
+watchdog.TICK, watchdog.BLOCKED, watchdog.MARGIN = 0.1, 0.5, 0
+folder = Path(sys.argv[1])
+(folder / "rank_0.json").write_text('{"host": "node0"}')
+signal.signal(signal.SIGTERM, lambda *_: None)
+job = compose_job("debug=tiny", "comm.init_timeout_seconds=100", "comm.train_timeout_seconds=1", "cluster.stop_seconds=2")
+with watchdog.Watchdog(job, Run(folder, folder, 0, 0, 2)) as watch:
+    watch.at("forward, backward", 7)
+    if "late" not in sys.argv:
+        watch.settle(1)
+    time.sleep(0.5)
+    print("ready", flush=True)
+    lock, mutex = getattr(ctypes, sys.argv[2])(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex), lock(mutex)  # a deadlock, which no signal interrupts
+"""
+
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "TICK", 0.05)
+    with Watchdog(compose_job("debug=tiny"), Run(tmp_path, tmp_path)) as watch:
+        yield watch
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """`stuck(library, *more)` starts a rank whose main thread blocks in C: a CDLL lets other threads run, a PyDLL does not."""
+    def start(*arguments):
+        process = subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path), *arguments], stdout=subprocess.PIPE,
+                                   stderr=(tmp_path / "rank_0.log").open("w"), text=True)
+        assert process.stdout.readline() == "ready\n"
+        return process
+    return start
+
+
+def wait_for(condition, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_it_says_where_the_rank_is_at_most_once_a_second(watch, tmp_path):
+    writes = set()
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:
+        watch.at("data", len(watch.steps) + 1)
+        watch.at("optimizer")
+        if (tmp_path / "beat_0.json").exists():
+            writes.add((tmp_path / "beat_0.json").read_text())
+        time.sleep(0.001)
+    assert 1 <= len(writes) <= 2
+    watch.at("checkpoint", 400)
+    wait_for(lambda: json.loads((tmp_path / "beat_0.json").read_text())["step"] == 400)
+    assert json.loads((tmp_path / "beat_0.json").read_text())["phase"] == "checkpoint"
+    wait_for(lambda: json.loads((tmp_path / "status.json").read_text())["step"] == 400)
+    watch.at("data", 401)
+    wait_for(lambda: json.loads((tmp_path / "status.json").read_text())["phase"] == "data")
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 400  # done, and not begun
+
+
+def test_a_signal_shows_where_it_is(watch, tmp_path):
+    for number in (signal.SIGUSR1, signal.SIGQUIT):
+        os.kill(os.getpid(), number)
+        wait_for((tmp_path / "flight_0.json").exists)
+        content = json.loads((tmp_path / "flight_0.json").read_text())
+        assert signal.Signals(number).name in content["why"] and any("wait_for" in line for line in content["stacks"]["MainThread"])
+        (tmp_path / "flight_0.json").unlink()
+
+
+def test_signals_of_forked_children_are_not_ours(watch):
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.5)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    os.waitpid(child, 0)
+    time.sleep(0.2)
+    assert watch.asked == 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(lambda: watch.asked)
+    first = watch.asked
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    assert watch.asked == first  # two are one
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_is_told_where_it_was(tmp_path):
+    with pytest.raises(ValueError, match="mine") as caught, Watchdog(compose_job("debug=tiny"), Run(tmp_path, tmp_path)) as watch:
+        watch.at("data", 3)
+        raise ValueError("mine")
+    assert caught.value.facts == {"step": 3, "phase": "data"}
+    assert "ValueError: mine" in json.loads((tmp_path / "flight_0.json").read_text())["why"]
+    with pytest.raises(Stopped), Watchdog(compose_job("debug=tiny"), Run(tmp_path, tmp_path)):
+        raise Stopped("as asked")
+    assert (tmp_path / "stopped").exists()
+
+
+@pytest.mark.parametrize(("library", "status", "says"), [
+    ("CDLL", 77, "step 7, forward, backward: no progress for 1 s"),
+    ("PyDLL", 1, "was stuck, and its watchdog ended it"),
+])
+def test_a_rank_that_is_stuck_in_c_dies_in_time(stuck, tmp_path, library, status, says):
+    assert stuck(library).wait(10) == status
+    if library == "PyDLL":  # nobody could write that it ended: its parent saw it
+        (tmp_path / "ranks.json").write_text(json.dumps({"ranks": [{"exit_status": status, "ended": 1.0}]}))
+    failure = guilty(tmp_path)
+    assert (failure.kind, failure.status, failure.host) == (Kind.HANG, 77, "node0") and says in failure.line
+    assert 'File "<string>", line 19 in <module>' in (tmp_path / "rank_0.log").read_text()
+
+
+def test_a_rank_that_is_stuck_stops_within_its_grace(stuck, tmp_path):
+    process = stuck("CDLL", "late")
+    for number in (signal.SIGTERM, signal.SIGTERM):
+        time.sleep(0.3)
+        process.send_signal(number)
+    asked = time.monotonic()
+    assert process.wait(10) == 75
+    assert 0.8 < time.monotonic() - asked < 2.5
+    assert "step 7 was not over 2 s after the run was asked to stop" in (tmp_path / "rank_0.json").read_text()
+    assert (tmp_path / "stopped").exists() and guilty(tmp_path) is None  # interrupted, and not failed

@@ -1,0 +1,32 @@
+"""The world of a rank: time-outs of all its groups."""
+import pickle
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from titan_hydra.config.schema import Parallelism
+from titan_hydra.parallel import build_mesh
+from titan_hydra.train import flight, world
+
+
+def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+
+    def task(rank):
+        mesh = build_mesh(Parallelism(name="", dp_shard=2, cp=2), "cpu")
+        own = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))  # as the checkpoints' is
+        world.set_timeout(5)
+        some = [mesh.world.get_group("dp_shard"), mesh.world.get_group("cp"), mesh.loss, mesh.batch, mesh.fsdp.get_group(), own]
+        groups = list(dict.fromkeys([*some, dist.group.WORLD]))  # in the same order on all ranks
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+        entries = pickle.loads(c10d._dump_fr_trace())["entries"][-len(groups):]
+        limits = {entry["process_group"][0]: entry["timeout_ms"] for entry in entries}
+        assert len(limits) == len(groups) and limits.pop(own.group_name) == 77_000
+        assert set(limits.values()) == {5_000}, limits
+        assert {"dp_shard", "cp"} <= {group["mesh"] for group in flight.groups(mesh).values()}
+        assert all(len(flight.collectives()[-1]["stack"]) <= 2 * flight.FRAMES for _ in range(2))
+
+    on_ranks(4, task)
