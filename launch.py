@@ -5,15 +5,16 @@ import sys
 import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from titan_hydra.config import explain, register_schema
+from titan_hydra.config import compose_quickly, explain, register_schema
+from titan_hydra.config.sweep import expand
 from titan_hydra.launch.dispatch import dispatch, refuse_launcher
 
-cells = []
+cells, faults = [], []
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def compose(config):
-    cells.append((config, list(HydraConfig.get().overrides.task)))  # nothing starts before all cells are known to be good
+    cells.extend(expand(config, list(HydraConfig.get().overrides.task), faults))  # nothing starts before all cells are known to be good
 
 
 def main() -> int:
@@ -22,12 +23,16 @@ def main() -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself and exits 1
     register_schema()
+    compose_quickly()
     try:
         compose()
     except Exception as error:
         if full_error or not (line := explain(error)):
             raise
         print(line, file=sys.stderr)
+        return 2
+    if faults:
+        print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
         return 2
     return dispatch(cells)
 
@@ -37,3 +42,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:  # while composing; nothing has started yet
         sys.exit(130)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
