@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.config import check, compose_job, freeze
-from titan_hydra.config.checks import LAYOUT, RECIPE, degrees_fill_the_ranks, technique_is_implemented, value_of
+from titan_hydra.config.checks import LAYOUT, RECIPE, degrees_fill_the_ranks, value_of
 from titan_hydra.config.compose import CONF
 from titan_hydra.parallel import build_mesh
 
@@ -160,11 +160,6 @@ def test_a_tokenizer_smaller_than_the_embedding_is_fine(base):
     assert check(changed(base, model__vocab_size=8192)) == []
 
 
-def test_what_is_not_built_yet_is_refused(base):
-    faults = list(technique_is_implemented(changed(base, fault_tolerance__name="torchft")))
-    assert [fault.key for fault in faults] == ["fault_tolerance.name"]
-
-
 degree = st.sampled_from([-1, 0, 1, 2, 3, 4])
 
 
@@ -195,6 +190,5 @@ def test_what_freeze_derives_passes_the_checks(base, gpus, dp_replicate, tp, loc
     gpus *= dp_replicate * tp
     job = changed(base, gpus=gpus, parallelism__dp_replicate=dp_replicate, parallelism__tp=tp, data__local_batch=local,
                   data__global_batch=local * (gpus // tp) * steps)
-    rules = [rule for rule in LAYOUT + RECIPE if rule is not technique_is_implemented]
-    assert [fault for rule in rules for fault in rule(job)] == []
+    assert [fault for rule in LAYOUT + RECIPE for fault in rule(job)] == []
     assert freeze(job) == job

@@ -38,17 +38,6 @@ def test_every_key_has_help():
         assert spec.metadata["help"] and not spec.metadata["help"].endswith("."), key
 
 
-def test_what_is_refused_is_marked_and_what_works_is_not(monkeypatch):
-    monkeypatch.setattr(describe, "IMPLEMENTED", {"parallelism.tp": (1,)})
-    page = describe.page()
-    assert "**parallelism=tp**: Every matrix split over the ranks of one node: when even one layer's activations are too large. " \
-           "*Not built yet.*" in page.replace("\n  ", " ")
-    marked = {line.split("**")[1] for line in page.replace("\n  ", " ").splitlines() if "*Not built yet.*" in line}
-    assert {"parallelism=tp", "parallelism=fsdp_tp", "parallelism=fsdp_tp_pp"} <= marked and "parallelism=cp" not in marked
-    assert "`parallelism.tp`: int, `1`; *built so far:* `1`." in page
-    assert "(tp)" in describe.help_text() and "(cp)" not in describe.help_text()
-
-
 def test_help_of_the_launcher_names_every_option_and_key_and_fits_a_terminal(tmp_path):
     command = [sys.executable, str(ROOT / "launch.py"), "--help"]
     text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

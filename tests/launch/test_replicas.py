@@ -3,6 +3,7 @@ import json
 import os
 import signal
 
+import pytest
 import torch
 
 from titan_hydra.train.checkpoint import safe
@@ -57,6 +58,30 @@ def test_the_others_go_on_and_a_killed_group_rejoins_with_equal_weights(launcher
         assert all(torch.equal(first[name], other[name]) for name in first)
     ranks = json.loads((launcher.attempt() / "ranks.json").read_text())["ranks"]
     assert [rank.get("restarts", 0) for rank in ranks] == [0, 0, 1, 0]
+
+
+def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher):
+    pytest.importorskip("torchft", reason="the extra torchft is not installed")
+    launcher.sabotage(SLOWLY)
+    process = launcher.start(*GROUPS, "fault_tolerance=torchft", "fault_tolerance.replicas=3")
+
+    def quorums():
+        rows = [json.loads(line) for line in (launcher.run_directory / "events.jsonl").read_text().splitlines()]
+        return [row["groups"] for row in rows if row["event"] == "quorum"]
+
+    launcher.wait(lambda: len((launcher.run_directory / "metrics.jsonl").read_text().splitlines()) > 3, 120)
+    (launcher.folder / "killed").touch()
+    os.kill(launcher.rank(1)["pid"], signal.SIGKILL)
+    launcher.wait(lambda: quorums()[-1] == 2)
+    launcher.wait(lambda: quorums()[-1] == 3)
+    (launcher.folder / "seen").touch()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    run = launcher.run_directory
+    first, *others = (state(run / "replicas" / str(group) if group else run) for group in range(3))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    assert [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())] == list(range(1, 101))
 
 
 def test_a_run_outlives_its_first_group(launcher):

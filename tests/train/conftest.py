@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from titan_hydra.config import Job, all_ranks, compose_job, from_dict, identity, to_dict, world_size
 from titan_hydra.config.run import Run, folders_of
+from titan_hydra.launch import local
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 
@@ -45,10 +46,14 @@ def run_job(tmp_path):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["titan_hydra.train.trainer"])
         ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(all_ranks(job))]
+        silent = job.fault_tolerance.timeout_seconds
+        helpers = [local.lighthouse(attempt, silent)] if job.fault_tolerance.name == "torchft" else []
         for process in ranks:
             process.start()
         for process in ranks:
             process.join(120)
+        for helper in helpers:
+            helper.kill()
         errors = [path.read_text() for path in sorted(attempt.glob("error_*"))]
         assert [process.exitcode for process in ranks] == [expect] * len(ranks), errors
         return directory

@@ -217,20 +217,6 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 # --- techniques against each other --------------------------------------------------------------------------------------------------
 
-# Techniques that are configured but not implemented yet: the values that work today. Choosing another is a fault, not a surprise.
-IMPLEMENTED = {
-    "fault_tolerance.name": ("off", "local_sgd", "diloco"),
-}
-
-
-@rule(RECIPE)
-def technique_is_implemented(job: Job) -> Iterator[Fault]:
-    """What the configuration knows and the trainer does not yet have is refused, never ignored."""
-    for key, works in IMPLEMENTED.items():
-        if value_of(job, key) not in works:
-            yield Fault(key, value_of(job, key), "not built yet in this version", legal=works)
-
-
 @rule(RECIPE)
 def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
     """The ring merges what fused kernels return, and knows no mask but the causal one; Ulysses runs any attention on whole sequences."""

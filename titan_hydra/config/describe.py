@@ -14,7 +14,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from .checks import IMPLEMENTED
 from .compose import CONF
 from .fault import as_typed
 from .load import known_keys
@@ -39,14 +38,11 @@ An option replaces the defaults of its group by what stands beside it here; what
 
 The identity hash that names a run directory is made of the whole resolved configuration, less the keys marked *not in the hash*: they say
 where and how a run is made, not which experiment it is. Two command lines with the same hash are the same run.
-
-*Not built yet* and *built so far* mark what the configuration knows and this version refuses, before anything starts, with a line that
-names what works.
 """
 
 HELP = """\
 == Groups (group=option) and their keys (group.key=value) ==
-* is the default; (what stands in brackets) is not built yet.
+* is the default.
 
 {groups}
 
@@ -92,8 +88,6 @@ def help_text() -> str:
 
 
 def _marked(group: str, file: Path) -> str:
-    if not_built(group, file):
-        return f"({file.stem})"
     return f"{file.stem}*" if file.stem == default_options().get(group) else file.stem
 
 
@@ -136,12 +130,6 @@ def settings(group: str, file: Path) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key != f"{group}.name"}
 
 
-def not_built(group: str, file: Path) -> bool:
-    """Whether the checks refuse an option, whatever else is chosen."""
-    values = settings(group, file) | {f"{group}.name": _load(file).get("name")}
-    return any(key in values and values[key] not in works for key, works in IMPLEMENTED.items())
-
-
 def default_options() -> dict[str, str]:
     """The defaults list of conf/config.yaml."""
     chosen = {}
@@ -154,8 +142,6 @@ def default_options() -> dict[str, str]:
 def _key_item(key: str) -> str:
     spec = KEYS[key]
     notes = [] if spec.metadata["identity"] else ["*not in the hash*"]
-    if key in IMPLEMENTED:
-        notes.append("*built so far:* " + ", ".join(f"`{as_typed(value)}`" for value in IMPLEMENTED[key]))
     choices = f" One of {', '.join(f'`{choice}`' for choice in spec.metadata['choices'])}." if spec.metadata["choices"] else ""
     head = f"- `{key}`: {_type_of(key)}, {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
     return _wrap(f"{head} {_sentence(spec.metadata['help'])}{choices}", PAGE_WIDTH, "", "  ")
@@ -166,7 +152,7 @@ def _option_item(group: str, file: Path) -> str:
         cells = "; ".join(_load(file)["sweep"]["cells"])
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
     default = " (default)" if file.stem == default_options().get(group) else ""
-    text = f"- **{group}={file.stem}**{default}: {when(file)}{' *Not built yet.*' * not_built(group, file)}"
+    text = f"- **{group}={file.stem}**{default}: {when(file)}"
     values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in settings(group, file).items())
     return _wrap(f"{text} Sets `{values}`." if values else text, PAGE_WIDTH, "", "  ")
 

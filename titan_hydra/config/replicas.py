@@ -1,7 +1,9 @@
-"""The rules for replica groups: what Local SGD and DiLoCo need of a job."""
+"""The rules for replica groups: what Local SGD, DiLoCo and torchft need of a job."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 
 from .fault import Fault, divisors
 from .schema import Job
@@ -26,7 +28,7 @@ def replica_groups_have_numbers(job: Job) -> Iterator[Fault]:
 def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
     """A fragment is some layers, and meetings are evenly spread over sync_every steps, a fragment each."""
     config = job.fault_tolerance
-    if config.name == "off":
+    if config.name not in ("local_sgd", "diloco"):
         return
     if config.sync_every % config.fragments:
         yield Fault("fault_tolerance.fragments", config.fragments, f"sync_every={config.sync_every} steps cannot be divided by it",
@@ -34,6 +36,12 @@ def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
     if config.fragments > job.model.n_layers:
         yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {job.model.n_layers} layers",
                     legal=(job.model.n_layers,))
+
+
+def torchft_is_there(job: Job) -> Iterator[Fault]:
+    """The ranks run on this machine, so what is not installed here is not there either."""
+    if job.fault_tolerance.name == "torchft" and not PathFinder.find_spec("torchft", sys.path):
+        yield Fault("fault_tolerance.name", "torchft", "is not installed: pip install -e '.[torchft]'", legal=("local_sgd", "diloco"))
 
 
 def replica_groups_are_processes_here(job: Job) -> Iterator[Fault]:
@@ -60,4 +68,4 @@ def too_many(job: Job, node: int) -> Fault:
     return Fault("gpus", job.gpus, f"this machine has {node} devices{of_groups}", legal=(node // groups,))
 
 
-RULES = [fragments_are_whole_layers, replica_groups_are_processes_here]
+RULES = [fragments_are_whole_layers, torchft_is_there, replica_groups_are_processes_here]

@@ -238,8 +238,8 @@ class Comm:
 
 @dataclass
 class FaultTolerance:
-    name: str = key("off", "how replica groups learn together: each for itself, but for meetings at which weights are averaged", late=True,
-                    choices=("off", "local_sgd", "diloco", "torchft"))
+    name: str = key("off", "how replica groups learn together: they average weights now and then, or sum gradients at every step",
+                    late=True, choices=("off", "local_sgd", "diloco", "torchft"))
     replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", late=True)
     sync_every: int = key(20, "steps between two meetings over the same weights", late=True)
     fragments: int = key(1, "parts of the model, by layers, that meet in turn, each every sync_every steps", late=True)

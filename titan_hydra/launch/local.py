@@ -56,6 +56,7 @@ class Executor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(titan_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+            "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # torchft writes many lines a step
             "PYTHONSAFEPATH": "1",  # ranks import what launch.py imported, whatever lies in the current folder
         }
         with open(Path(self.folder) / "parent.log", "ab") as log:
@@ -85,9 +86,13 @@ class Ranks(Controller):
         config = (read_json(self.folder.parents[2] / "config.json") or {}).get("fault_tolerance", {"name": "off", "replicas": 1})
         size = self.ntasks // config["replicas"]
         groups = [Group(range(first, first + size)) for first in range(0, self.ntasks, size)]
+        if config["name"] == "torchft":
+            self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
         started = time.monotonic()
         while any(task.poll() is None for task in self.tasks) or any("ended" not in rank for rank in self.ranks):
             now = time.monotonic()
+            if config["name"] == "torchft" and self.lighthouse.poll() is not None:
+                self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
             for group in groups:
                 self.note_ends(group, now)
             if not self.asked and now > started + self.timeout_s - self.signal_delay_s:
@@ -143,6 +148,12 @@ class Ranks(Controller):
 
     def record(self) -> None:
         write_json(self.folder.parent / "ranks.json", {**this_process(), "ranks": self.ranks})
+
+
+def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
+    """Start what tells torchft's replica groups which of them are there, less those `silent` for so many seconds. Ends with us."""
+    command = [sys.executable, "-m", "titan_hydra.train.fault_tolerance.lighthouse", str(attempt / "meetings" / "lighthouse"), str(silent)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,9 @@ from .step import Plain, build_step
 from .watchdog import Watchdog
 from .world import GarbageCollection, set_timeout, world
 
+if TYPE_CHECKING:
+    from .fault_tolerance.per_step import PerStep  # which imports torchft
+
 
 @dataclass
 class Trainer:
@@ -57,16 +61,19 @@ class Trainer:
     parameters: int  # of the whole model, over all ranks
     notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
     stop_requested: list[int] = field(default_factory=list)  # signals received
+    quorum: PerStep | None = None  # the other replica groups, where they learn every step together
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Gradients of one global batch, from this rank's samples of it. Returns this rank's share of the mean loss.
 
         The loss is the sum over all tokens that count, divided by their number over the whole global batch, counted once
-        before the first microbatch: true under accumulation and uneven masks alike.
+        before the first microbatch: true under accumulation, uneven masks and replica groups alike.
         """
         tokens = (batch.labels != IGNORED).sum().to(self.device)
         if self.mesh.batch is not None:
             dist.all_reduce(tokens, group=self.mesh.batch)
+        if self.quorum is not None:
+            self.quorum.add_up([tokens])
         tokens = tokens.clamp(min=1)
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
@@ -74,6 +81,9 @@ class Trainer:
             inputs, labels, context = self.prepare(part)
             with tensor_parallel.loss_context(self.mesh):
                 total += self.step.forward_backward(inputs, labels, tokens, last=number == len(parts), **context)
+        if self.quorum is not None:
+            self.quorum.add_up([total])
+            self.quorum.add_up_gradients()
         return total
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -101,8 +111,13 @@ class Trainer:
         """Take the optimizer's step and drop the gradients."""
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        self.drop_gradients()
         converters.after_step(self.model, self.job)
+
+    def drop_gradients(self) -> None:
+        """Forget this step's gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
@@ -179,7 +194,11 @@ def train(job: Job, run: Run) -> None:
         trainer = build(job, device)
         watch.knows(trainer.mesh)
         replicas = None
-        if job.fault_tolerance.name != "off":
+        if job.fault_tolerance.name == "torchft":
+            from .fault_tolerance.per_step import PerStep  # which imports torchft
+
+            replicas = trainer.quorum = PerStep(job, run, trainer.model, trainer.optimizers, trainer.stop_requested)
+        elif job.fault_tolerance.name != "off":
             replicas = Replicas(job, run, trainer.model, trainer.optimizers, trainer.stop_requested)
         checkpointer = Checkpointer(job.checkpoint, run, trainer.model, trainer.optimizers, replicas.tensors if replicas else {})
         start, data_state = checkpointer.resume()
@@ -225,20 +244,23 @@ def train(job: Job, run: Run) -> None:
 
 
 def loop(
-    trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics, replicas: Replicas | None,
-    watch: Watchdog, start: int,
+    trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics,
+    replicas: Replicas | PerStep | None, watch: Watchdog, start: int,
 ) -> float | None:
     """The steps after `start`, up to the last. Returns the last step's loss."""
     job, clock, loss = trainer.job, metrics.clock, None
     garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model)
     profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
-    step = start
+    step, first, batch = start, True, None
     while step < job.steps:
-        step, first, missed = step + 1, step == start, False
+        if trainer.quorum is not None:
+            watch.at("meeting")
+            step = trainer.quorum.before_step(step)
+        step, missed = step + 1, False
         profiler.begins(step)
         clock.start()
         watch.at("data", step)
-        batch = loader.next()
+        batch = loader.next() if trainer.quorum is None else batch_of(step, loader, batch)
         clock.has_data()
         watch.at("forward, backward")
         lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
@@ -246,6 +268,12 @@ def loop(
         probes.after_backward(step)
         votes = [*checkpointer.votes(), len(loader.news())]
         loss, grad_norm, stop, (*votes, bad_shards) = trainer.agree(share, trainer.clip(), votes)
+        if trainer.quorum is not None:
+            counts, stop = trainer.quorum.commits(stop)
+            if not counts:
+                trainer.drop_gradients()
+                step -= 1
+                continue
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             watch.at("checkpoint")
             checkpointer.land()  # what was on its way is worth more now
@@ -272,9 +300,17 @@ def loop(
         if first:
             set_timeout(job.comm.train_timeout_seconds)
             watch.settle(job.comm.train_timeout_seconds)
+            first = False
         garbage.step(step)
     profiler.close()
     return loss
+
+
+def batch_of(step: int, loader: Loader, last: Batch | None) -> Batch:
+    """The batch of a step that may be the same again, or much later, where a replica group took another's state."""
+    while last is None or loader.state()["step"] < step:
+        last = loader.next()
+    return last
 
 
 def validate(trainer: Trainer, held_out: Loader, metrics: Metrics, step: int) -> None:

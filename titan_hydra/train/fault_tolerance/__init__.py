@@ -1,1 +1,1 @@
-"""Replica groups that train apart, meet every few steps, and outlive each other: Local SGD and DiLoCo."""
+"""Replica groups that outlive each other: they train apart and meet every few steps (Local SGD, DiLoCo), or at every step (torchft)."""

@@ -1,0 +1,183 @@
+"""`fault_tolerance=torchft`: before every step the replica groups that are there agree on a quorum, and their gradients are summed.
+
+torchft's manager finds the quorum, notices failures and decides whether a step counts; what is summed and handed over is ours. All groups
+together learn what one data-parallel world of all their ranks would: tokens are counted over all groups before the first microbatch, so
+the gradients' sum needs no division. A group that comes later takes weights, optimizer state and step number from one that is ahead.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchft.checkpointing import CheckpointTransport
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
+
+from titan_hydra.config.run import Run
+from titan_hydra.config.schema import Job
+from titan_hydra.config.status import RunError
+from titan_hydra.parallel import converters
+from titan_hydra.train.checkpoint import state
+
+from .outer import local
+
+POLL = 0.05  # seconds between two looks at the files
+RETRIES = 100  # of asking a lighthouse that has died, while another takes its place
+COUNTS = ("step", "batches_committed")  # that torchft's manager keeps
+
+
+class PerStep:
+    """This rank's group among the others. All ranks of the group call all methods alike."""
+
+    def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
+        """`stop` lists the signals that asked this rank to stop."""
+        self.job, self.run, self.model, self.optimizers, self.stop = job, run, model, optimizers, stop
+        self.tensors: dict[str, Tensor] = {}  # nothing of its own in a checkpoint
+        self.report: Callable[..., None] = lambda event, step, **values: None
+        self.groups = 0  # in the last quorum
+        for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # it writes some lines a step
+        limit = timedelta(seconds=job.comm.init_timeout_seconds)
+        self.channel = ProcessGroupGloo(limit)
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False) if run.rank == 0 else None
+        port = [self.store.port if self.store is not None else 0]
+        dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
+        self.manager = Manager(
+            self.channel, self.take, self.own, min_replica_size=1, use_async_quorum=False, init_sync=False, quorum_retries=RETRIES,
+            timeout=limit, quorum_timeout=limit, connect_timeout=limit,
+            rank=run.rank, world_size=run.world_size, store_addr="127.0.0.1", store_port=port[0], hostname="127.0.0.1",
+            replica_id=f"group_{run.replica}", lighthouse_addr=self._lighthouse() if run.rank == 0 else None,
+            checkpoint_transport=Handover(self.channel, self.own),
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this group has the last word on the run: the first of those in the last quorum."""
+        return self.manager.participating_rank() == 0
+
+    def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
+        """Wait until all groups have come once in this attempt. Returns the step, and whether a stop was asked for meanwhile."""
+        self.manager.load_state_dict({"step": step, "batches_committed": 0})
+        if self.run.rank == 0:
+            (self.run.meetings / f"came_{self.run.replica}").touch()
+            deadline = time.monotonic() + self.job.comm.init_timeout_seconds  # then those that are here begin
+            while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
+                if self.stop or time.monotonic() > deadline:
+                    break
+                time.sleep(POLL)
+        dist.barrier()
+        return step, self._any(bool(self.stop))
+
+    def report_to(self, event: Callable[..., None]) -> None:
+        """Write changes of the quorum to the metrics from now on."""
+        self.report = event
+
+    def before_step(self, step: int) -> int:
+        """Agree on who takes part in the next step. Returns the step that this group has come to: later if it took another's state."""
+        self.manager.start_quorum()
+        now, groups = self.manager.current_step(), self.manager.num_participants()
+        if groups != self.groups or now != step:
+            self.report("quorum", now, groups=groups, caught_up=now - step)
+            self.groups = groups
+        return now
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Sum over the groups, in place, the same bits in each. After a failure nothing is summed, and the step will not count."""
+        sent = []
+        for tensor in tensors:
+            host = tensor.detach().cpu().contiguous()
+            sent.append((tensor, host, self.manager.allreduce(host, reduce_op=dist.ReduceOp.SUM)))
+        for tensor, host, work in sent:
+            work.wait()
+            tensor.copy_(host)  # where it is not the same memory
+
+    @torch.no_grad()
+    def add_up_gradients(self) -> None:
+        """Sum this rank's shards of the gradients."""
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        self.add_up(grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients)
+
+    def commits(self, stop: bool) -> tuple[bool, bool]:
+        """Whether the step counts, and whether any group was asked to stop: then all stop after the same step."""
+        asked = torch.tensor([float(stop)])
+        self.add_up([asked])
+        counts = self.manager.should_commit()
+        return counts, stop or (counts and bool(asked))
+
+    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
+        """Nothing is left to do after a step that counted."""
+        return step, False
+
+    def close(self) -> None:
+        """Leave the other groups, which notice it after `fault_tolerance.timeout_seconds`."""
+        self.manager.shutdown(wait=False)
+
+    # --- a group's state, for one that is behind --------------------------------------------------------------------------------------
+
+    def own(self) -> list[Tensor]:
+        """This rank's shards of weights and optimizer state, in the same order in every group."""
+        return _tensors(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
+
+    @torch.no_grad()
+    def take(self, received: list[Tensor]) -> None:
+        """Become what another group is."""
+        optimizers: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
+        for mine, got in zip(_tensors(state.weights(self.model) | optimizers), received, strict=True):
+            mine.copy_(got)
+        state.into_optimizers(self.model, self.optimizers, optimizers)
+        converters.after_step(self.model, self.job)
+
+    # --- within the group -------------------------------------------------------------------------------------------------------------
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        said = torch.tensor([int(flag)])
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said)
+
+    def _lighthouse(self) -> str:
+        """Its address, once it is there. Raises RunError if it does not come."""
+        path, deadline = self.run.meetings / "lighthouse", time.monotonic() + self.job.comm.init_timeout_seconds
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise RunError(f"torchft's lighthouse did not start: {path} is not there; its errors are in submitit/parent.log")
+            time.sleep(POLL)
+        return path.read_text()
+
+
+def _tensors(content: dict[str, Any]) -> list[Tensor]:
+    """The parts that this rank holds, by their names' order."""
+    return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
+
+
+class Handover(CheckpointTransport):
+    """A group's state, tensor by tensor through the groups' channel. torchft's own transport unpickles what any peer sends."""
+
+    def __init__(self, channel: ProcessGroupGloo, own: Callable[[], list[Tensor]]) -> None:
+        self.channel, self.own = channel, own
+
+    def metadata(self) -> str:
+        """Nothing: the channel is known."""
+        return ""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta) -> None:
+        """Send this rank's shards, and return when they are gone."""
+        counts = torch.tensor([state_dict["torchft"][name] for name in COUNTS])
+        for tensor in [counts, *state_dict["user"]["default"]]:
+            host = tensor.detach().cpu().contiguous()
+            for rank in dst_ranks:
+                self.channel.send([host], rank, tag=0).wait()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
+        """Receive them beside the state that is here, which nothing half received may touch."""
+        received = [torch.zeros(len(COUNTS), dtype=torch.int64), *(torch.empty_like(tensor, device="cpu") for tensor in self.own())]
+        for tensor in received:
+            self.channel.recv([tensor], src_rank, tag=0).wait()
+        counts, *tensors = received
+        return {"torchft": dict(zip(COUNTS, counts.tolist(), strict=True)), "user": {"default": tensors}}
