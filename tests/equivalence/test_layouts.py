@@ -7,9 +7,9 @@ from titan_hydra.train.verify import verify
 
 @pytest.fixture(scope="session")
 def outcomes(request):
-    """All chosen cases at once: one set of processes for each number of ranks."""
+    """All chosen cases at once: one set of processes for each number of ranks. `titan verify` takes more steps of each."""
     chosen = [item.callspec.params["case"] for item in request.session.items if "outcomes" in item.fixturenames]
-    return {outcome.case.name: outcome for outcome in verify(chosen)}
+    return {outcome.case.name: outcome for outcome in verify(chosen, steps=4)}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in MATRIX])

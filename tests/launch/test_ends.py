@@ -135,12 +135,12 @@ def test_rank_that_dies_while_importing(launcher):
 
 
 def test_two_launchers_run_a_line_once(launcher):
-    processes = [launcher.start(*launcher.TINY, "gpus=2", "steps=300") for _ in range(3)]
+    processes = [launcher.start(*launcher.TINY, "gpus=2", "steps=100") for _ in range(3)]
     texts = [process.communicate(timeout=90) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], texts
-    assert rows(launcher) == list(range(1, 301))
+    assert rows(launcher) == list(range(1, 101))
     assert [path.name for path in (launcher.run_directory / "attempts").glob("[0-9]*")] == ["1"]
-    assert sum("300/300" in out for out, _ in texts) >= 1
+    assert sum("100/100" in out for out, _ in texts) >= 1
     assert [path.name for path in (launcher.folder / "runs").iterdir()] == [launcher.run_directory.name]
 
 

@@ -12,7 +12,7 @@ from titan_hydra.train.checkpoint import safe
 SLOWLY = """
 import time
 if os.path.exists("killed"):
-    time.sleep(12)
+    time.sleep(8)
 update = trainer.Trainer.update
 def slowly(self):
     if not os.path.exists("seen"):
@@ -21,7 +21,7 @@ def slowly(self):
 trainer.Trainer.update = slowly
 """
 GROUPS = ("debug=tiny", "precision=fp32", "steps=100", "fault_tolerance=diloco", "fault_tolerance.sync_every=2",
-          "fault_tolerance.timeout_seconds=5", "checkpoint.interval=0")
+          "fault_tolerance.timeout_seconds=4", "checkpoint.interval=0")
 
 
 def meetings(directory):
@@ -84,6 +84,7 @@ def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher
     assert [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())] == list(range(1, 101))
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_first_group(launcher):
     launcher.sabotage(SLOWLY)
     process = launcher.start(*GROUPS, "fault_tolerance.max_restarts=0", "steps=30")

@@ -64,7 +64,7 @@ def test_a_row_of_the_paper_steps_in_little_memory(name, stepped):
             assert float(run.stdout.rsplit("GIB", 1)[1]) < 2, rank
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)])
 def test_the_stages_of_405b_add_up_to_the_model(schedule):
     job = compose_job("comm=fake", *TABLES[f"table 4, {schedule}"])
     total = 0

@@ -55,7 +55,7 @@ def on(job, ranks: int, **degrees):
     return freeze(job)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_where_it_stopped(tiny, run_job, tmp_path, optimizer):
     job = tiny(*TEN, "parallelism=hsdp", "gpus=4", f"optimizer={optimizer}")
     whole = run_job(job)

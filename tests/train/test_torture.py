@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-FEW = ("1", "19", "46", "53")  # killed: while the copy is made; before the rename; half-way through a purge. A bit of a shard flipped
+FEW = ("19", "46", "53")  # killed before the rename; killed half-way through a purge; a bit of a shard flipped
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param((), marks=pytest.mark.slow)], ids=["a few", "all"])

@@ -57,20 +57,22 @@ MATRIX = [
 
     # Tensor parallel
     *(case(f"tp {ranks}, sequence parallel {sp}, loss parallel {lp}", ranks, "parallelism=tp", f"parallelism.tp={ranks}",
-           f"parallelism.sequence_parallel={sp}", f"parallelism.loss_parallel={lp}", "data.local_batch=16")
+           f"parallelism.sequence_parallel={sp}", f"parallelism.loss_parallel={lp}", "data.local_batch=16", slow=ranks > 2)
       for ranks in (2, 4) for sp in ("on", "off") for lp in ("on", "off")),
     *(case(f"{layout} 4, tp 2", 4, f"parallelism={layout}", "parallelism.tp=2", "data.local_batch=8") for layout in ("ddp", "fsdp")),
-    case("fsdp 4, tp 2, accumulation 4", 4, "parallelism=fsdp_tp", "data.local_batch=2"),
+    case("fsdp 4, tp 2, accumulation 4", 4, "parallelism=fsdp_tp", "data.local_batch=2", slow=True),
     *(case(f"fsdp 4, tp 2, uneven mask, vocabulary 2047, loss parallel {lp}", 4, "parallelism=fsdp_tp", "data.local_batch=8",
            f"parallelism.loss_parallel={lp}", **EVEN, **ODD) for lp in ("on", "off")),
     case("fsdp 4, tp 2, tied embeddings, vocabulary 2047", 4, "parallelism=fsdp_tp", "data.local_batch=8",
          base=("model.tie_embeddings=true", "model.vocab_size=2047")),
     case("tp 2, tied embeddings", 2, "parallelism=tp", "data.local_batch=16", base=("model.tie_embeddings=true",)),
-    case("fsdp 4, tp 2, muon", 4, "parallelism=fsdp_tp", "data.local_batch=8", base=("optimizer=muon",), loss=1e-4, norm=1e-3),
-    case("hsdp 8, tp 2", 8, "parallelism=hsdp", "parallelism.tp=2", "data.local_batch=4"),
+    case("fsdp 4, tp 2, muon", 4, "parallelism=fsdp_tp", "data.local_batch=8", base=("optimizer=muon",), loss=1e-4, norm=1e-3,
+         slow=True),
+    case("hsdp 8, tp 2", 8, "parallelism=hsdp", "parallelism.tp=2", "data.local_batch=4", slow=True),
 
     # Activation checkpointing and compile
-    *(case(f"fsdp 4, tp 2, ac {ac}", 4, "parallelism=fsdp_tp", f"ac={ac}", "data.local_batch=8") for ac in ("full", "layer", "op", "lean")),
+    *(case(f"fsdp 4, tp 2, ac {ac}", 4, "parallelism=fsdp_tp", f"ac={ac}", "data.local_batch=8", slow=ac in ("layer", "op"))
+      for ac in ("full", "layer", "op", "lean")),
     case("tp 2, ac op, sequence parallel off", 2, "parallelism=tp", "ac=op", "parallelism.sequence_parallel=off", "data.local_batch=16"),
     *(case(f"fsdp 4, tp 2, compile, ac {ac}", 4, "parallelism=fsdp_tp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
            "data.local_batch=8", slow=ac != "none") for ac in ("none", "op", "lean")),
@@ -107,7 +109,7 @@ MATRIX = [
     *(case(f"pp 2, {schedule}, document mask", 2, "parallelism=pp", f"pp_schedule={schedule}", "data.local_batch=16",
            base=("model.vocab_size=4096", "data=embedded", "data.document_mask=true", "data.seq_len=256")) for schedule in ("1f1b", "zbv")),
     *(case(f"pp 2, tp 2, {schedule}, loss parallel {lp}", 4, "parallelism=pp", "parallelism.tp=2", f"pp_schedule={schedule}",
-           f"parallelism.loss_parallel={lp}", "data.local_batch=16", slow=lp == "off")
+           f"parallelism.loss_parallel={lp}", "data.local_batch=16", slow=(schedule, lp) != ("zbv", "on"))
       for schedule in ("1f1b", "zbv") for lp in ("on", "off")),
     case("pp 2, tp 2, sequence parallel off", 4, "parallelism=pp", "parallelism.tp=2", "parallelism.sequence_parallel=off",
          "data.local_batch=16", slow=True),
@@ -131,7 +133,7 @@ MATRIX = [
     case("simple_fsdp 4, hsdp", 4, "parallelism=hsdp", "parallelism.backend=simple_fsdp", "data.local_batch=4"),
     case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
          base=("model.tie_embeddings=true",)),
-    case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8"),
+    case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True),
     case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
          **ODD),
 
@@ -144,15 +146,15 @@ MATRIX = [
     *(case(f"fsdp 4, cp 2, {rotate}", 4, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=8")
       for rotate in ("allgather", "alltoall", "ulysses")),
     case("ddp 4, cp 2", 4, "parallelism=ddp", "parallelism.cp=2", "data.local_batch=8"),
-    case("simple_fsdp 4, cp 2", 4, "parallelism=fsdp_cp", "parallelism.backend=simple_fsdp", "data.local_batch=8"),
+    case("simple_fsdp 4, cp 2", 4, "parallelism=fsdp_cp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True),
     case("hsdp 8, cp 2", 8, "parallelism=hsdp", "parallelism.cp=2", "data.local_batch=4", slow=True),
     case("cp 2, never reshard, accumulation 2", 2, "parallelism=cp", "data.local_batch=8", "parallelism.reshard_after_forward=never"),
     *(case(f"fsdp 4, cp 2, {rotate}, uneven mask, vocabulary 2047, accumulation 2", 4, "parallelism=fsdp_cp",
            f"parallelism.cp_rotate={rotate}", "data.local_batch=4", **EVEN, **ODD) for rotate in ("alltoall", "ulysses")),
     *(case(f"fsdp 8, cp 2, tp 2, {rotate}", 8, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "parallelism.tp=2",
-           "data.local_batch=8", slow=rotate == "ulysses") for rotate in ("allgather", "ulysses")),
+           "data.local_batch=8", slow=True) for rotate in ("allgather", "ulysses")),
     *(case(f"cp 2, pp 2, {rotate}, {schedule}", 4, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "parallelism.pp=2",
-           f"pp_schedule={schedule}", "data.local_batch=16", slow=schedule == "1f1b", **DEEP)
+           f"pp_schedule={schedule}", "data.local_batch=16", slow=True, **DEEP)
       for rotate, schedule in (("alltoall", "1f1b"), ("alltoall", "zbv"), ("ulysses", "zbv"))),
     case("cp 2, tp 2, pp 2, uneven mask", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", **EVEN),
     case("fsdp 16, cp 2, tp 2, pp 2", 16, "parallelism=fsdp_tp_cp_pp", "parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=2",

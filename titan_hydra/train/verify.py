@@ -36,17 +36,17 @@ STEPS = 10
 # A model of seconds with every feature that splits: grouped-query attention, several blocks, an uneven feed-forward width.
 BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.multiple_of=32",
         "model.vocab_size=512", "data=synthetic", "data.seq_len=32", "data.global_batch=16", "lr_scheduler.warmup_steps=2",
-        "optimizer.lr=2e-3", "checkpoint=off", f"steps={STEPS}")
+        "optimizer.lr=2e-3", "checkpoint=off")
 
 
-def job_of(case: Case) -> Job:
+def job_of(case: Case, steps: int = STEPS) -> Job:
     """The layout's job."""
-    return compose_job(*later_wins(*BASE, *case.base, *case.overrides))
+    return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides))
 
 
-def reference_of(case: Case) -> Job:
+def reference_of(case: Case, steps: int = STEPS) -> Job:
     """The same job in one process, its global batch in one piece."""
-    job = compose_job(*later_wins(*BASE, *case.base, "parallelism=single"))
+    job = compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single"))
     job.data.local_batch = job.data.global_batch
     return job
 
@@ -152,14 +152,14 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off[worst], worst, start, run.drift)
 
 
-def verify(cases: Iterable[Case]) -> list[Outcome]:
+def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     """Run cases and their references, one set of processes for each number of ranks. Outcomes are in the order of the cases."""
     cases = list(cases)
     references: dict[str, tuple[Job, bool]] = {}
     by_ranks: dict[int, list[tuple[int, Job]]] = defaultdict(list)
     for number, case in enumerate(cases):
-        references.setdefault(_key(case), (reference_of(case), case.uneven_mask))
-        job = job_of(case)
+        references.setdefault(_key(case), (reference_of(case, steps), case.uneven_mask))
+        job = job_of(case, steps)
         by_ranks[case.ranks].append((number, job))
     with tempfile.TemporaryDirectory() as folder:
         _spawn(1, _run_references, folder, [(key, mask, to_dict(job)) for key, (job, mask) in references.items()])
