@@ -75,7 +75,8 @@ def test_a_rank_that_sleeps(drill):
 
 
 @pytest.mark.parametrize(("code", "layout", "rank", "operation"), [
-    (SKIP_TP + AT_STEP_4.format(rank=1, action="Skip().__enter__()"), FSDP_TP, 1, "all_reduce number {} of tp (ranks 0, 1)"),
+    pytest.param(SKIP_TP + AT_STEP_4.format(rank=1, action="Skip().__enter__()"), FSDP_TP, 1, "all_reduce number {} of tp (ranks 0, 1)",
+                 marks=pytest.mark.slow),
     pytest.param(AT_WORK + SKIP_FSDP, FSDP_TP, 1, "all_reduce number {} of dp_shard (ranks 1, 3)",  # as gloo scatters sums
                  marks=pytest.mark.slow),
     (AT_WORK + SKIP_PP, ("gpus=2", "parallelism=pp", "parallelism.pp=2"), 0, "send to rank 1 number {} of pp (ranks 0, 1)"),

@@ -60,6 +60,7 @@ def test_submission_killed_half_way(submit):
     trained_once(submit, submit.cells())
 
 
+@pytest.mark.slow
 def test_sbatch_that_outlives_its_launcher(submit):
     """launch.py dies while sbatch is on its way; the same line again submits; the first job comes late, and must not train."""
     folder = submit.folder.parent / "bin"

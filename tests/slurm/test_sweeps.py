@@ -56,7 +56,8 @@ def test_sweep_on_nodes_of_four(tmp_path, accounting):
         train_a_sweep(submit, per_node=4)
 
 
-@pytest.mark.parametrize("accounting", [pytest.param("none", marks=pytest.mark.slow), "dbd"])
+@pytest.mark.slow
+@pytest.mark.parametrize("accounting", ["none", "dbd"])
 def test_what_became_of_jobs_that_slurm_has_forgotten(tmp_path, accounting):
     """One cell done, one killed, one cancelled by somebody; then the controller forgets all jobs, and only then titan looks."""
     with running(accounting=accounting) as cluster, desk(cluster, tmp_path / "work") as submit:

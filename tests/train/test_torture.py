@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-FEW = ("19", "46", "53")  # killed before the rename; killed half-way through a purge; a bit of a shard flipped
+FEW = ("19", "53")  # killed before the rename; a bit of a shard flipped
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param((), marks=pytest.mark.slow)], ids=["a few", "all"])
