@@ -189,8 +189,15 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         dist.barrier()
 
 
+class Crashed(RuntimeError):
+    """A rank was ended by a signal: by somebody, for lack of memory, or by a fault in native code."""
+
+
 def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
-    """Run `function(device, folder, jobs)` on so many gloo ranks. Raises RuntimeError with the first rank's traceback that failed."""
+    """Run `function(device, folder, jobs)` on so many gloo ranks.
+
+    Raises Crashed if one was killed by a signal, else RuntimeError with the traceback of the first rank that failed.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titan_hydra.train.verify"])  # torch is imported once, not once a rank
     store = tempfile.mktemp(dir=folder)
@@ -203,11 +210,16 @@ def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
             process.join(0.2)
             failed = any(peer.exitcode not in (None, 0) for peer in processes)
     if failed:
-        for process in processes:
+        crashed = []
+        for rank, process in enumerate(processes):
             process.join(2)
+            if (process.exitcode or 0) < 0:
+                crashed.append(f"rank {rank} was killed by signal {-process.exitcode}")
             process.kill()
+        if crashed:
+            raise Crashed(crashed[0])
         errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime)
-        raise RuntimeError(errors[0].read_text() if errors else "a rank was killed")
+        raise RuntimeError(errors[0].read_text())
 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable, folder: str, jobs: list) -> None:
