@@ -42,6 +42,7 @@ def losses(report: Report) -> Figure | None:
         one.spines["left"].set_visible(False)
         one.margins(x=0.01)
     axes[-1][0].set_xlabel("step", loc="left")
+    axes[-1][0].xaxis.get_major_locator().set_params(integer=True)
     name_lines(top, [(row, row.cell.step, list(row.cell.losses.values())[-1]) for row in rows], styles)
     return drawn
 
