@@ -66,7 +66,8 @@ class PerStep:
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         if self.run.rank == 0:
             (self.run.meetings / f"came_{self.run.replica}").touch()
-            deadline = time.monotonic() + self.job.comm.init_timeout_seconds  # then those that are here begin
+            # Then those that are here begin; the other ranks wait in the barrier, whose limit is twice that.
+            deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
             while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
                 if self.stop or time.monotonic() > deadline:
                     break
