@@ -39,6 +39,7 @@ def state(directory, step=100):
     return content
 
 
+@pytest.mark.slow
 def test_the_others_go_on_and_a_killed_group_rejoins_with_equal_weights(launcher):
     launcher.sabotage(SLOWLY)
     process = launcher.start(*GROUPS, "fault_tolerance.replicas=4")
