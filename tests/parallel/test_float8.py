@@ -202,7 +202,7 @@ def test_a_checkpoint_of_float8_weights_loads_in_every_format(on_ranks, tmp_path
                 trainer.update()
                 checkpointer.save(1, loader.state())
             else:
-                checkpointer.load_weights(tmp_path / "checkpoints" / "step-00000001")
+                checkpointer.start_from(str(tmp_path / "checkpoints" / "step-00000001"), job.model)
             weights.append({name: p.detach().full_tensor().clone() for name, p in trainer.model.named_parameters()})
         assert checkpointer.resume()[0] == 1
         moment = trainer.optimizers[0].state[trainer.model.layers["0"].attention.wq.weight]["exp_avg"]

@@ -141,7 +141,7 @@ def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
         assert checkpointer.wait_for_staging() > 0.1
         built.update()
         checkpointer.after_step(2, [0.0, 0.0], state, last=True, stop=False)
-        checkpointer.load_weights(tmp_path / "checkpoints/step-00000001")
+        checkpointer.start_from(str(tmp_path / "checkpoints/step-00000001"), built.job.model)
         assert all(torch.equal(before[name], p.detach()) for name, p in built.model.named_parameters())
         assert [event[:2] for event in events] == [("checkpoint", 1), ("checkpoint", 2)]
 

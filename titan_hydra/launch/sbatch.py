@@ -19,7 +19,6 @@ from titan_hydra.config.schema import Cluster
 
 YEAR = 365 * 24 * 60  # minutes; SLURM's "no limit" is the partition's
 LIST, SCRIPT = "cells.tsv", "sbatch.sh"
-SIGNAL = "USR2"
 
 # $1 nodes, $2 ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
 # A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in slurm.log.

@@ -80,15 +80,18 @@ class Cell:
         """Peak GiB reserved, the largest over all ranks."""
         if self.done:
             return self.result.get("memory_gib")
-        peaks = [row["memory_reserved_gib"] for row in self.rows if row.get("memory_reserved_gib") is not None] if self.partial else []
-        return max(peaks, default=None)
+        return max(self._known("memory_reserved_gib", self.rows), default=None)
 
     @property
     def mfu(self) -> float | None:
         if self.done:
             return self.result.get("mfu")
-        shares = [row["mfu"] for row in self.rows[1:] if row.get("mfu") is not None] if self.partial else []
+        shares = self._known("mfu", self.rows[1:])
         return median(shares) if shares else None
+
+    def _known(self, name: str, rows: list[dict]) -> list[float]:
+        """A column as far as it was measured, of a run that is not over."""
+        return [row[name] for row in rows if row.get(name) is not None] if self.partial else []
 
     @cached_property
     def losses(self) -> dict[int, float]:

@@ -12,9 +12,9 @@ from titan_hydra.config import data as rules
 from titan_hydra.config.files import missing
 from titan_hydra.config.status import ConfigError
 from titan_hydra.train import data
-from titan_hydra.train.data import loader as loaders
 
 from .test_items import write
+from .test_mixture import read
 
 
 def jsonl(path, rows):
@@ -38,14 +38,9 @@ def shards(tmp_path):
 
 
 def take(job, ranks, steps, state=None):
-    parts, states = [], []
-    for rank in range(ranks):
-        loader = data.build(job, rank, ranks)
-        if state:
-            loader.load(state)
-        parts.append([loader.next().tokens.numpy() for _ in range(steps)])
-        states.append(loader.state())
-    return np.concatenate(parts, axis=1), json.loads(json.dumps(loaders.merge(states)))
+    """The inputs [steps, G, S], and the merged state, through JSON."""
+    samples, state = read(job, ranks, steps, state)
+    return samples.reshape(steps, -1, job.data.seq_len + 1)[..., :-1], state
 
 
 def test_bad_shards_are_left_out_alike_on_every_layout_and_after_a_resume(job, shards):

@@ -220,10 +220,6 @@ class Checkpointer:
         data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
         return 0 if "lr_scheduler" in left_out else folder.step_of(source), data_state
 
-    def load_weights(self, path: Path) -> None:
-        """Load only `model.*` from a checkpoint folder, saved on any layout."""
-        self._load(path, {"model"})
-
     def save_weights(self, path: Path, model: Model, dtype: str | None = None) -> None:
         """Write `model.*` alone with the model's configuration, complete or absent, in another number format if one is named."""
         content = {name: weight.to(getattr(torch, dtype)) if dtype else weight for name, weight in state.weights(self.model).items()}

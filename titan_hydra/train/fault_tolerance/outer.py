@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +54,15 @@ class Fragment:
         self.set_weights(self.anchor)
 
 
-def local(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard, in the parameter's own memory. Asked for anew each time: FSDP may move a shard in its first step."""
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter, gradient or state, in its own memory. Asked for anew: FSDP may move one in its first step."""
     weight = float8.plain(parameter.detach())
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def shards(content: dict[str, Any]) -> list[Tensor]:
+    """This rank's part of each tensor in a state, in the order of their names: the same in every group."""
+    return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
 
 
 def cut(model: nn.Module, layers: int, config: FaultTolerance) -> list[Fragment]:

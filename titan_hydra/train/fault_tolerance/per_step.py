@@ -25,7 +25,7 @@ from titan_hydra.config.status import RunError
 from titan_hydra.parallel import converters
 from titan_hydra.train.checkpoint import state
 
-from .outer import local
+from .outer import local, shards
 
 POLL = 0.05  # seconds between two looks at the files
 RETRIES = 100  # of asking a lighthouse that has died, while another takes its place
@@ -101,8 +101,7 @@ class PerStep:
     @torch.no_grad()
     def add_up_gradients(self) -> None:
         """Sum this rank's shards of the gradients."""
-        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
-        self.add_up(grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients)
+        self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
 
     def commits(self, stop: bool) -> tuple[bool, bool]:
         """Whether the step counts, and whether any group was asked to stop: then all stop after the same step."""
@@ -123,13 +122,13 @@ class PerStep:
 
     def own(self) -> list[Tensor]:
         """This rank's shards of weights and optimizer state, in the same order in every group."""
-        return _tensors(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
+        return shards(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
 
     @torch.no_grad()
     def take(self, received: list[Tensor]) -> None:
         """Become what another group is."""
         optimizers: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
-        for mine, got in zip(_tensors(state.weights(self.model) | optimizers), received, strict=True):
+        for mine, got in zip(shards(state.weights(self.model) | optimizers), received, strict=True):
             mine.copy_(got)
         state.into_optimizers(self.model, self.optimizers, optimizers)
         converters.after_step(self.model, self.job)
@@ -150,11 +149,6 @@ class PerStep:
                 raise RunError(f"torchft's lighthouse did not start: {path} is not there; its errors are in submitit/parent.log")
             time.sleep(POLL)
         return path.read_text()
-
-
-def _tensors(content: dict[str, Any]) -> list[Tensor]:
-    """The parts that this rank holds, by their names' order."""
-    return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
 
 
 class Handover(CheckpointTransport):

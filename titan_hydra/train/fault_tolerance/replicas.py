@@ -22,7 +22,7 @@ from titan_hydra.parallel import converters
 from titan_hydra.train.checkpoint import state
 
 from .exchange import Peers
-from .outer import Fragment, cut, due
+from .outer import Fragment, cut, due, shards
 from .quorum import Board, Meeting
 
 LONGEST = timedelta(days=7)  # that ranks wait for their rank 0: it ends the waiting
@@ -142,10 +142,7 @@ class Replicas:
                 yield fragment.anchor
                 yield fragment.momentum
         content: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
-        for name in sorted(content):
-            value = content[name]
-            if isinstance(value, Tensor):
-                yield value.to_local() if hasattr(value, "to_local") else value
+        yield from shards(content)
         if not donates:
             state.into_optimizers(self.model, self.optimizers, content)
 
