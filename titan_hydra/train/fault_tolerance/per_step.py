@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import AllreduceOptions
 from torchft.checkpointing import CheckpointTransport
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
@@ -44,7 +45,9 @@ class PerStep:
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
             logging.getLogger(name).setLevel(logging.ERROR)  # it writes some lines a step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
-        self.channel = ProcessGroupGloo(limit)
+        self.exchange = AllreduceOptions()
+        self.exchange.timeout = limit / 2  # the ranks of this group wait for each other for `limit`
+        self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))  # to connect: all do it at once
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False) if run.rank == 0 else None
         port = [self.store.port if self.store is not None else 0]
         dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
@@ -90,13 +93,18 @@ class PerStep:
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Sum over the groups, in place, the same bits in each. After a failure nothing is summed, and the step will not count."""
-        sent = []
         for tensor in tensors:
-            host = tensor.detach().cpu().contiguous()
-            sent.append((tensor, host, self.manager.allreduce(host, reduce_op=dist.ReduceOp.SUM)))
-        for tensor, host, work in sent:
-            work.wait()
-            tensor.copy_(host)  # where it is not the same memory
+            if not self.manager.errored():
+                host = tensor.detach().cpu().contiguous()
+                try:
+                    self.channel.allreduce([host], self.exchange).wait()
+                    tensor.copy_(host)  # where it is not the same memory
+                except RuntimeError as error:  # gloo has no others
+                    print(f"step {self.manager.current_step() + 1} is made again: {str(error).splitlines()[0]}", flush=True)
+                    self.manager.report_error(error)
+        if self.manager.errored():
+            # At once, not in the next quorum: a group that still waits for this one here would never come to that.
+            self.channel.shutdown()
 
     @torch.no_grad()
     def add_up_gradients(self) -> None:
@@ -108,6 +116,8 @@ class PerStep:
         asked = torch.tensor([float(stop)])
         self.add_up([asked])
         counts = self.manager.should_commit()
+        if counts:
+            self.exchange.timeout = timedelta(seconds=self.job.comm.train_timeout_seconds) / 2
         return counts, stop or (counts and bool(asked))
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
@@ -167,12 +177,12 @@ class Handover(CheckpointTransport):
         for tensor in [counts, *state_dict["user"]["default"]]:
             host = tensor.detach().cpu().contiguous()
             for rank in dst_ranks:
-                self.channel.send([host], rank, tag=0).wait()
+                self.channel.send([host], rank, tag=0).wait(timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
         """Receive them beside the state that is here, which nothing half received may touch."""
         received = [torch.zeros(len(COUNTS), dtype=torch.int64), *(torch.empty_like(tensor, device="cpu") for tensor in self.own())]
         for tensor in received:
-            self.channel.recv([tensor], src_rank, tag=0).wait()
+            self.channel.recv([tensor], src_rank, tag=0).wait(timeout)
         counts, *tensors = received
         return {"torchft": dict(zip(COUNTS, counts.tolist(), strict=True)), "user": {"default": tensors}}
