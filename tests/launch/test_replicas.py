@@ -20,24 +20,24 @@ def slowly(self):
     update(self)
 trainer.Trainer.update = slowly
 """
-# In the second group, amid an exchange of gradients, so that each of the others is somewhere else in the same exchange.
+# In one group, amid an exchange of gradients, so that each of the others is somewhere else in the same exchange.
 AMID = """
 from titan_hydra.train.fault_tolerance.per_step import PerStep
 add_up = PerStep.add_up
 def disturbed(self, tensors):
     for number, tensor in enumerate(tensors):
-        if number == 2 and self.run.replica == 1 and os.path.exists("now"):
+        if number == 2 and self.run.replica == {group} and os.path.exists("now"):
             os.rename("now", "killed")
             {action}
         yield tensor
 PerStep.add_up = lambda self, tensors: add_up(self, disturbed(self, tensors))
 """
-KILLED = AMID.format(action="os.kill(os.getpid(), 9)")
+KILLED = AMID.format(group=0, action="os.kill(os.getpid(), 9)")
 FAILS = """
 def fails(*_):
     del channel.allreduce
     raise RuntimeError("planted")
-""" + AMID.format(action="global channel; channel = self.channel; channel.allreduce = fails")
+""" + AMID.format(group=1, action="global channel; channel = self.channel; channel.allreduce = fails")
 GROUPS = ("debug=tiny", "precision=fp32", "steps=100", "fault_tolerance=diloco", "fault_tolerance.sync_every=2",
           "fault_tolerance.timeout_seconds=4", "checkpoint.interval=0")
 
@@ -47,14 +47,19 @@ def meetings(directory, event="meeting"):
     return [row for row in rows if row["event"] == event]
 
 
-def quorums(launcher):
+def home(launcher, group):
+    """Where a group's files lie."""
+    return launcher.run_directory / "replicas" / str(group) if group else launcher.run_directory
+
+
+def quorums(launcher, group):
     """How many groups there were, whenever that changed."""
-    return [row["groups"] for row in meetings(launcher.run_directory, "quorum")]
+    return [row["groups"] for row in meetings(home(launcher, group), "quorum")]
 
 
-def steps(launcher):
-    """The steps that the first group has made."""
-    return [json.loads(line)["step"] for line in (launcher.run_directory / "metrics.jsonl").read_text().splitlines()]
+def steps(launcher, group):
+    """The steps that a group has made."""
+    return [json.loads(line)["step"] for line in (home(launcher, group) / "metrics.jsonl").read_text().splitlines()]
 
 
 def restarts(launcher):
@@ -64,8 +69,7 @@ def restarts(launcher):
 
 def assert_equal_weights(launcher, groups, step=100):
     """And equal outer state, in the groups' checkpoints."""
-    run = launcher.run_directory
-    first, *others = (state(run / "replicas" / str(group) if group else run, step) for group in range(groups))
+    first, *others = (state(home(launcher, group), step) for group in range(groups))
     assert first
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
@@ -102,16 +106,20 @@ def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(SLOWLY + KILLED)
     process = launcher.start(*GROUPS, "fault_tolerance=torchft", "fault_tolerance.replicas=3")
-    launcher.wait(lambda: len(steps(launcher)) > 3, 120)
+    launcher.wait(lambda: len(steps(launcher, 0)) > 3, 120)
     (launcher.folder / "now").touch()
-    launcher.wait(lambda: quorums(launcher)[-1] == 2)
-    launcher.wait(lambda: quorums(launcher)[-1] == 3)
+    launcher.wait(lambda: quorums(launcher, 1)[-1] == 2)
+    launcher.wait(lambda: quorums(launcher, 1)[-1] == 3)
     (launcher.folder / "seen").touch()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert_equal_weights(launcher, 3)
-    assert restarts(launcher) == [0, 1, 0]
-    assert steps(launcher) == list(range(1, 101))
+    assert restarts(launcher) == [1, 0, 0]
+    assert steps(launcher, 1) == list(range(1, 101))
+    rejoined = meetings(launcher.run_directory, "quorum")[-1]  # the rows of its first life, which had no checkpoint, are kept
+    made = [step for step in steps(launcher, 0) if step <= rejoined["step"]]
+    assert 3 < len(made) == made[-1] < rejoined["step"] == rejoined["caught_up"]
+    assert steps(launcher, 0) == [*made, *range(rejoined["step"] + 1, 101)]
 
 
 def test_per_step_an_exchange_that_fails_in_one_group_is_made_again_by_all_at_once(launcher):
@@ -126,7 +134,7 @@ def test_per_step_an_exchange_that_fails_in_one_group_is_made_again_by_all_at_on
     assert again + "planted" in logs[1]
     assert again in logs[0]
     assert_equal_weights(launcher, 2, 6)
-    assert steps(launcher) == list(range(1, 7))
+    assert steps(launcher, 0) == steps(launcher, 1) == list(range(1, 7))
 
 
 @pytest.mark.slow
@@ -147,14 +155,14 @@ def test_per_step_a_group_that_freezes_is_left_out_and_takes_the_others_state_wh
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(SLOWLY)
     process = launcher.start(*GROUPS, "fault_tolerance=torchft", "fault_tolerance.replicas=3", "comm.train_timeout_seconds=10")
-    launcher.wait(lambda: len(steps(launcher)) > 3, 120)
+    launcher.wait(lambda: len(steps(launcher, 0)) > 3, 120)
     os.kill(launcher.rank(1)["pid"], signal.SIGSTOP)
-    launcher.wait(lambda: quorums(launcher)[-1] == 2)
+    launcher.wait(lambda: quorums(launcher, 0)[-1] == 2)
     os.kill(launcher.rank(1)["pid"], signal.SIGCONT)
-    launcher.wait(lambda: quorums(launcher)[-1] == 3)
+    launcher.wait(lambda: quorums(launcher, 0)[-1] == 3)
     (launcher.folder / "seen").touch()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert_equal_weights(launcher, 3)
     assert restarts(launcher) == [0, 0, 0]
-    assert steps(launcher) == list(range(1, 101))
+    assert steps(launcher, 0) == list(range(1, 101))

@@ -42,6 +42,7 @@ class PerStep:
         self.tensors: dict[str, Tensor] = {}  # nothing of its own in a checkpoint
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # in the last quorum
+        self.caught_up: int | None = None  # steps taken from another group in the quorum for the next step, once there is one
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
             logging.getLogger(name).setLevel(logging.ERROR)  # it writes some lines a step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -65,7 +66,10 @@ class PerStep:
         return self.manager.participating_rank() == 0
 
     def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
-        """Wait until all groups have come once in this attempt. Returns the step, and whether a stop was asked for meanwhile."""
+        """Wait until all groups have come once in this attempt, and agree with them on the first step, as `before_step` does.
+
+        Returns the step that this group has come to, and whether a stop was asked for meanwhile.
+        """
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         if self.run.rank == 0:
             (self.run.meetings / f"came_{self.run.replica}").touch()
@@ -76,7 +80,10 @@ class PerStep:
                     break
                 time.sleep(POLL)
         dist.barrier()
-        return step, self._any(bool(self.stop))
+        if self._any(bool(self.stop)):
+            return step, True
+        self._agree(step)
+        return self.manager.current_step(), False
 
     def report_to(self, event: Callable[..., None]) -> None:
         """Write changes of the quorum to the metrics from now on."""
@@ -84,11 +91,12 @@ class PerStep:
 
     def before_step(self, step: int) -> int:
         """Agree on who takes part in the next step. Returns the step that this group has come to: later if it took another's state."""
-        self.manager.start_quorum()
+        if self.caught_up is None:
+            self._agree(step)
         now, groups = self.manager.current_step(), self.manager.num_participants()
-        if groups != self.groups or now != step:
-            self.report("quorum", now, groups=groups, caught_up=now - step)
-            self.groups = groups
+        if groups != self.groups or self.caught_up:
+            self.report("quorum", now, groups=groups, caught_up=self.caught_up)
+        self.groups, self.caught_up = groups, None
         return now
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
@@ -150,6 +158,10 @@ class PerStep:
         said = torch.tensor([int(flag)])
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said)
+
+    def _agree(self, step: int) -> None:
+        self.manager.start_quorum()
+        self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
         """Its address, once it is there. Raises RunError if it does not come."""
