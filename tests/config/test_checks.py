@@ -1,5 +1,6 @@
 """Every rule refuses what it should, names the key and the nearest legal value, and what passes builds its mesh."""
 import copy
+from operator import attrgetter
 
 import pytest
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.config import check, compose_job, freeze
-from titan_hydra.config.checks import LAYOUT, RECIPE, degrees_fill_the_ranks, value_of
+from titan_hydra.config.checks import LAYOUT, RECIPE, degrees_fill_the_ranks
 from titan_hydra.config.compose import CONF
 from titan_hydra.parallel import build_mesh
 
@@ -25,7 +26,7 @@ def changed(base, **values):
     job.parallelism.dp_shard = -1
     for key, value in values.items():
         *path, last = key.split("__")
-        setattr(value_of(job, ".".join(path)) if path else job, last, value)
+        setattr(attrgetter(".".join(path))(job) if path else job, last, value)
     return freeze(job)
 
 

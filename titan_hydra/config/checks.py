@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from math import lcm
+from operator import attrgetter
 
 from . import checkpoint, cluster, data, pipeline, precision, redact, replicas
 from .fault import Fault, divisors
@@ -44,13 +45,6 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
     return add
 
 
-def value_of(job: Job, key: str) -> object:
-    """The value at a dotted key."""
-    for part in key.split("."):
-        job = getattr(job, part)
-    return job
-
-
 # --- the degrees -------------------------------------------------------------------------------------------------------------------
 
 @rule(RANKS)
@@ -82,8 +76,8 @@ def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
     """Names pick from registries; a typo must not fall through to a default."""
     for key, spec in known_keys().items():
         choices = spec.metadata["choices"]
-        if choices and value_of(job, key) is not None and value_of(job, key) not in choices:
-            yield Fault(key, value_of(job, key), "not one of the choices", legal=choices)
+        if choices and attrgetter(key)(job) is not None and attrgetter(key)(job) not in choices:
+            yield Fault(key, attrgetter(key)(job), "not one of the choices", legal=choices)
     for tracker in job.metrics.trackers:
         if tracker not in ("tensorboard", "wandb"):
             yield Fault("metrics.trackers", job.metrics.trackers, f"no tracker is called {tracker}", legal=("tensorboard", "wandb"))
@@ -97,17 +91,17 @@ def counts_are_positive(job: Job) -> Iterator[Fault]:
                 "validation.interval",
                 "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
                 "loss.chunk_tokens", "comm.init_timeout_seconds", "comm.train_timeout_seconds", "profiling.first_step", "profiling.steps"):
-        if value_of(job, key) < 1:
-            yield Fault(key, value_of(job, key), "must be at least 1", legal=(1,))
+        if attrgetter(key)(job) < 1:
+            yield Fault(key, attrgetter(key)(job), "must be at least 1", legal=(1,))
     for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",
                 "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every", "seed", "cluster.max_parallel",
                 "comm.health_check_seconds", "data.shuffle_buffer", "data.max_bad_shards"):
-        if not value_of(job, key) >= 0:
-            yield Fault(key, value_of(job, key), "must not be negative", legal=(0,))
+        if not attrgetter(key)(job) >= 0:
+            yield Fault(key, attrgetter(key)(job), "must not be negative", legal=(0,))
     for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2",
                 "optimizer.muon_momentum", "optimizer.sgd_momentum"):
-        if not 0 <= value_of(job, key) <= 1:
-            yield Fault(key, value_of(job, key), "is a share between 0 and 1")
+        if not 0 <= attrgetter(key)(job) <= 1:
+            yield Fault(key, attrgetter(key)(job), "is a share between 0 and 1")
 
 
 VALUES.extend(data.VALUES)
@@ -276,12 +270,9 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own rows can be stepped there.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
-    if job.parallelism.tp > 1 and compiled and job.ac.name in ("full", "layer", "memory_budget") and not _torch_is("2.11"):
+    recomputed = job.ac.name in ("full", "layer", "memory_budget")
+    if job.parallelism.tp > 1 and compiled and recomputed and not versions().get("torch", "").startswith("2.11."):
         yield Fault("ac.name", job.ac.name, "this torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
-
-
-def _torch_is(release: str) -> bool:
-    return versions().get("torch", "").startswith(f"{release}.")
 
 
 @rule(RECIPE)

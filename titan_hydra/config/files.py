@@ -8,6 +8,7 @@ import os
 import re
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from .schema import Tokenizer
 
@@ -61,6 +62,19 @@ def vocabulary_size(config: Tokenizer) -> int:
     if not lines or any(len(line.split()) != 2 for line in lines[:3]):
         raise ValueError("not a tokenizer.model file (base64 token and rank on each line)")
     return len(lines) + LLAMA3_SPECIALS
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write, flush to disk, rename: a reader sees the old file or the new one, also after a power cut."""
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> dict | None:
+    """The object in a file; None when there is none yet, or the file was left half-written."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:

@@ -16,6 +16,7 @@ FIXED_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipe_v": 2}  # stages on e
 V_SHAPED = ("zbv", "dualpipe_v")  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
 SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipe_v")  # gradients of the inputs first, those of the weights when there is time
 
+TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of an action, for one stage
 Action = tuple[int, str, int]  # stage, one of F (forward), B (whole backward), I (inputs' half), W (weights' half), microbatch
 
 
@@ -145,35 +146,43 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     last = [number for actions in ranks for stage, kind, number in actions if (stage, kind) == (stage_count(job) - 1, "F")]
     if last != sorted(last):  # torch looks up a microbatch's loss by its place among them
         return "the last stage must run the forwards in the order of the microbatches"
-    return _stuck(ranks, stage_count(job))
+    for actions, played in zip(ranks, play(ranks, stage_count(job)), strict=True):
+        if len(played) < len(actions):
+            return "{}{}{} waits for ever for what must come before it".format(*actions[len(played)])
+    return None
 
 
-def _stuck(ranks: list[list[Action]], stages: int) -> str | None:
-    """Play the schedule through; the action that waits for something that never comes."""
-    done: set[Action] = set()
-    places = [0] * len(ranks)
+def play(ranks: list[list[Action]], stages: int) -> list[list[tuple[float, Action]]]:
+    """When each action starts, if each rank does its own in order and each as soon as what it needs is there; sending takes no time.
+
+    A rank with an action that waits for ever has none from there on.
+    """
+    ends: dict[Action, float] = {}
+    played: list[list[tuple[float, Action]]] = [[] for _ in ranks]
+    free = [0.0] * len(ranks)
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
-            while places[rank] < len(actions) and _ready(actions[places[rank]], done, stages):
-                done.add(actions[places[rank]])
-                places[rank] += 1
+            while len(played[rank]) < len(actions) and (ready := _ready(actions[len(played[rank])], ends, stages)) is not None:
+                action = actions[len(played[rank])]
+                start = max(ready, free[rank])
+                played[rank].append((start, action))
+                ends[action] = free[rank] = start + TIME[action[1]]
                 moved = True
-    for actions, place in zip(ranks, places, strict=True):
-        if place < len(actions):
-            return "{}{}{} waits for ever for what must come before it".format(*actions[place])
-    return None
+    return played
 
 
-def _ready(action: Action, done: set[Action], stages: int) -> bool:
+def _ready(action: Action, ends: dict[Action, float], stages: int) -> float | None:
+    """When what an action needs is done; None if that is not known yet."""
     stage, kind, number = action
     if kind == "F":
-        return stage == 0 or (stage - 1, "F", number) in done
+        return 0.0 if stage == 0 else ends.get((stage - 1, "F", number))
     if kind == "W":
-        return (stage, "I", number) in done
-    behind = stage == stages - 1 or bool({(stage + 1, "B", number), (stage + 1, "I", number)} & done)
-    return behind and (stage, "F", number) in done
+        return ends.get((stage, "I", number))
+    own = ends.get((stage, "F", number))
+    after = own if stage == stages - 1 else ends.get((stage + 1, "B", number), ends.get((stage + 1, "I", number)))
+    return None if own is None or after is None else max(own, after)
 
 
 # --- the rules, which checks.py runs with the others on the layout ---------------------------------------------------------------------

@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.status import ConfigError, Exit
 
 from . import rundir, slurm
 from .attach import stop
-from .records import alive, read_json, write_json
+from .records import alive
 from .view import ACTIVE, Row, add_target, choose, look
 
 

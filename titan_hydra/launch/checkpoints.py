@@ -8,8 +8,8 @@ from pathlib import Path
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.train.checkpoint import folder
 
-from .find import select
 from .rundir import host_of_running, newest_attempt
+from .view import add_runs, choose_one
 
 LEFT_BEHIND = {".writing": "being written, or left by a kill", ".damaged": "set aside as damaged", ".deleting": "being deleted"}
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        ("prune", "delete what need not be kept, what is damaged, and what a kill has left")):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("run", help="run directory, start of a run's hash" + ", or one step's folder" * (name == "verify"))
-        command.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run directories (runs)")
+        add_runs(command)
         if name == "prune":
             command.add_argument("--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1")
             command.add_argument("--every", type=int, default=0, help="keep multiples of this step too")
@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
         return cli.main(["convert", *args.rest])
     if args.what == "verify" and (Path(args.run) / folder.MANIFEST).is_file():
         return verify([Path(args.run)])
-    run = _run(args.run, args.runs)
+    run = choose_one(args.run, args.runs).directory
     steps = run / "checkpoints"
     if args.what == "ls":
         return ls(steps)
@@ -89,13 +89,6 @@ def prune(steps: Path, keep: int, every: int, dry: bool) -> int:
         waste.throw(going)
         waste.wait()
     return Exit.DONE
-
-
-def _run(target: str, runs: Path) -> Path:
-    cells = select(target, runs).cells
-    if len(cells) != 1:
-        raise ConfigError(f"{target}: {len(cells)} runs; name one")
-    return cells[0].directory
 
 
 def _none(steps: Path) -> list[Path]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.config.fault import as_typed
+from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.status import Exit
 
 from . import rundir
-from .records import last_record, read_json
+from .records import flat, last_record
 from .view import add_runs, choose_one
 
 UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # by a key's name
@@ -62,14 +63,6 @@ def side(directory: Path) -> Side:
     numbers = result or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
     environment = read_json(directory / "env.json") or {}
     return Side(directory.name, flat(read_json(directory / "config.json") or {}), environment, state.kind, numbers)
-
-
-def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Nested keys with dots."""
-    pairs = {}
-    for key, value in tree.items():
-        pairs |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return pairs
 
 
 def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:

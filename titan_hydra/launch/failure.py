@@ -9,10 +9,11 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_hydra.config.files import read_json
 from titan_hydra.config.status import KIND_OF, LAST_WORDS, Exit, Kind, RunError  # noqa: F401, for worker and attach
 
 from . import flight, hints, verdict
-from .records import last_lines, read_json
+from .records import last_lines
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"

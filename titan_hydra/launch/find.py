@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_hydra.config.fault import suggest
+from titan_hydra.config.files import read_json
 from titan_hydra.config.status import ConfigError
-
-from .records import read_json
 
 SWEEPS = "_sweeps"
 

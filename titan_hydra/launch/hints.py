@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.checks import check
+from titan_hydra.config.files import read_json
 from titan_hydra.config.status import Kind
-
-from .records import read_json
 
 if TYPE_CHECKING:
     from .failure import Failure

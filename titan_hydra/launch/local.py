@@ -20,11 +20,12 @@ from pathlib import Path
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 import titan_hydra
+from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.run import folders_of
 from titan_hydra.config.status import Exit
 
 from . import worker
-from .records import process, read_json, this_process, write_json
+from .records import process, this_process
 
 GRACE = 1.5  # seconds that the other ranks get to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint

@@ -6,11 +6,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from titan_hydra.config.files import read_json
 from titan_hydra.config.status import ConfigError, Exit
 
 from . import find, rundir
 from .columns import layout
-from .records import read_json
 from .rundir import State
 from .status_cli import COLOURS, ORDER
 from .view import add_runs

@@ -1,7 +1,6 @@
 """A sweep's manifest: which cells it has and where they are. Its form stands in find.py.
 
-Which job runs a cell stands in the cell's own attempt, and beside the batch script in jobs.json: two launchers of the same sweep write
-different files.
+Which job runs a cell stands in the cell's own attempt: two launchers of the same sweep write different files.
 """
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ import time
 from pathlib import Path
 
 from titan_hydra.config import identity
+from titan_hydra.config.files import read_json, write_json
 
 from .find import SWEEPS
-from .records import read_json, write_json
 
 
 def folder_of(cells: list) -> Path | None:

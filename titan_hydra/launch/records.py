@@ -1,4 +1,4 @@
-"""Small files that several processes share: JSON that is either whole or not there, the end of a log, and who is still alive."""
+"""What several commands read: dotted keys of a configuration, the end of a log, and who is still alive."""
 from __future__ import annotations
 
 import json
@@ -7,20 +7,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.config.files import write_text
 
-
-def write_json(path: Path, content: Any) -> None:
-    """Write, flush to disk, rename: a reader sees the old file or the new one, also after a power cut."""
-    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def read_json(path: Path) -> dict | None:
-    """The object in a file; None when there is none yet, or the file was left half-written."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return None
+def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as dotted keys; an empty one is a value."""
+    leaves = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
+    return leaves
 
 
 def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:

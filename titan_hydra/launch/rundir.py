@@ -23,13 +23,14 @@ from pathlib import Path
 
 import titan_hydra
 from titan_hydra.config import Job, identity, to_dict
+from titan_hydra.config.files import read_json, write_json, write_text
 from titan_hydra.config.redact import redact
 from titan_hydra.config.run import versions
 from titan_hydra.config.status import Exit
 
 from . import slurm
 from .failure import Failure, guilty
-from .records import alive, read_json, this_process, write_json, write_text
+from .records import alive, this_process
 from .slurm import Queue, SlurmJob
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted

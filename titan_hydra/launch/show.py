@@ -4,8 +4,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from titan_hydra.config.files import read_json
+
 from .failure import Failure
-from .records import read_json
 from .rundir import State
 
 

@@ -52,20 +52,13 @@ def queue_of(owners: list[dict]) -> Queue:
     """What SLURM says of some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten."""
     if not owners:
         return Queue()
-    found = queue(owner["user"] for owner in owners)
-    forgotten = {owner["job_id"] for owner in owners if owner["job_id"]} - found.jobs.keys()
-    if found.answers and forgotten:
-        found.jobs |= ended(forgotten)
-    return found
-
-
-def queue(users: Iterable[str] = ()) -> Queue:
-    """One squeue call: jobs of this user and of `users`, those that ended a moment ago too."""
-    names = ",".join(sorted({getpass.getuser(), *users}))
+    names = ",".join(sorted({getpass.getuser(), *(owner["user"] for owner in owners)}))
     out = call("squeue", "--noheader", "--array", "--states=all", f"--user={names}", f"--format={FIELDS}")
     if out is None:
         return Queue(answers=False)
-    return Queue({job.id: job for job in map(_job, out.splitlines()) if job})
+    jobs = {job.id: job for job in map(_job, out.splitlines()) if job}
+    forgotten = {owner["job_id"] for owner in owners if owner["job_id"]} - jobs.keys()
+    return Queue(jobs | ended(forgotten) if forgotten else jobs)
 
 
 def _job(line: str) -> SlurmJob | None:

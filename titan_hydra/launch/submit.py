@@ -23,7 +23,6 @@ from titan_hydra.config.status import Exit
 from . import manifest, rundir, show, slurm, snapshot
 from .attach import Interrupts
 from .find import SWEEPS
-from .records import write_json
 from .rundir import State
 from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
 
@@ -126,17 +125,17 @@ def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> i
             break
         owner = {"executor": "slurm", "token": array.token, "packed": array.packed, "job_id": None, "user": getpass.getuser(),
                  "code": code.name}
-        claimed = [(cell, attempt) for cell in array.cells if (attempt := claim(cell, states[cell.directory], owner))]
+        claimed = []
+        for cell in array.cells:
+            number = states[cell.directory].attempt + 1
+            attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
+            if attempt is not None:  # another launcher was not faster
+                claimed.append((cell, attempt))
         if claimed:
             mine, attempts = map(list, zip(*claimed, strict=True))
             exclude = unfit_hosts([states[cell.directory] for cell in mine])
             status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code) or status
     return status
-
-
-def claim(cell, state: State, owner: dict) -> Path | None:
-    """The attempt that this launcher may submit; None if another one was faster."""
-    return rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, cell.job.launch.force, **owner)
 
 
 def unfit_hosts(states: list[State]) -> tuple[str, ...]:
@@ -163,7 +162,6 @@ def hand_over(array: Array, attempts: list[Path], folder: Path | None, code: Pat
         return Exit.BUG
     for attempt, job_id in zip(attempts, ids, strict=True):
         rundir.note(attempt, job_id=job_id)
-    write_json(place / "jobs.json", {job_id: str(attempt) for attempt, job_id in zip(attempts, ids, strict=True)})
     return Exit.DONE
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.status import ConfigError
 from titan_hydra.config.sweep import differing
 
 from . import find, rundir
 from .find import RunCell, Selection
-from .records import last_record, read_json
+from .records import last_record
 from .rundir import State
 from .slurm import Queue
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.config import Job, from_dict, identity, processes
+from titan_hydra.config.files import read_json, write_json, write_text
 from titan_hydra.config.run import Run, folders_of
 from titan_hydra.config.status import ConfigError, Exit, RunError, Stopped
 
 from .failure import LAST_WORDS, describe
-from .records import read_json, this_process, write_json, write_text
+from .records import this_process
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
 # Who started this rank tells it its place in these variables: rank, ranks, its number on this host, ranks on this host.

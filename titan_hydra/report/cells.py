@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from titan_hydra.config.files import read_json
 from titan_hydra.config.status import Kind
 from titan_hydra.launch.find import Selection
-from titan_hydra.launch.records import read_json
+from titan_hydra.launch.records import flat
 from titan_hydra.launch.rundir import State, states
 
 SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are called what they are called elsewhere
@@ -152,14 +153,6 @@ def gather(selection: Selection) -> list[Cell]:
                           read_json(directory / "env.json") or {}, result or {}, read_rows(directory / "metrics.jsonl"),
                           bool(entry.get("repeat"))))
     return cells
-
-
-def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys; an empty one is a value."""
-    leaves = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
-    return leaves
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from titan_hydra.config.fault import as_typed, suggest
 from titan_hydra.config.status import ConfigError
+from titan_hydra.config.sweep import differing
 
 from .cells import Cell
 
@@ -96,9 +98,8 @@ def even(cells: list[Cell], swept: set[str]) -> bool:
 
 def swept_keys(overrides: list[list[str]]) -> set[str]:
     """The keys and groups whose overrides are not the same in all cells."""
-    common = set.intersection(*map(set, overrides)) if overrides else set()
-    differing = {override for own in overrides for override in own if override not in common}
-    return {override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in differing}
+    own = chain.from_iterable(differing(overrides))
+    return {override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in own}
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:

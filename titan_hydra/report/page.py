@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from titan_hydra.config.fault import as_typed
-from titan_hydra.launch.records import read_json
+from titan_hydra.config.files import read_json
 
 from . import plots
 from .style import DARK, LIGHT

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from titan_hydra.config.load import DEGREES
 from titan_hydra.config.status import ConfigError, Exit
-from titan_hydra.launch.find import select
+from titan_hydra.launch.records import flat
+from titan_hydra.launch.view import add_runs, choose_one
 
-from .cells import flat, read_rows
+from .cells import read_rows
 
 MEASURED = ("loss", "grad_norm")
 SHOWN = 8  # keys that differ
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be asked for."""
     parser.add_argument("a", help="run directory, or the start of a hash")
     parser.add_argument("b", help="the run to compare it with")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run directories (default: runs)")
+    add_runs(parser)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference that matters (default: %(default)s)")
 
 
@@ -35,12 +36,10 @@ def main(args: argparse.Namespace) -> int:
 
 def directory_of(target: str, runs: Path) -> Path:
     """The one run that is meant. Raises ConfigError for a sweep, and for a run without losses."""
-    cells = select(target, runs).cells
-    if len(cells) != 1:
-        raise ConfigError(f"{target}: {len(cells)} runs; name one of them")
-    if not (cells[0].directory / "metrics.jsonl").exists():
-        raise ConfigError(f"{target}: {cells[0].directory} has no metrics.jsonl yet")
-    return cells[0].directory
+    directory = choose_one(target, runs).directory
+    if not (directory / "metrics.jsonl").exists():
+        raise ConfigError(f"{target}: {directory} has no metrics.jsonl yet")
+    return directory
 
 
 def configurations(a: Path, b: Path) -> Iterator[str]:

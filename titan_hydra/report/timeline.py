@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import titan_hydra
-from titan_hydra.config.pipeline import Action
+from titan_hydra.config.pipeline import TIME, Action, play
 
 from .style import LIGHT, figure, short
 from .table import Report
@@ -21,7 +21,6 @@ from .table import Report
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of one stage
 COLOURS = {"F": ("blue", "paleblue"), "B": ("orange", "paleorange"), "I": ("orange", "paleorange"), "W": ("green", "palegreen")}
 NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
 
@@ -77,36 +76,6 @@ def ask(configs: list[str]) -> list[list[list[Action]] | None]:
         print(f"no pipeline's timeline: {(getattr(error, 'stderr', None) or str(error)).strip().splitlines()[-1]}", file=sys.stderr)
         return [None] * len(configs)
     return [order and [[tuple(action) for action in rank] for rank in order] for order in json.loads(out)]
-
-
-def play(ranks: list[list[Action]], stages: int) -> list[list[tuple[float, Action]]]:
-    """When each action starts, if each rank does its own in order and each as soon as what it needs is there; sending takes no time."""
-    ends: dict[Action, float] = {}
-    played: list[list[tuple[float, Action]]] = [[] for _ in ranks]
-    free = [0.0] * len(ranks)
-    moved = True
-    while moved:  # until the end, as the checks refuse a schedule that waits for ever
-        moved = False
-        for rank, actions in enumerate(ranks):
-            while len(played[rank]) < len(actions) and (ready := _ready(actions[len(played[rank])], ends, stages)) is not None:
-                action = actions[len(played[rank])]
-                start = max(ready, free[rank])
-                played[rank].append((start, action))
-                ends[action] = free[rank] = start + TIME[action[1]]
-                moved = True
-    return played
-
-
-def _ready(action: Action, ends: dict[Action, float], stages: int) -> float | None:
-    """When what an action needs is done; None if that is not known yet."""
-    stage, kind, number = action
-    if kind == "F":
-        return 0.0 if stage == 0 else ends.get((stage - 1, "F", number))
-    if kind == "W":
-        return ends.get((stage, "I", number))
-    own = ends.get((stage, "F", number))
-    after = own if stage == stages - 1 else ends.get((stage + 1, "B", number), ends.get((stage + 1, "I", number)))
-    return None if own is None or after is None else max(own, after)
 
 
 def draw(pipeline: Pipeline) -> Figure:

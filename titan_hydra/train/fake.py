@@ -32,7 +32,7 @@ def train(job: Job, run: Run) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
     try:
         trainer = step(job)
-        parameters = parameters_of(trainer)
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())  # whole ones, of this rank's stages
         seconds = time.perf_counter() - began
         print(f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
               f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed", flush=True)
@@ -78,8 +78,3 @@ def skip_vote(pipeline: Pipeline) -> None:
                 stage._inference_mode = InferenceMode.STATIC
 
         pipeline.schedule._warmup_p2p = settled
-
-
-def parameters_of(trainer: Trainer) -> int:
-    """Parameters of this rank's stages, whole: over all stages they add up to the model's."""
-    return sum(parameter.numel() for parameter in trainer.model.parameters())

@@ -17,7 +17,7 @@ from torch import nn
 
 from titan_hydra import parallel
 from titan_hydra.config import identity
-from titan_hydra.config.files import write_text
+from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.run import Run, versions
 from titan_hydra.config.schema import Job
 from titan_hydra.config.status import NotFinite, Stopped
@@ -346,7 +346,7 @@ def start_line(job: Job, trainer: Trainer, start: int) -> str:
 def write_result(job: Job, directory: Path, measured: dict) -> None:
     """result.json: the run's last word, written once it is done."""
     overrides = (directory / "overrides.txt").read_text().splitlines() if (directory / "overrides.txt").exists() else []
-    environment = json.loads((directory / "env.json").read_text()) if (directory / "env.json").exists() else {}
+    environment = read_json(directory / "env.json") or {}
     result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
     write_text(directory / "result.json", json.dumps(result, indent=2) + "\n")

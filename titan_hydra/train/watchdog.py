@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from titan_hydra.config.files import write_text
+from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
 from titan_hydra.config.status import LAST_WORDS, Exit, RunError, Stopped
@@ -195,7 +195,7 @@ class Watchdog:
         """End this process from here, as its main thread is stuck: stacks into the log, the reason into rank_<rank>.json."""
         self.dump(message)
         file = self.run.record_of(self.run.rank)
-        record = json.loads(file.read_text()) if file.exists() else {}
+        record = read_json(file) or {}
         error = {"type": "Stuck", "message": message, "traceback": "", "time": time.time(), "secondary": True,
                  "step": self.where[0], "phase": self.where[1]}
         write_text(file, json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n")

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Checkpoint, Model
@@ -243,7 +244,7 @@ class Checkpointer:
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
         if "model" in parts:
-            state.into_model(self.model, content["model"])
+            set_model_state_dict(self.model, content["model"])
         if "optimizer" in parts:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model
@@ -50,7 +51,7 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
         dcp.load(renamed, storage_reader=reader)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"{source} cannot be loaded: {error}") from error
-    state.into_model(model, {name: renamed[hf_name(name)] for name in weights})
+    set_model_state_dict(model, {name: renamed[hf_name(name)] for name in weights})
 
 
 def _check(config: Model, source: Path) -> None:

@@ -55,12 +55,8 @@ class Planner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value in its place in the state dict."""
-        name = read_item.dest_index.fqn
-        content = torch.load(value, weights_only=True)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], content)
-        else:
-            self.state_dict[name] = content
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
 def read_index(path: Path) -> Metadata:

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -34,11 +33,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """This rank's shards of the optimizers' state."""
     return get_optimizer_state_dict(model, optimizers, options=OPTIONS)
-
-
-def into_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Take the weights that were read."""
-    set_model_state_dict(model, state)
 
 
 def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:

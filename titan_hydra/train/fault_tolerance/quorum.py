@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_hydra.config.files import write_text
+from titan_hydra.config.files import read_json, write_text
 
 POLL = 0.05  # seconds between two looks at the files
 KEPT = 8  # meetings whose files stay
@@ -65,7 +65,7 @@ class Board:
             heart = {"life": self.life, "beat": self.beats, "phase": self.phase, "position": self.position}
             write_text(self.folder / f"heart_{self.group}.json", json.dumps(heart), durable=False)
             for group in range(self.groups):
-                seen = read(self.folder / f"heart_{group}.json")
+                seen = read_json(self.folder / f"heart_{group}.json")
                 if seen is not None and self.hearts.get(group, (None,))[0] != seen:
                     self.hearts[group] = (seen, time.monotonic())
 
@@ -103,7 +103,7 @@ class Board:
         self.become("training", position)
         deadline = time.monotonic() + limit
         while not stop() and time.monotonic() < deadline:
-            outcomes = filter(None, map(read, self.folder.glob("*/outcome.json")))
+            outcomes = filter(None, map(read_json, self.folder.glob("*/outcome.json")))
             newest = max([-1, *(outcome["step"] for outcome in outcomes if outcome["counts"])])
             ready = [group for group, phase in self.phases().items() if phase != "starting"]
             if newest >= 0 or len(ready) == self.groups:
@@ -124,7 +124,7 @@ class Board:
             if not place.exists():
                 self.number = max([self.number, *self._numbers()])  # this group slept, and old meetings are cleared away
                 place = self.folder / str(self.number)
-            if (closed := read(place / "members.json")) is not None:
+            if (closed := read_json(place / "members.json")) is not None:
                 meeting = Meeting(self.number, {int(group): life for group, life in closed["members"].items()}, closed["donors"],
                                   closed["step"], closed["address"])
                 self.number += 1
@@ -135,7 +135,7 @@ class Board:
             if stop():
                 present.unlink(missing_ok=True)
                 return None
-            if (read(present) or {}).get("life") != self.life:
+            if (read_json(present) or {}).get("life") != self.life:
                 place.mkdir(exist_ok=True)
                 write_text(present, json.dumps({"life": self.life, "position": position, "address": self.address}), durable=False)
             self._close_if_all_are_there(place)
@@ -145,7 +145,7 @@ class Board:
         """Nobody waits for a group that is still starting, but one that is behind: it has nothing to hurry for."""
         here = {}
         for group, phase in self.phases().items():
-            said = read(place / f"present_{group}.json")
+            said = read_json(place / f"present_{group}.json")
             if said is not None and said["life"] == self.hearts[group][0]["life"]:
                 here[group] = said
             elif phase == "training" or (phase == "starting" and self.phase == "joining"):
@@ -161,8 +161,8 @@ class Board:
         """Say how the exchange went here, and wait for the word on whether it counts: only if it went well for every member."""
         place = self.folder / str(meeting.number)
         write_text(place / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
-        while (outcome := read(place / "outcome.json")) is None:
-            done = {group: read(place / f"done_{group}.json") for group in meeting.members}
+        while (outcome := read_json(place / "outcome.json")) is None:
+            done = {group: read_json(place / f"done_{group}.json") for group in meeting.members}
             lost = [group for group, life in meeting.members.items()
                     if done[group] is None and not (self.alive(group) and self.hearts[group][0]["life"] == life)]
             failed = lost or not all(said["well"] for said in done.values() if said)
@@ -187,11 +187,3 @@ def once(path: Path, content: dict) -> None:
         pass
     finally:
         scratch.unlink()
-
-
-def read(path: Path) -> dict | None:
-    """A file's content; None as long as it is not there."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
