@@ -1,4 +1,5 @@
 """Hang drills: real ranks of which one skips an operation, sleeps or dies; `titan flight` names it, the operation, the mesh, the step."""
+import json
 import re
 import socket
 
@@ -89,7 +90,11 @@ def test_a_rank_that_skips_an_operation(drill, code, layout, rank, operation):
     assert f"failed (77): rank {rank} was late at step 4, forward, backward: it left out {kind}" in error
 
 
-def test_a_rank_that_dies_is_a_death_and_no_hang(drill):
+def test_a_rank_that_dies_is_a_death_and_no_hang(drill, launcher):
     status, error, said = drill(AT_STEP_4.format(rank=1, action="os.kill(os.getpid(), 9)"), "gpus=2")
     assert status == 1 and "rank 1 was killed by signal 9" in error
     assert f"Rank 1 on {HERE} is gone: it left no dump. At step 4, forward, backward, the others wait for it in all_" in said
+    dump = json.loads((launcher.attempt() / "flight_0.json").read_text())
+    earlier = {**dump, "rank": 1, "step": 2, "time": dump["time"] - 60, "collectives": dump["collectives"][:3]}
+    (launcher.attempt() / "flight_1.json").write_text(json.dumps(earlier))
+    assert launcher.python("-m", "titan_hydra.cli", "flight", str(launcher.run_directory)).stdout == said

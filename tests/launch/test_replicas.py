@@ -26,7 +26,7 @@ from titan_hydra.train.fault_tolerance.per_step import PerStep
 add_up = PerStep.add_up
 def disturbed(self, tensors):
     for number, tensor in enumerate(tensors):
-        if number == 2 and self.run.replica == {group} and os.path.exists("now"):
+        if number == 2 and self.run.rank == 0 and self.run.replica == {group} and os.path.exists("now"):
             os.rename("now", "killed")
             {action}
         yield tensor
@@ -38,6 +38,24 @@ def fails(*_):
     del channel.allreduce
     raise RuntimeError("planted")
 """ + AMID.format(group=1, action="global channel; channel = self.channel; channel.allreduce = fails")
+LOSES = """
+from titan_hydra.train.fault_tolerance.per_step import Handover
+receive = Handover.recv_checkpoint
+def losing(self, *arguments, **named):
+    received = receive(self, *arguments, **named)
+    if rank == 1 and not os.path.exists("lost"):
+        open("lost", "w").close()
+        raise RuntimeError("planted")
+    return received
+Handover.recv_checkpoint = losing
+from torchft.manager import Manager
+agree = Manager.start_quorum
+def late(self, *arguments, **named):
+    if rank == 0 and os.path.exists("lost"):
+        time.sleep(0.1)  # torchft takes the step of the rank that asks last for that of all
+    agree(self, *arguments, **named)
+Manager.start_quorum = late
+"""
 GROUPS = ("debug=tiny", "precision=fp32", "steps=100", "fault_tolerance=diloco", "fault_tolerance.sync_every=2",
           "fault_tolerance.timeout_seconds=4", "checkpoint.interval=0")
 
@@ -135,6 +153,23 @@ def test_per_step_an_exchange_that_fails_in_one_group_is_made_again_by_all_at_on
     assert again in logs[0]
     assert_equal_weights(launcher, 2, 6)
     assert steps(launcher, 0) == steps(launcher, 1) == list(range(1, 7))
+
+
+@pytest.mark.slow
+def test_per_step_the_others_state_is_taken_by_all_ranks_of_a_group_or_by_none(launcher):
+    """Rank 1 of the group that comes back fails once to receive it."""
+    pytest.importorskip("torchft", reason="the extra torchft is not installed")
+    launcher.sabotage(SLOWLY + KILLED + LOSES)
+    process = launcher.start(*GROUPS, "gpus=2", "fault_tolerance=torchft")
+    launcher.wait(lambda: len(steps(launcher, 0)) > 3, 120)
+    (launcher.folder / "now").touch()
+    launcher.wait(lambda: (launcher.folder / "lost").exists(), 120)
+    launcher.wait(lambda: quorums(launcher, 0)[-1] == 2)
+    (launcher.folder / "seen").touch()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    assert_equal_weights(launcher, 2)
+    assert steps(launcher, 1) == list(range(1, 101))
 
 
 @pytest.mark.slow

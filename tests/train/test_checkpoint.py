@@ -74,6 +74,9 @@ def test_a_damaged_manifest_is_no_manifest(cut, kind):
 def test_a_damaged_step_is_left_out_and_an_older_one_taken(cut, run_job):
     job, whole, copy = cut
     flip(copy / "checkpoints/step-00000004/__1_0.distcp")
+    aside = copy / "checkpoints/step-00000004.damaged"
+    aside.mkdir()
+    (aside / "of an earlier time").touch()
     run_job(job, copy)
     assert run_job.losses(copy) == run_job.losses(whole)
     names = [path.name for path in sorted((copy / "checkpoints").iterdir())]
@@ -106,6 +109,24 @@ def test_saving_in_the_background_saves_the_same(cut, run_job, tiny, tmp_path):
     events = [row for row in run_job.rows(other, "events") if row["event"] == "checkpoint"]
     assert [row["step"] for row in events] == [2, 4, 6]
     assert all(0 < row["seconds_held"] <= row["seconds"] for row in events[:2])
+
+
+def test_every_byte_is_on_the_disk_before_a_step_has_its_name(alone, monkeypatch):
+    """torch's own sync of `.metadata` comes before its bytes have left the buffer."""
+    synced, fsync = {}, os.fsync
+
+    def noted(number):
+        synced[Path(os.readlink(f"/proc/self/fd/{number}")).name.removesuffix(".tmp")] = os.fstat(number).st_size
+        fsync(number)
+
+    def task(built, checkpointer, data_state, events):
+        monkeypatch.setattr(os, "fsync", noted)
+        checkpointer.after_step(5, checkpointer.votes(), data_state, last=False, stop=False)
+        files = {file.name: file.stat().st_size for file in (checkpointer.folder / "step-00000005").iterdir()}
+        assert {".metadata", "__0_0.distcp", folder.MANIFEST} <= files.keys()
+        assert {name: synced.get(name) for name in files} == files
+
+    alone(task, "checkpoint=sync", "checkpoint.interval=5")
 
 
 @pytest.fixture

@@ -29,6 +29,16 @@ def test_groups_are_one_data_parallel_world(tiny, run_job):
     assert quorums(run_job, apart) == [(0, 2, 0)]
 
 
+def test_a_start_afresh_on_data_that_go_on(tiny, run_job):
+    """Step 1 is made with the data of step 4, not all four steps with one batch."""
+    whole = run_job(tiny(*STEPS, "parallelism=ddp", "gpus=2", "checkpoint.interval=3"))
+    start = f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"
+    afresh = (start, "checkpoint.exclude_from_loading=[optimizer,lr_scheduler]", "steps=4")
+    expected = run_job.losses(run_job(tiny(*STEPS, "parallelism=ddp", "gpus=2", *afresh)))
+    assert list(expected) == [1, 2, 3, 4]
+    assert list(run_job.losses(run_job(tiny(*TORCHFT, *afresh))).values()) == pytest.approx(list(expected.values()), rel=1e-5)
+
+
 def test_a_group_that_lost_its_checkpoint_catches_up_and_sees_no_sample_twice(tiny, run_job):
     """It starts afresh and the other resumes from step 6, and both end where they would have, bitwise."""
     undisturbed = run_job(tiny(*TORCHFT, "steps=9"))

@@ -1,5 +1,6 @@
 """Who meets, and what counts: boards of several groups in the threads of one process, hearts that stop, groups that fall behind."""
 import json
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,6 +64,13 @@ def test_nobody_waits_for_a_silent_group_longer_than_its_timeout(boards):
     meetings = together(living, lambda board: board.convene((0, 5), never))
     assert [sorted(meeting.members) for meeting in meetings] == [[0, 1], [0, 1]]
     assert 0.5 * TIMEOUT < time.monotonic() - began < 10 * TIMEOUT
+
+
+def test_a_group_that_slept_until_its_meeting_was_cleared_away_goes_on(boards, tmp_path):
+    one, other = boards(2)
+    meeting, _ = together([one, other], lambda board: board.convene((0, 5), never))
+    shutil.rmtree(tmp_path / str(meeting.number))
+    assert not one.settle(meeting, True)
 
 
 def test_a_group_that_lives_is_waited_for(boards):

@@ -7,12 +7,14 @@ import sys
 import time
 
 import pytest
+import torch
 
 from titan_hydra.config import compose_job
 from titan_hydra.config.run import Run
 from titan_hydra.config.status import Stopped
 from titan_hydra.launch.failure import Kind, guilty
-from titan_hydra.train import watchdog
+from titan_hydra.train import data, watchdog
+from titan_hydra.train.trainer import build
 from titan_hydra.train.watchdog import Watchdog
 
 STUCK = """
@@ -79,6 +81,26 @@ def test_it_says_where_the_rank_is_at_most_once_a_second(watch, tmp_path):
     watch.at("data", 401)
     wait_for(lambda: json.loads((tmp_path / "status.json").read_text())["phase"] == "data")
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 400  # done, and not begun
+
+
+def test_every_local_batch_is_progress(watch, on_ranks):
+    """Replicas alone have no collective before the last one of a step, and none in validation before the end."""
+    watch.at("forward, backward", 2)
+    before = watch.where
+    watch.moves()
+    assert watch.where == (*before[:3], before[3] + 1)
+    wait_for(lambda: watch.seen and watch.seen[0] == watch.where[3])
+
+    def task(rank):
+        job = compose_job("debug=tiny", "data.global_batch=6", "data.local_batch=2")
+        trainer, loader, moves = build(job, torch.device("cpu")), data.build(job, 0, 1), []
+        trainer.progress = lambda: moves.append(1)
+        trainer.forward_backward(loader.next())
+        trainer.validate(loader, 2)
+        loader.close()
+        assert len(moves) == 3 + 2 * 3
+
+    on_ranks(1, task)
 
 
 def test_a_signal_shows_where_it_is(watch, tmp_path):

@@ -35,6 +35,7 @@ from titan_hydra.config import compose_job
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
 from titan_hydra.config.status import RunError
+from titan_hydra.launch.worker import own_process
 from titan_hydra.train import trainer
 from titan_hydra.train.checkpoint import folder, safe, writer
 from titan_hydra.train.checkpoint.checkpointer import Checkpointer
@@ -135,7 +136,8 @@ def fill_disk(ballast: Path, free_again: bool) -> None:
                         file.write(bytes(2**16))
                         file.flush()
                 except OSError:
-                    file.truncate(max(os.fstat(file.fileno()).st_size - 2**17, 0))  # logs and events find room
+                    if not free_again:  # otherwise not one byte is left, for rows and logs neither
+                        file.truncate(max(os.fstat(file.fileno()).st_size - 2**17, 0))
         if free_again and count[0] == 8:
             ballast.unlink()
         update(self)
@@ -148,9 +150,7 @@ def be_rank(job: Job, directory: Path, attempt: Path, rank: int, before: Callabl
     status = 1
     try:
         torch.set_num_threads(1)
-        log = os.open(attempt / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        own_process(attempt / f"rank_{rank}.log")
         before(rank)
         store = dist.FileStore(str(attempt / "store"), RANKS)
         trainer.train(job, Run(directory, attempt, rank, rank, RANKS, store))

@@ -8,6 +8,7 @@ launch.py the ranks go on, and the same command line attaches to them again.
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -148,7 +149,8 @@ class Ranks(Controller):
         super()._forward_signal(signum)
 
     def record(self) -> None:
-        write_json(self.folder.parent / "ranks.json", {**this_process(), "ranks": self.ranks})
+        with contextlib.suppress(OSError):  # a full disk: the ranks, and other groups, may still go on
+            write_json(self.folder.parent / "ranks.json", {**this_process(), "ranks": self.ranks})
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:

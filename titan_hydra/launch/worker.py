@@ -5,7 +5,9 @@ them); cluster=inline calls `run(..., inline=True)`. A rank imports only what it
 """
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import os
 import signal
 import socket
@@ -55,7 +57,7 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
     place, attempt_folder = Place.find(inline), folder / "attempts" / str(attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
     if not inline:
-        _own_process(attempt_folder / f"rank_{place.rank}.log")
+        own_process(attempt_folder / f"rank_{place.rank}.log")
     record = {**this_process(), "started": time.time()}
     record_file = attempt_folder / f"rank_{place.rank}.json"
     write_json(record_file, record)
@@ -67,7 +69,8 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
         status, error = describe(caught)
         if not inline:
             _say_why(status, error)
-    write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
+    with contextlib.suppress(OSError):  # a full disk: the exit status still says how it ended
+        write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if status == Exit.REQUEUED and place.rank == 0:
         (attempt_folder / "stopped").touch()  # the batch script requeues the job, however the other ranks end now
     if inline:
@@ -78,13 +81,25 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
     os._exit(status)  # at once: a NCCL destructor or a thread of a data loader could wait for peers that are gone
 
 
-def _own_process(log: Path) -> None:
+class Log(io.FileIO):
+    """A rank's output. On a full disk it loses what is printed, and the run goes on."""
+
+    def write(self, data) -> int:
+        """Write it, or claim to have."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def own_process(log: Path) -> None:
     """Everything this rank says goes to its log; signals act as usual again (submitit ignores SIGTERM); SIGQUIT prints all stacks."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(descriptor, target)
     os.close(descriptor)
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.BufferedWriter(Log(number, "w", closefd=False)), "utf-8", "backslashreplace",
+                                               line_buffering=True) for number in (1, 2))
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, _stop_before_training)

@@ -7,10 +7,11 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import sys
 import time
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,25 @@ class Clock:
         self._first = False
 
 
+class Rows:
+    """A .jsonl file that a run appends to. On a full disk rows wait in memory until there is room: no reason to end a run."""
+
+    def __init__(self, path: Path, resumed_at: int) -> None:
+        truncate(path, resumed_at)
+        self.file, self.waiting = path.open("ab", buffering=0), b""
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write a row, after those that wait."""
+        failed = bool(self.waiting)
+        self.waiting += json.dumps(row).encode() + b"\n"
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting):]
+        except OSError as error:
+            if not failed:
+                print(f"WARNING: {error}: {self.file.name}; its rows are kept until there is room", file=sys.stderr, flush=True)
+
+
 class Metrics:
     """Collects the rows of a run on every rank and writes them on rank 0."""
 
@@ -71,12 +91,11 @@ class Metrics:
         self.flops = flops  # of a token, forward and backward
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
-        self.file: TextIO | None = None
+        self.rows: Rows | None = None  # on rank 0
+        self.events: Rows | None = None
         self.trackers: list[Tracker] = []
         if run.rank == 0:
-            truncate(run.directory / "metrics.jsonl", resumed_at)
-            truncate(run.directory / "events.jsonl", resumed_at)
-            self.file = (run.directory / "metrics.jsonl").open("a")
+            self.rows, self.events = (Rows(run.directory / name, resumed_at) for name in ("metrics.jsonl", "events.jsonl"))
             self.trackers = open_trackers(job, run, resumed_at)
 
     def due(self, step: int) -> bool:
@@ -96,9 +115,8 @@ class Metrics:
         }
         if self.clock.disturbed:  # times of this row are not to be compared
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
-        if self.file:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
+        if self.rows:
+            self.rows.add(row)
             print(console_line(row, self.job.steps), flush=True)
             self._track(row)
 
@@ -106,9 +124,8 @@ class Metrics:
         """A row for what happens between steps (validation, checkpoint), in events.jsonl, with its own seconds."""
         if name == "validation":
             self.validation_loss = values["validation_loss"]
-        if self.file:
-            with (self.run.directory / "events.jsonl").open("a") as file:
-                file.write(json.dumps({"event": name, "step": step} | values) + "\n")
+        if self.events:
+            self.events.add({"event": name, "step": step} | values)
             shown = "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
             print(f"{name:>10}  step {step}  {shown}", flush=True)
             self._track({"step": step} | {f"{name}/{key}": value for key, value in values.items() if not isinstance(value, str)})
@@ -128,9 +145,9 @@ class Metrics:
         }
 
     def close(self) -> None:
-        """Close the file and the trackers."""
-        if self.file:
-            self.file.close()
+        """Close the files and the trackers."""
+        for rows in filter(None, (self.rows, self.events)):
+            rows.file.close()
         for tracker in self.trackers:
             tracker.close()
 

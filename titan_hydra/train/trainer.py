@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +61,7 @@ class Trainer:
     parameters: int  # of the whole model, over all ranks
     notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
     stop_requested: list[int] = field(default_factory=list)  # signals received
+    progress: Callable[[], None] = lambda: None  # tells the watchdog of every local batch
     quorum: PerStep | None = None  # the other replica groups, where they learn every step together
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -88,6 +89,7 @@ class Trainer:
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Inputs and labels of a local batch on this rank's device, and by name what else the model's forward needs."""
+        self.progress()
         batch = context_parallel.shard_batch(batch, self.mesh).to(self.device)
         context = {"positions": batch.positions, "documents": batch.documents}
         if self.job.loss.name in TARGETS_IN_FORWARD:
@@ -193,6 +195,7 @@ def train(job: Job, run: Run) -> None:
     with world(job, run) as device, Watchdog(job, run) as watch:
         trainer = build(job, device)
         watch.knows(trainer.mesh)
+        trainer.progress = watch.moves
         replicas = None
         if job.fault_tolerance.name == "torchft":
             from .fault_tolerance.per_step import PerStep  # which imports torchft
@@ -208,6 +211,8 @@ def train(job: Job, run: Run) -> None:
         loader = trainer.spec.build_data(job, first + trainer.mesh.data_rank, ranks)
         if data_state is not None:
             loader.load(data_state)
+        if trainer.quorum is not None:
+            trainer.quorum.data_ahead = loader.state()["step"] - start
         held_out = None
         if job.validation.name == "on":
             held_out = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
@@ -260,7 +265,7 @@ def loop(
         profiler.begins(step)
         clock.start()
         watch.at("data", step)
-        batch = loader.next() if trainer.quorum is None else batch_of(step, loader, batch)
+        batch = loader.next() if trainer.quorum is None else batch_of(step + trainer.quorum.data_ahead, loader, batch)
         clock.has_data()
         watch.at("forward, backward")
         lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
@@ -271,6 +276,7 @@ def loop(
         if trainer.quorum is not None:
             counts, stop = trainer.quorum.commits(stop)
             if not counts:
+                checkpointer.wait_for_staging()  # other weights may come next
                 trainer.drop_gradients()
                 step -= 1
                 continue
@@ -307,7 +313,7 @@ def loop(
 
 
 def batch_of(step: int, loader: Loader, last: Batch | None) -> Batch:
-    """The batch of a step that may be the same again, or much later, where a replica group took another's state."""
+    """The batch of a step of the data that may be the same again, or much later, where a replica group took another's state."""
     while last is None or loader.state()["step"] < step:
         last = loader.next()
     return last

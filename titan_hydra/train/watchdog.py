@@ -45,7 +45,7 @@ class Watchdog:
         self.timeout, self.first = float(job.comm.init_timeout_seconds), True
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
-        self.where = (0, "start", time.time(), 0)  # step, phase, since when, how many phases until here
+        self.where = (0, "start", time.time(), 0)  # step, phase, since when, how often it has moved until here
         self.told: Callable[[str, int, float], None] | None = None  # hears of every phase: the trace of profiling=on
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
@@ -60,6 +60,11 @@ class Watchdog:
         self.where = (current if step is None else step, phase, now, count + 1)
         if self.told is not None:
             self.told(phase, self.where[0], now)
+
+    def moves(self) -> None:
+        """Note that the main thread is still at work in its phase: not every layout has collectives in all of them."""
+        step, phase, since, count = self.where
+        self.where = (step, phase, since, count + 1)
 
     def knows(self, mesh: Mesh) -> None:
         """The model is split over this mesh: what the flight recorder calls its groups."""
@@ -183,7 +188,7 @@ class Watchdog:
     def dump(self, why: str, error: BaseException | None = None) -> None:
         """Write the flight recorder's file. It must not do harm where the rank is dying anyway."""
         step, phase, since, count = self.where
-        where = {"step": step, "phase": phase, "since": since, "count": count, "steps": list(self.steps)}
+        where = {"step": step, "phase": phase, "since": since, "count": count, "steps": list(self.steps), "timeout": self.timeout}
         with contextlib.suppress(Exception):
             flight.dump(self.run, where, self.mesh, why, error)
 

@@ -6,6 +6,7 @@ their second tries: then the run stops, while what could be lost is still no mor
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -267,7 +268,9 @@ class Checkpointer:
         if damaged and self.run.rank == 0:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:
-                path.rename(path.with_name(f"{path.name}.damaged"))
+                aside = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)  # the same step, damaged before
+                path.rename(aside)
         return found
 
     def _problems(self, path: Path) -> list[str]:

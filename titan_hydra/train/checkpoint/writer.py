@@ -135,6 +135,14 @@ class SummedFile(io.FileIO):
         self.size += written
         return written
 
+    def close(self) -> None:
+        """Put it on the disk for good: torch syncs its files too, but the index before it has left the buffer above."""
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
 
 def _bytes(item) -> int:
     data = item.tensor_data

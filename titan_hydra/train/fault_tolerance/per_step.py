@@ -43,6 +43,8 @@ class PerStep:
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # in the last quorum
         self.caught_up: int | None = None  # steps taken from another group in the quorum for the next step, once there is one
+        self.received: list[Tensor] | None = None  # another group's shards
+        self.data_ahead = 0  # steps that the data have come further than the run, which may begin afresh on data that go on
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
             logging.getLogger(name).setLevel(logging.ERROR)  # it writes some lines a step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -53,7 +55,7 @@ class PerStep:
         port = [self.store.port if self.store is not None else 0]
         dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
         self.manager = Manager(
-            self.channel, self.take, self.own, min_replica_size=1, use_async_quorum=False, init_sync=False, quorum_retries=RETRIES,
+            self.channel, self.receive, self.own, min_replica_size=1, use_async_quorum=False, init_sync=False, quorum_retries=RETRIES,
             timeout=limit, quorum_timeout=limit, connect_timeout=limit,
             rank=run.rank, world_size=run.world_size, store_addr="127.0.0.1", store_port=port[0], hostname="127.0.0.1",
             replica_id=f"group_{run.replica}", lighthouse_addr=self._lighthouse() if run.rank == 0 else None,
@@ -142,6 +144,10 @@ class PerStep:
         """This rank's shards of weights and optimizer state, in the same order in every group."""
         return shards(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
 
+    def receive(self, tensors: list[Tensor]) -> None:
+        """Keep another group's shards until it is known that all ranks of this group have theirs."""
+        self.received = tensors
+
     @torch.no_grad()
     def take(self, received: list[Tensor]) -> None:
         """Become what another group is."""
@@ -160,7 +166,17 @@ class PerStep:
         return bool(said)
 
     def _agree(self, step: int) -> None:
+        """Find a quorum, and take another group's state if it is ahead: all ranks of this group, or none."""
+        before, self.received = self.manager.state_dict(), None
         self.manager.start_quorum()
+        steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
+        dist.all_reduce(steps, dist.ReduceOp.MIN)
+        if steps.sum():  # torchft asks one rank of a group for the step of all of them, and would never see it
+            self.manager.load_state_dict(before)
+            self.manager.report_error(RuntimeError("not all ranks of this group received the others' state"))
+        elif self.received is not None:
+            self.take(self.received)
+        self.received = None
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:

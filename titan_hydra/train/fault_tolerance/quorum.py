@@ -160,6 +160,8 @@ class Board:
     def settle(self, meeting: Meeting, went_well: bool) -> bool:
         """Say how the exchange went here, and wait for the word on whether it counts: only if it went well for every member."""
         place = self.folder / str(meeting.number)
+        if not place.exists():
+            return False  # this group slept, and the others have gone on and cleared it away
         write_text(place / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
         while (outcome := read_json(place / "outcome.json")) is None:
             done = {group: read_json(place / f"done_{group}.json") for group in meeting.members}

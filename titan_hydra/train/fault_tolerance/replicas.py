@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import RunError
+from titan_hydra.config.status import RunError, Stopped
 from titan_hydra.parallel import converters
 from titan_hydra.train.checkpoint import state
 
@@ -90,6 +90,8 @@ class Replicas:
         began, position = time.perf_counter(), (int(self.last), step)
         while True:
             meeting: Meeting | None = self._board("convene", position, self.stop)
+            if meeting is None and position == (-1, -1):
+                raise Stopped("stopped while another group's weights were being taken; nothing is saved")
             if meeting is None:
                 return step, True
             if meeting.step < 0:
