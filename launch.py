@@ -27,7 +27,7 @@ def main() -> int:
     try:
         compose()
     except Exception as error:
-        if full_error or not (line := explain(error)):
+        if full_error or not (line := explain(error, sys.argv[1:])):
             raise
         print(line, file=sys.stderr)
         return 2

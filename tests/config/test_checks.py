@@ -40,6 +40,9 @@ CSV = {"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": str
 FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
 TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
 BAD = [  # what is changed, the key that is named, what the line must contain
+    ({"gpus": -4, "parallelism__dp_shard": -1}, "gpus", "must be at least 1"),
+    ({"name": "../../evil"}, "name", "names a folder"),
+    ({"optimizer__lr": float("inf")}, "optimizer.lr", "must be a number"),
     ({"steps": 0}, "steps", "at least 1"),
     ({"optimizer__lr": -1.0}, "optimizer.lr", "negative"),
     ({"optimizer__beta2": 1.5}, "optimizer.beta2", "between 0 and 1"),

@@ -32,6 +32,11 @@ MISTAKES = [
     ("tp=2", "did you mean parallelism.tp?"),
     ("steps=many", "steps=many: is not a valid integer"),
     ("model.rope_scaling.factor=x", "model.rope_scaling.factor=x: is not a valid float"),
+    ("steps=null", "steps=null: is not a valid int"),
+    ("data.path=[a]", "data.path=[a]: is not a valid str"),
+    ("compile=", "compile=: no such option (options of compile: block, off)"),
+    ("compile=true", "compile=true: no such option (options of compile: block, off)"),
+    ("checkpoint=null", "checkpoint=null: no such option"),
     ("+steps=3", "write steps=VALUE without +"),
     ("+experiment=llama3_8b_c4", "write experiment=OPTION without +"),
     ("steps=[1", "steps=[1: cannot be parsed"),
@@ -43,7 +48,7 @@ MISTAKES = [
 def test_hydras_complaints_become_one_line(override, text):
     with pytest.raises(Exception) as raised:  # Hydra has no one class for them
         composed(override)
-    line = explain(raised.value)
+    line = explain(raised.value, [override])
     assert text in line
     assert "\n" not in line
 

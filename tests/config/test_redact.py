@@ -19,12 +19,15 @@ def test_names(name, secret):
 @pytest.mark.parametrize("line", [
     f"+login('{WANDB}')", "+# correct horse battery staple", f"+HF_TOKEN={HF}", f'-token = "{HF}"', '+api_key: "s3cretpassw0rd"',
     "+GITHUB_TOKEN=ghp_" + "a1" * 18, "+AKIAIOSFODNN7EXAMPLE", "+password='hunter2hunter2'", "export DB_PASSWORD=hunter2hunter2",
+    "export MY_PASSWORD=correcthorsebattery",
+    "+cluster.environment.WANDB_API_KEY=deadbeefcafebabedeadbeefcafebabedeadbeef",
     "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----", '{"client_secret": "abcdefgh12345678"}',
 ])
 def test_a_secret_is_gone(line):
     out = redact(f"before\n{line}\nafter", ENVIRONMENT)
     assert "[redacted" in out and out.startswith("before\n") and out.endswith("\nafter")
-    for secret in (WANDB, "correct horse", HF, "s3cretpassw0rd", "a1a1a1", "AKIAIOS", "hunter2", "b3Blbn", "abcdefgh1234"):
+    for secret in (WANDB, "correct horse", HF, "s3cretpassw0rd", "correcthorse", "deadbeef",
+                   "a1a1a1", "AKIAIOS", "hunter2", "b3Blbn", "abcdefgh1234"):
         assert secret not in out
 
 
@@ -34,6 +37,13 @@ def test_a_secret_is_gone(line):
     '+x = key("how checkpoints are written")',
 ])
 def test_code_is_left_alone(line):
+    assert redact(line, ENVIRONMENT, code=True) == line
+
+
+@pytest.mark.parametrize("line", ["export HF_TOKEN=$TOKEN_OF_MINE", "export HF_TOKEN=$(cat ~/.hf/token)",
+                                  "export HF_TOKEN_PATH=/secrets/of/mine",
+                                  "with another token: learned", "key=learned-embeddings", "PYTORCH_KERNEL_CACHE_PATH=/tmp/cache"])
+def test_what_is_no_secret_is_left_alone(line):
     assert redact(line, ENVIRONMENT) == line
 
 

@@ -42,6 +42,11 @@ def test_what_a_job_may_take_is_known_before(tmp_path):
     assert gpu_hours([cell(tmp_path, "cluster.time_minutes=null")]) is None
 
 
+def test_a_packed_jobs_script_has_time_for_the_repeated_baseline(tmp_path):
+    text = script(*(cell(tmp_path, f"seed={seed}", "launch.packed=true") for seed in range(2)))
+    assert "#SBATCH --time=90" in text.splitlines()
+
+
 def test_the_batch_script_says_what_the_site_file_says(tmp_path):
     text = script(cell(
         tmp_path, "gpus=8", "cluster.partition=main", "cluster.qos=high", "cluster.exclude=[node3,node5]",

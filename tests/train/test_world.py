@@ -1,6 +1,7 @@
 """The world of a rank: time-outs of all its groups."""
 import pickle
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,15 @@ from torch._C import _distributed_c10d as c10d
 from titan_hydra.config.schema import Parallelism
 from titan_hydra.parallel import build_mesh
 from titan_hydra.train import flight, world
+
+
+def test_a_store_on_loopback_listens_there_alone():
+    store = world.open_store("127.0.0.1", 1, timedelta(seconds=5))
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", store.port, 1, False).get("key") == b"value"
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
+    assert [place for place in listening if int(place.rpartition(":")[2], 16) == store.port] == [f"0100007F:{store.port:04X}"]
 
 
 def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
-from math import lcm
+from math import isfinite, lcm
 from operator import attrgetter
 
 from . import checkpoint, cluster, data, pipeline, precision, redact, replicas
@@ -48,8 +48,18 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 # --- the degrees -------------------------------------------------------------------------------------------------------------------
 
 @rule(RANKS)
+def there_are_ranks(job: Job) -> Iterator[Fault]:
+    """What a negative number of them leads to would be told of other keys."""
+    for key in ("gpus", "fault_tolerance.replicas"):
+        if attrgetter(key)(job) < 1:
+            yield Fault(key, attrgetter(key)(job), "must be at least 1", legal=(1,))
+
+
+@rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
     """Every rank has one place in the mesh: the product of the degrees is their number. One degree may be -1 and takes the rest."""
+    if job.gpus < 1:
+        return
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
     bad = [name for name in DEGREES if getattr(job.parallelism, name) < 1 and name not in free]
     for name in bad:
@@ -86,7 +96,7 @@ def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
 @rule(VALUES)
 def counts_are_positive(job: Job) -> Iterator[Fault]:
     """Sizes, steps and intervals count things."""
-    for key in ("steps", "gpus", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
+    for key in ("steps", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
                 "model.multiple_of", "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch",
                 "validation.interval",
                 "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
@@ -96,7 +106,9 @@ def counts_are_positive(job: Job) -> Iterator[Fault]:
     for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",
                 "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every", "seed", "cluster.max_parallel",
                 "comm.health_check_seconds", "data.shuffle_buffer", "data.max_bad_shards"):
-        if not attrgetter(key)(job) >= 0:
+        if not isfinite(attrgetter(key)(job)):
+            yield Fault(key, attrgetter(key)(job), "must be a number")
+        elif attrgetter(key)(job) < 0:
             yield Fault(key, attrgetter(key)(job), "must not be negative", legal=(0,))
     for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2",
                 "optimizer.muon_momentum", "optimizer.sgd_momentum"):
@@ -105,6 +117,13 @@ def counts_are_positive(job: Job) -> Iterator[Fault]:
 
 
 VALUES.extend(data.VALUES)
+
+
+@rule(VALUES)
+def name_is_that_of_a_folder(job: Job) -> Iterator[Fault]:
+    """It names one in `paths.runs`, and must not lead out of it."""
+    if not re.fullmatch(r"\w[\w.+=,-]*", job.name):
+        yield Fault("name", job.name, "names a folder: letters, digits and . _ + = , - after a letter or digit")
 
 
 @rule(VALUES)

@@ -6,6 +6,7 @@ import copy
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,10 @@ def compose_job(*overrides: str) -> Job:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             job, faults = read(compose("config", list(overrides)))
-    except HydraException as error:
-        raise ConfigError(explain(error)) from error
+    except (HydraException, ValueError) as error:
+        if (line := explain(error, overrides)) is None:
+            raise
+        raise ConfigError(line) from error
     if job is not None:
         job = freeze(job)
         faults = check(job)
@@ -83,7 +86,7 @@ def compose_job(*overrides: str) -> Job:
     return job
 
 
-def explain(error: BaseException) -> str | None:
+def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
     """What is wrong on the command line, in one line, from an exception of Hydra or OmegaConf; None if it is not one of theirs."""
     from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
@@ -91,6 +94,8 @@ def explain(error: BaseException) -> str | None:
     chain = [error]
     while (chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
         chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    if "Config group override must be a string" in str(error):  # it does not say which
+        return next(filter(None, map(_no_option, overrides)), str(error))
     if not any(isinstance(link, HydraException | OmegaConfBaseException) for link in chain):
         return None
     if isinstance(error, OverrideParseException):
@@ -101,6 +106,14 @@ def explain(error: BaseException) -> str | None:
         if match:
             return line(*match.groups())
     return str(error).strip().splitlines()[0]
+
+
+def _no_option(override: str) -> str | None:
+    """What is wrong with an override that gives a group a number, true, false or null; None if it does not."""
+    group, _, value = override.lstrip("+").partition("=")
+    options = sorted(file.stem for file in CONF.joinpath(group).glob("*.yaml"))
+    wrong = [part for part in value.split(",") if re.fullmatch(r"true|false|null|[-+.\de]+", part, re.I)]
+    return _unknown_option(group, wrong[0], "\n".join(options)) if options and wrong else None
 
 
 def _unknown_key(key: str, *_: str) -> str:
@@ -126,7 +139,9 @@ def _bad_value(value: str, kind: str, key: str) -> str:
 
 
 PATTERNS = [
-    (r"Could not find '([^'/]+(?:/[^'/]+)*)/([^'/]+)'\s+Available options in '[^']+':\n(.*?)(?:\nConfig search path|$)", _unknown_option),
+    (r"Error merging override ([\w.]+)=([^\n]*)\n(?:field '\w+' is not Optional|Cannot convert)",
+     lambda key, value: _bad_value(value, str(getattr(known_keys().get(key), "type", "value")), key)),
+    (r"Could not find '([^'/]+(?:/[^'/]+)*)/([^'/]*)'\s+Available options in '[^']+':\n(.*?)(?:\nConfig search path|$)", _unknown_option),
     (r"Multiple values for (\w+)\.", lambda group: f"+{group}: the group is in the defaults already; write {group}=OPTION without +"),
     (r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
      lambda file, key: f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma"),

@@ -79,7 +79,7 @@ def help_text() -> str:
     lines = []
     for group in groups():
         names = " ".join(_marked(group, file) for file in option_files(group))
-        keys = " ".join(key.removeprefix(f"{group}.") for key in keys_of(group) if key != f"{group}.name")
+        keys = " ".join(key.removeprefix(f"{group}.") for key in keys_of(group) if key != f"{group}.name" or not names)
         lines.append(f"{group} - {meaning(group)}")
         lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
         lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)

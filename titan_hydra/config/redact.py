@@ -25,19 +25,29 @@ def known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {value: name for name, value in environment.items() if is_secret_name(name) and len(value) >= SHORTEST}
 
 
-def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A text without secrets: those of the environment, what looks like one, and literals assigned to a name that says so."""
+def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:
+    """A text without secrets: those of the environment, what looks like one, and literals assigned to a name that says so.
+
+    In the shell's form, NAME=value, any value is a literal; in `code` one without quotes is mostly another variable.
+    """
     for value, name in sorted(known(environment).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(value, f"[redacted {name}]")
-    return ASSIGNED.sub(_without_value, SHAPES.sub("[redacted]", text))
+    return ASSIGNED.sub(_without_literal if code else _assigned_by_a_shell, SHAPES.sub("[redacted]", text))
+
+
+def _without_literal(match: re.Match) -> str:
+    value = match["value"]
+    literal = match["quote"] or (any(c.isdigit() for c in value) and any(c.isalpha() for c in value) and "." not in value)
+    return _without_value(match) if literal else match[0]
+
+
+def _assigned_by_a_shell(match: re.Match) -> str:
+    a_file = match["value"].startswith(("/", "~", "./"))  # with the secret in it
+    return _without_value(match) if match["is"] == "=" and match["name"].isupper() and not a_file else _without_literal(match)
 
 
 def _without_value(match: re.Match) -> str:
-    value = match["value"]
-    literal = match["quote"] or (any(c.isdigit() for c in value) and any(c.isalpha() for c in value) and "." not in value)
-    if not is_secret_name(match["name"]) or not literal:
-        return match[0]
-    return f"{match['name']}{match['is']}{match['quote']}[redacted]{match['quote']}"
+    return f"{match['name']}{match['is']}{match['quote']}[redacted]{match['quote']}" if is_secret_name(match["name"]) else match[0]
 
 
 def found(content: Any, environment: Mapping[str, str] = os.environ, key: str = "") -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from .schema import Job
 def replica_groups_have_numbers(job: Job) -> Iterator[Fault]:
     """Groups and steps are counted; one copy alone is what fault_tolerance=off trains."""
     config = job.fault_tolerance
-    for name in ("replicas", "sync_every", "fragments", "timeout_seconds"):
+    for name in ("sync_every", "fragments", "timeout_seconds"):
         if getattr(config, name) < 1:
             yield Fault(f"fault_tolerance.{name}", getattr(config, name), "must be at least 1", legal=(1,))
     if config.max_restarts < 0:

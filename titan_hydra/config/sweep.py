@@ -23,6 +23,7 @@ from typing import Any
 
 from .compose import explain
 from .fault import Fault, suggest
+from .redact import redact
 
 Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and the overrides that made it
 
@@ -46,9 +47,9 @@ def expand(config: Any, overrides: list[str], faults: list[str]) -> list[Compose
             try:
                 composed.append(_compose_cell(name, file, list(own), typed))
             except Exception as error:
-                if not (line := explain(error)):
+                if not (line := explain(error, own)):
                     raise
-                faults.append(f"{line}   ({_where(file)}, cell {name}: {' '.join(own)})")
+                faults.append(f"{line}   ({_where(file)}, cell {name}: {redact(' '.join(own))})")
     return composed
 
 

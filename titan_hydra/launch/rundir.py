@@ -249,7 +249,7 @@ def describe_environment() -> dict:
     diff = _git("diff", "HEAD")
     return {
         "git_sha": _git("rev-parse", "HEAD"),
-        "git_diff": redact(diff) if diff else diff,
+        "git_diff": redact(diff, code=True) if diff else diff,
         "git_untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
         "versions": {**versions(), **{name: metadata.version(name) for name in ("hydra-core", "submitit")}},
         "executable": sys.executable,

@@ -80,7 +80,9 @@ def largest_array() -> int:
 
 def scripts(cells: list) -> Iterable[tuple[Array, str]]:
     """The batch scripts that these cells would be submitted with; needs no SLURM and writes nothing."""
-    runs = cells[0].runs
+    runs, baseline = cells[0].runs, baseline_of(cells)
+    if cells[0].job.launch.packed and len(cells) > 1 and baseline:
+        cells = [*cells, baseline]
     for array in arrays_of(cells, cells[0].job.launch.packed, 1000):
         folder = runs / SWEEPS / "NAME-TIME" / array.token
         yield array, batch_of(array, folder, [1] * len(array.cells), "NAME-TIME", runs / snapshot.FOLDER / "HASH").text
@@ -102,11 +104,15 @@ def run(cells: list, folder: Path | None) -> int:
     return interrupts.status if interrupts.received and not wait else status
 
 
+def baseline_of(cells: list) -> object | None:
+    """The cell that the others are compared with, if it is one of these: the one that the sweep names, or the first."""
+    named = cells[0].job.sweep.baseline
+    return next((cell for cell in cells if cell.name == named), None if named else cells[0])
+
+
 def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tuple]:
     """In a packed job the baseline runs first and, in a directory of the sweep's own, last again: what differs is drift, not gain."""
-    cells = [cell for cell, _ in start]
-    named = cells[0].job.sweep.baseline
-    baseline = next((cell for cell in cells if cell.name == named), None if named else cells[0])
+    baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
         return start
     again = replace(baseline, directory=folder / "repeat" / baseline.directory.name)

@@ -183,12 +183,14 @@ def _rendezvous(file: Path, place: Place):
 
     from torch import distributed
 
+    from titan_hydra.train.world import open_store
+
     limit = timedelta(seconds=START_LIMIT)
     if place.starter == "torchrun" and "MASTER_PORT" in os.environ:
         return next(distributed.rendezvous("env://", place.rank, place.ranks, timeout=limit))[0]
     if place.rank == 0:
         host = "127.0.0.1" if place.local_ranks >= place.ranks else socket.gethostname()
-        store = distributed.TCPStore(host, 0, place.ranks, is_master=True, wait_for_workers=False, timeout=limit)
+        store = open_store(host, place.ranks, limit)
         write_text(file, f"{host} {store.port}\n")
         port = store.port
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -61,6 +62,14 @@ def set_determinism(job: Job) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+
+
+def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
+    """A store that other processes find at `host`, on a free port. On loopback it listens there alone, not on every address."""
+    if host != "127.0.0.1":
+        return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
+    ear = socket.create_server((host, 0))
+    return dist.TCPStore(host, ear.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=ear.detach())
 
 
 def set_timeout(seconds: int) -> None:

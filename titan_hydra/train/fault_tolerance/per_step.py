@@ -25,6 +25,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.config.status import RunError
 from titan_hydra.parallel import converters
 from titan_hydra.train.checkpoint import state
+from titan_hydra.train.world import open_store
 
 from .outer import local, shards
 
@@ -51,7 +52,7 @@ class PerStep:
         self.exchange = AllreduceOptions()
         self.exchange.timeout = limit / 2  # the ranks of this group wait for each other for `limit`
         self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))  # to connect: all do it at once
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False) if run.rank == 0 else None
+        self.store = open_store("127.0.0.1", None, limit) if run.rank == 0 else None
         port = [self.store.port if self.store is not None else 0]
         dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
         self.manager = Manager(

@@ -20,6 +20,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.config.status import RunError, Stopped
 from titan_hydra.parallel import converters
 from titan_hydra.train.checkpoint import state
+from titan_hydra.train.world import open_store
 
 from .exchange import Peers
 from .outer import Fragment, cut, due, shards
@@ -45,7 +46,7 @@ class Replicas:
         self.board = None
         if run.rank == 0:
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            self.store = dist.TCPStore(host, 0, None, True, timedelta(seconds=self.config.timeout_seconds), wait_for_workers=False)
+            self.store = open_store(host, None, timedelta(seconds=self.config.timeout_seconds))
             self.board = Board(run.meetings, run.replica, self.config.replicas, self.config.timeout_seconds, f"{host}:{self.store.port}")
 
     @property
