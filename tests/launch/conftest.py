@@ -91,13 +91,13 @@ class Launcher:
         self.wait(lambda: json.loads((self.attempt(attempt) / "status.json").read_text())["step"] >= step)
 
     def wait(self, condition, seconds: float = 60) -> float:
-        """Wait until something is so; a file that is not there yet means not yet. Returns how long it took."""
+        """Wait until something is so; a file or row that is not there yet means not yet. Returns how long it took."""
         began = time.monotonic()
         while time.monotonic() - began < seconds:
             try:
                 if condition():
                     return time.monotonic() - began
-            except (OSError, ValueError):
+            except (OSError, ValueError, IndexError):
                 pass
             time.sleep(0.05)
         raise AssertionError(f"not so within {seconds} s")
