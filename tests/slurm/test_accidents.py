@@ -26,7 +26,7 @@ sys.argv = ["launch.py", *sys.argv[1:]]
 runpy.run_path({root!r} + "/launch.py", run_name="__main__")
 """
 MOMENTS = {  # where launch.py is killed while it submits two cells: module, whose function, which, at which call, before it or after
-    "first cell claimed": ("submit", "module", "claim", 1, False),
+    "first cell claimed": ("rundir", "module", "claim", 1, False),
     "all cells claimed": ("submit", "module", "hand_over", 1, True),
     "one cell knows its array": ("rundir", "module", "note", 1, False),
     "right before sbatch": ("sbatch", "module.Batch", "submit_all", 1, True),

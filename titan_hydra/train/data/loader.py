@@ -161,7 +161,7 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
     news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
     for count, (shard, reason) in enumerate(news.items(), start=len(loader.told) + 1):
         metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
-        if metrics.file:
+        if metrics.events:
             print(f"warning: a shard is left out: {reason}", flush=True)
     loader.hear(news)
 
