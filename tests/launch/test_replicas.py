@@ -120,6 +120,7 @@ def test_the_others_go_on_and_a_killed_group_rejoins_with_equal_weights(launcher
     assert restarts(launcher) == [0, 0, 1, 0]
 
 
+@pytest.mark.slow
 def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher):
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(SLOWLY + KILLED)
