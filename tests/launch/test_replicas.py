@@ -93,6 +93,13 @@ def assert_equal_weights(launcher, groups, step=100):
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
+def finish(launcher, process):
+    """The test has seen what it waited for; now the run goes to its end."""
+    (launcher.folder / "seen").touch()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+
+
 def state(directory, step):
     """Weights and outer state of a group's checkpoint."""
     path = directory / "checkpoints" / f"step-{step:08d}"
@@ -111,9 +118,7 @@ def test_the_others_go_on_and_a_killed_group_rejoins_with_equal_weights(launcher
     os.kill(launcher.rank(2)["pid"], signal.SIGKILL)
     launcher.wait(lambda: meetings(launcher.run_directory)[-1]["groups"] == 3)
     launcher.wait(lambda: meetings(launcher.run_directory)[-1]["joined"] == 1)
-    (launcher.folder / "seen").touch()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    finish(launcher, process)
     assert meetings(launcher.run_directory)[-1]["groups"] == 4
     assert "outer.rank_0.0.momentum" in state(launcher.run_directory, 100)
     assert_equal_weights(launcher, 4)
@@ -129,9 +134,7 @@ def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher
     (launcher.folder / "now").touch()
     launcher.wait(lambda: quorums(launcher, 1)[-1] == 2)
     launcher.wait(lambda: quorums(launcher, 1)[-1] == 3)
-    (launcher.folder / "seen").touch()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    finish(launcher, process)
     assert_equal_weights(launcher, 3)
     assert restarts(launcher) == [1, 0, 0]
     assert steps(launcher, 1) == list(range(1, 101))
@@ -166,9 +169,7 @@ def test_per_step_the_others_state_is_taken_by_all_ranks_of_a_group_or_by_none(l
     (launcher.folder / "now").touch()
     launcher.wait(lambda: (launcher.folder / "lost").exists(), 120)
     launcher.wait(lambda: quorums(launcher, 0)[-1] == 2)
-    (launcher.folder / "seen").touch()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    finish(launcher, process)
     assert_equal_weights(launcher, 2)
     assert steps(launcher, 1) == list(range(1, 101))
 
@@ -179,9 +180,7 @@ def test_a_run_outlives_its_first_group(launcher):
     process = launcher.start(*GROUPS, "fault_tolerance.max_restarts=0", "steps=30")
     launcher.wait(lambda: meetings(launcher.run_directory)[-1]["step"] >= 2, 120)
     os.kill(launcher.rank(0)["pid"], signal.SIGKILL)
-    (launcher.folder / "seen").touch()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    finish(launcher, process)
     assert json.loads((launcher.run_directory / "result.json").read_text())["steps"] == 30
     assert meetings(launcher.run_directory / "replicas" / "1")[-1]["groups"] == 1
 
@@ -196,9 +195,7 @@ def test_per_step_a_group_that_freezes_is_left_out_and_takes_the_others_state_wh
     launcher.wait(lambda: quorums(launcher, 0)[-1] == 2)
     os.kill(launcher.rank(1)["pid"], signal.SIGCONT)
     launcher.wait(lambda: quorums(launcher, 0)[-1] == 3)
-    (launcher.folder / "seen").touch()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    finish(launcher, process)
     assert_equal_weights(launcher, 3)
     assert restarts(launcher) == [0, 0, 0]
     assert steps(launcher, 0) == list(range(1, 101))

@@ -14,7 +14,7 @@ from math import isfinite, lcm
 from operator import attrgetter
 
 from . import checkpoint, cluster, data, pipeline, precision, redact, replicas
-from .fault import Fault, divisors
+from .fault import Fault, below_one, divisors
 from .load import DEGREES, data_parallel, devices_here, ffn_width, known_keys, to_dict, world_size
 from .run import versions
 from .schema import Job
@@ -50,9 +50,7 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 @rule(RANKS)
 def there_are_ranks(job: Job) -> Iterator[Fault]:
     """What a negative number of them leads to would be told of other keys."""
-    for key in ("gpus", "fault_tolerance.replicas"):
-        if attrgetter(key)(job) < 1:
-            yield Fault(key, attrgetter(key)(job), "must be at least 1", legal=(1,))
+    yield from below_one(job, "gpus", "fault_tolerance.replicas")
 
 
 @rule(RANKS)
@@ -85,9 +83,9 @@ def _multiples_around(number: int, base: int) -> tuple[int, ...]:
 def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
     """Names pick from registries; a typo must not fall through to a default."""
     for key, spec in known_keys().items():
-        choices = spec.metadata["choices"]
-        if choices and attrgetter(key)(job) is not None and attrgetter(key)(job) not in choices:
-            yield Fault(key, attrgetter(key)(job), "not one of the choices", legal=choices)
+        choices, value = spec.metadata["choices"], attrgetter(key)(job)
+        if choices and value is not None and value not in choices:
+            yield Fault(key, value, "not one of the choices", legal=choices)
     for tracker in job.metrics.trackers:
         if tracker not in ("tensorboard", "wandb"):
             yield Fault("metrics.trackers", job.metrics.trackers, f"no tracker is called {tracker}", legal=("tensorboard", "wandb"))
@@ -96,24 +94,23 @@ def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
 @rule(VALUES)
 def counts_are_positive(job: Job) -> Iterator[Fault]:
     """Sizes, steps and intervals count things."""
-    for key in ("steps", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
-                "model.multiple_of", "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch",
-                "validation.interval",
-                "validation.steps", "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank",
-                "loss.chunk_tokens", "comm.init_timeout_seconds", "comm.train_timeout_seconds", "profiling.first_step", "profiling.steps"):
-        if attrgetter(key)(job) < 1:
-            yield Fault(key, attrgetter(key)(job), "must be at least 1", legal=(1,))
+    yield from below_one(
+        job, "steps", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.multiple_of",
+        "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch", "validation.interval", "validation.steps",
+        "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank", "loss.chunk_tokens",
+        "comm.init_timeout_seconds", "comm.train_timeout_seconds", "profiling.first_step", "profiling.steps")
     for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",
                 "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every", "seed", "cluster.max_parallel",
                 "comm.health_check_seconds", "data.shuffle_buffer", "data.max_bad_shards"):
-        if not isfinite(attrgetter(key)(job)):
-            yield Fault(key, attrgetter(key)(job), "must be a number")
-        elif attrgetter(key)(job) < 0:
-            yield Fault(key, attrgetter(key)(job), "must not be negative", legal=(0,))
+        value = attrgetter(key)(job)
+        if not isfinite(value):
+            yield Fault(key, value, "must be a number")
+        elif value < 0:
+            yield Fault(key, value, "must not be negative", legal=(0,))
     for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2",
                 "optimizer.muon_momentum", "optimizer.sgd_momentum"):
-        if not 0 <= attrgetter(key)(job) <= 1:
-            yield Fault(key, attrgetter(key)(job), "is a share between 0 and 1")
+        if not 0 <= (value := attrgetter(key)(job)) <= 1:
+            yield Fault(key, value, "is a share between 0 and 1")
 
 
 VALUES.extend(data.VALUES)

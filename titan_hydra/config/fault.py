@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 
@@ -27,6 +28,13 @@ def as_typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{','.join(map(as_typed, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def below_one(job: Any, *keys: str) -> Iterator[Fault]:
+    """The faults of keys that count something and are less than 1."""
+    for key in keys:
+        if (value := attrgetter(key)(job)) < 1:
+            yield Fault(key, value, "must be at least 1", legal=(1,))
 
 
 def nearest(value: Any, legal: Iterable) -> list:

@@ -5,16 +5,14 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
-from .fault import Fault, divisors
+from .fault import Fault, below_one, divisors
 from .schema import Job
 
 
 def replica_groups_have_numbers(job: Job) -> Iterator[Fault]:
     """Groups and steps are counted; one copy alone is what fault_tolerance=off trains."""
     config = job.fault_tolerance
-    for name in ("sync_every", "fragments", "timeout_seconds"):
-        if getattr(config, name) < 1:
-            yield Fault(f"fault_tolerance.{name}", getattr(config, name), "must be at least 1", legal=(1,))
+    yield from below_one(job, *(f"fault_tolerance.{name}" for name in ("sync_every", "fragments", "timeout_seconds")))
     if config.max_restarts < 0:
         yield Fault("fault_tolerance.max_restarts", config.max_restarts, "must not be negative", legal=(0,))
     if not config.outer_lr > 0:

@@ -99,13 +99,13 @@ class Verdict:
 
 def verdict(attempt: Path) -> Verdict | None:
     """Who held the others up in an attempt. None without any rank's dump."""
-    files = [read_json(file) for file in attempt.glob("flight_*.json")]
-    newest = max((content for content in files if content), key=lambda content: content["time"], default=None)
-    if newest is None:
+    found = list(filter(None, map(read_json, attempt.glob("flight_*.json"))))
+    if not found:
         return None
+    newest = max(found, key=lambda content: content["time"])
     # An older one tells of another time: it was asked for then, or is from a replica group's earlier life.
     since = newest["time"] - 2 * newest["timeout"]
-    dumps = {content["rank"]: Dump(content) for content in files if content and content["time"] > since}
+    dumps = {content["rank"]: Dump(content) for content in found if content["time"] > since}
     waits = waits_of(dumps)
     others = {wait.other for wait in waits}
     skipped = {rank: usual for rank, dump in dumps.items() if (usual := dump.left_out())}

@@ -105,14 +105,15 @@ class PerStep:
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Sum over the groups, in place, the same bits in each. After a failure nothing is summed, and the step will not count."""
         for tensor in tensors:
-            if not self.manager.errored():
-                host = tensor.detach().cpu().contiguous()
-                try:
-                    self.channel.allreduce([host], self.exchange).wait()
-                    tensor.copy_(host)  # where it is not the same memory
-                except RuntimeError as error:  # gloo has no others
-                    print(f"step {self.manager.current_step() + 1} is made again: {str(error).splitlines()[0]}", flush=True)
-                    self.manager.report_error(error)
+            if self.manager.errored():
+                break
+            host = tensor.detach().cpu().contiguous()
+            try:
+                self.channel.allreduce([host], self.exchange).wait()
+                tensor.copy_(host)  # where it is not the same memory
+            except RuntimeError as error:  # gloo has no others
+                print(f"step {self.manager.current_step() + 1} is made again: {str(error).splitlines()[0]}", flush=True)
+                self.manager.report_error(error)
         if self.manager.errored():
             # At once, not in the next quorum: a group that still waits for this one here would never come to that.
             self.channel.shutdown()
@@ -168,7 +169,7 @@ class PerStep:
 
     def _agree(self, step: int) -> None:
         """Find a quorum, and take another group's state if it is ahead: all ranks of this group, or none."""
-        before, self.received = self.manager.state_dict(), None
+        before = self.manager.state_dict()
         self.manager.start_quorum()
         steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
         dist.all_reduce(steps, dist.ReduceOp.MIN)
