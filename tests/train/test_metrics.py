@@ -12,8 +12,8 @@ from titan_hydra.train.checkpoint.folder import complete
 from titan_hydra.train.loss import cross_entropy
 from titan_hydra.train.metrics import Clock, truncate
 
-ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib", "step_seconds",
-       "data_seconds", "tokens_seen"}
+ROW = {"step", "loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib",
+       "step_seconds", "data_seconds", "tokens_seen"}
 RESULT = {"status", "hash", "name", "overrides", "steps", "final_loss", "tokens_per_second", "tokens_per_second_iqr", "measured_steps",
           "memory_gib", "mfu", "seconds", "gpu_hours", "world_size", "versions", "git_sha"}
 
@@ -22,7 +22,7 @@ def events(directory):
     return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
 
 
-def test_rows_and_result_have_their_fields_and_agree(tiny, run_job):
+def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     job = tiny("steps=6", "metrics.log_every=2", "validation=on", "validation.interval=3", "validation.steps=2", "gpus=2",
                "data.global_batch=8")
     directory = run_job(job)
@@ -38,7 +38,11 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job):
         assert row["mfu"] is row["memory_gib"] is row["memory_reserved_gib"] is None, "unknown on a CPU"
     assert result.keys() >= RESULT
     assert (result["status"], result["steps"], result["measured_steps"], result["world_size"]) == ("done", 6, 5, 2)
-    assert result["final_loss"] == rows[-1]["loss"]
+    assert result["final_loss"] == rows[-1]["loss_mean"]
+    every = run_job.rows(run_job(tiny("steps=6", "metrics.log_every=1", "gpus=2", "data.global_batch=8"), tmp_path / "every"))
+    losses = {row["step"]: row["loss"] for row in every}
+    assert [row["loss_mean"] for row in rows] == pytest.approx([losses[1], losses[2], (losses[3] + losses[4]) / 2,
+                                                                (losses[5] + losses[6]) / 2])
     assert [(event["event"], event["step"]) for event in events(directory)] == [("validation", 3), ("validation", 6), ("checkpoint", 6)]
     assert result["validation_loss"] == events(directory)[1]["validation_loss"]
     lines = (directory / "attempts/1/rank_0.log").read_text()

@@ -48,11 +48,15 @@ class Interrupts:
         return 128 + self.received[0]
 
 
-def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen | None = None) -> None:
-    """Watch until all ranks of the attempt have ended. `parent` is the ranks' parent process if this launcher has started it."""
+def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen | None = None,
+           label: str = "") -> None:
+    """Watch until all ranks of the attempt have ended.
+
+    `parent` is the ranks' parent process if this launcher has started it; `label` stands before the progress, as "cell 2 of 8".
+    """
     asked = killed = None
     with contextlib.ExitStack() as stack:
-        show = stack.enter_context(_terminal(steps) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
+        show = stack.enter_context(_terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
         echo = Echo(attempt / "rank_0.log", show.line)
         while _running(attempt, parent):
             echo.more()
@@ -149,14 +153,14 @@ class _Lines:
 
 
 @contextlib.contextmanager
-def _terminal(steps: int) -> Iterator[_Terminal]:
+def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
     """A progress line below the log, gone at the end."""
     from rich import progress
 
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+    columns = (progress.TextColumn("{task.fields[label]}{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
                progress.TextColumn("{task.fields[numbers]}"))
     with progress.Progress(*columns, transient=True) as bar:
-        yield _Terminal(bar, bar.add_task("starting", total=steps, numbers=""))
+        yield _Terminal(bar, bar.add_task("starting", total=steps, numbers="", label=label and f"{label}: "))
 
 
 class _Terminal:
@@ -178,5 +182,5 @@ class _Terminal:
             return
         total = self.bar.tasks[0].total
         minutes, seconds = divmod(int((total - status["step"]) * row["step_seconds"]), 60)
-        numbers = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02d} to go"
+        numbers = f"loss {row.get('loss_mean', row['loss']):.4f}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02d} left"
         self.bar.update(self.task, completed=status["step"], description="training", numbers=numbers)

@@ -30,6 +30,7 @@ class Cell:
     overrides: list[str]
     job: Job
     directory: Path
+    of: int  # cells of the command line
 
     @property
     def ranks(self) -> int:
@@ -113,7 +114,7 @@ def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
         where = f"   (cell {number} of {len(composed)}: {redact(' '.join(overrides))})" if len(composed) > 1 else ""
         lines += [f"{fault}{where}" for fault in faults]
         if not faults:
-            cells.append(Cell(number, overrides, job, rundir.directory_of(job)))
+            cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed)))
     return cells, lines
 
 
@@ -249,7 +250,7 @@ def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
 def watch(cell: Cell, attempt: Path, interrupts: Interrupts, parent=None) -> State:
     """Attach to an attempt until it is over, and say how it ended."""
     with interrupts.counted():
-        attach(cell.directory, attempt, cell.job.steps, interrupts, parent)
+        attach(cell.directory, attempt, cell.job.steps, interrupts, parent, f"cell {cell.number} of {cell.of}" if cell.of > 1 else "")
     rundir.end_attempt(attempt)
     return tell(cell)
 

@@ -85,7 +85,9 @@ def result_line(directory: Path) -> str:
     """A finished run in one line."""
     result = read_json(directory / "result.json") or {}
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
-    return f"{directory.name}: done, {result.get('steps')} steps, loss {loss}, {rate} tokens/s per device ({directory}/result.json)"
+    held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f})"
+    return (f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
+            f"({directory}/result.json)")
 
 
 def last_word(directory: Path, state: State) -> str:

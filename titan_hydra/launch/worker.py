@@ -126,6 +126,8 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
     home, folder = folders_of(replica, directory, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)
+    if place.rank == 0:
+        print("loading torch", flush=True)  # some seconds, on a busy machine many
     store = _rendezvous(folder / "rendezvous", group)
 
     from titan_hydra.train import trainer

@@ -9,6 +9,7 @@ import json
 import platform
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -94,6 +95,8 @@ class Metrics:
         self.rows: Rows | None = None  # on rank 0
         self.events: Rows | None = None
         self.trackers: list[Tracker] = []
+        self.losses: list[float] = []  # of the steps since the last row
+        self.mean_loss: float | None = None  # of the last row
         if run.rank == 0:
             self.rows, self.events = (Rows(run.directory / name, resumed_at) for name in ("metrics.jsonl", "events.jsonl"))
             self.trackers = open_trackers(job, run, resumed_at)
@@ -102,16 +105,24 @@ class Metrics:
         """Whether the step gets a row: first of this process, last of the run, or every log_every-th."""
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
-    def record(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """Make the row of a step from the times since the last row. Every rank calls it: memory is the largest over all of them."""
+    def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """Take what a step measured, and make a row if it is due. All ranks call it: memory is the largest over all of them."""
+        self.losses.append(loss)
+        if self.due(step):
+            self._record(step, loss, grad_norm, lr)
+
+    def _record(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """The row of a step, with means over the steps since the last row."""
+        self.mean_loss = sum(self.losses) / len(self.losses)
+        self.losses.clear()
         memory, reserved = self._memory()
         seconds, data_seconds = (sum(column) / len(self.clock.window) for column in zip(*self.clock.window, strict=True))
         self.clock.window.clear()
         rate = self.tokens_per_step / seconds / self.ranks
         row = {
-            "step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": rate, "tflops": self.flops * rate / 1e12,
-            "mfu": self._mfu(rate), "memory_gib": memory, "memory_reserved_gib": reserved, "step_seconds": seconds,
-            "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
+            "step": step, "loss": loss, "loss_mean": self.mean_loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": rate,
+            "tflops": self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory, "memory_reserved_gib": reserved,
+            "step_seconds": seconds, "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
         }
         if self.clock.disturbed:  # times of this row are not to be compared
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
@@ -130,14 +141,14 @@ class Metrics:
             print(f"{name:>10}  step {step}  {shown}", flush=True)
             self._track({"step": step} | {f"{name}/{key}": value for key, value in values.items() if not isinstance(value, str)})
 
-    def result(self, step: int, loss: float | None) -> dict[str, Any]:
+    def result(self, step: int) -> dict[str, Any]:
         """What result.json says of this process: rates over its steady steps, the first step left out."""
         rates = sorted(self.tokens_per_step / seconds / self.ranks for seconds in self.clock.steps)
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
         return {
-            "steps": step, "final_loss": loss, "validation_loss": self.validation_loss, "tokens_per_second": rate,
+            "steps": step, "final_loss": self.mean_loss, "validation_loss": self.validation_loss, "tokens_per_second": rate,
             "tokens_per_second_iqr": quarter[2] - quarter[0] if quarter else None, "measured_steps": len(rates),
             "memory_gib": self.memory_reserved, "mfu": self._mfu(rate), "seconds": seconds,
             "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None, "world_size": self.ranks,
@@ -199,13 +210,15 @@ def device_name(device: torch.device) -> str:
 def console_line(row: dict[str, Any], steps: int) -> str:
     """One row for a person."""
     parts = [
-        f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {row['loss']:.4f}", f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}",
-        f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['tflops']:.2f} tflops",
+        f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
+        f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['tflops']:.2f} tflops",
     ]
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
     if row["memory_reserved_gib"] is not None:
         parts.append(f"memory {row['memory_reserved_gib']:.1f} GiB")
+    if row["step"] < steps:
+        parts.append(f"{timedelta(seconds=round((steps - row['step']) * row['step_seconds']))} left")
     return "  ".join(parts)
 
 

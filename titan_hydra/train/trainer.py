@@ -1,6 +1,7 @@
 """The generalized training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -250,17 +251,18 @@ def train(job: Job, run: Run) -> None:
         if replicas is not None:
             replicas.report_to(metrics.event)
         if run.rank == 0:
-            print("\n".join([start_line(job, trainer, start), *trainer.notes]), flush=True)
+            print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
         try:
             seed = job.checkpoint.name == "seed"
-            loss = None if seed else loop(trainer, loader, held_out, checkpointer, metrics, replicas, watch, start)
-            if seed:
+            if not seed:
+                loop(trainer, loader, held_out, checkpointer, metrics, replicas, watch, start)
+            else:
                 checkpointer.save_weights(checkpointer.folder / "step-00000000", job.model)
             if job.checkpoint.export_dtype:
                 checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
             checkpointer.close()
             if run.rank == 0:
-                result = metrics.result(0 if seed else job.steps, loss)
+                result = metrics.result(0 if seed else job.steps)
                 for directory in {run.directory, run.home if replicas and replicas.leads else run.directory}:
                     write_result(job, directory, result)
         finally:
@@ -275,9 +277,9 @@ def train(job: Job, run: Run) -> None:
 def loop(
     trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics,
     replicas: Replicas | PerStep | None, watch: Watchdog, start: int,
-) -> float | None:
-    """The steps after `start`, up to the last. Returns the last step's loss."""
-    job, clock, loss = trainer.job, metrics.clock, None
+) -> None:
+    """The steps after `start`, up to the last."""
+    job, clock = trainer.job, metrics.clock
     garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model, trainer.masters.weights)
     profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
     step, first, batch = start, True, None
@@ -316,8 +318,7 @@ def loop(
         clock.stop()
         if bad_shards:
             report_bad_shards(loader, metrics, step)
-        if metrics.due(step):
-            metrics.record(step, loss, grad_norm, lr)
+        metrics.step(step, loss, grad_norm, lr)
         if replicas is not None:
             watch.at("meeting")
             step, missed = replicas.after_step(step, loss)
@@ -335,7 +336,6 @@ def loop(
             first = False
         garbage.step(step)
     profiler.close()
-    return loss
 
 
 def batch_of(step: int, loader: Loader, last: Batch | None) -> Batch:
@@ -373,6 +373,17 @@ def start_line(job: Job, trainer: Trainer, start: int) -> str:
         f"{job.precision.name}; global batch {job.data.global_batch} ({accumulation} accumulation), sequence {job.data.seq_len}; "
         f"steps {start + 1} to {job.steps}"
     )
+
+
+def slow_formats(job: Job, device: torch.device) -> list[str]:
+    """What a person should know of the number format on this device: a CPU without bfloat16 instructions emulates it."""
+    if device.type != "cpu" or job.precision.compute_dtype != "bfloat16":
+        return []
+    with contextlib.suppress(OSError):
+        features = set(Path("/proc/cpuinfo").read_text().split())
+        if not features & {"avx512_bf16", "amx_bf16", "bf16"}:
+            return ["note: this CPU has no bfloat16 instructions and emulates them; precision=fp32 is faster here"]
+    return []
 
 
 def write_result(job: Job, directory: Path, measured: dict) -> None:
