@@ -30,6 +30,7 @@ def main(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
     from .verify import STEPS, verify
 
     cases = [case for case in MATRIX if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
