@@ -51,8 +51,7 @@ ALONE = [
     run("muon", "optimizer=muon"),
     run("validation", "validation=on", "validation.interval=2", "validation.steps=2", like=(), within=1e-3),
     run("float8 rowwise", *ROWWISE, like=(), within=0.02),
-    run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02,
-        gpu="torchao's linears ask for CUDA's autocast"),
+    run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02),
     run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
     run("mxfp8 is refused in one line", "precision=mxfp8", check="refuses", words="MXFP8 matmuls need a GPU of capability 10.0"),
     run("attention cudnn", "model.attention=cudnn", like=MATH, within=5e-3, gpu=KERNEL),
@@ -68,6 +67,7 @@ ALONE = [
     run("a second run's memory is its own", check="own_memory", gpu=CUDA),
     Case("launch.py, cluster=local", "launches", seconds=180),
     Case("two workers: checkpoint, resume, other layout", "two_workers", seconds=300),
+    Case("two workers: one sleeps, time-out is 77", "times_out", seconds=200),
     run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
     run("compile, chunked loss, documents", *BLOCK, *CHUNKED, *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3, seconds=180),
     *(run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
@@ -80,9 +80,9 @@ ALONE = [
 PLACE = ("cluster.gpus_per_node=16",)
 # Heads wide enough for cuDNN and flash; vocabulary small, so that the loss is not all there is.
 WIDE = (*PLACE, "model.dim=256", "model.n_heads=4", "model.n_kv_heads=2", "data.seq_len=256", "data.global_batch=8")
-FP32 = {"loss": 2e-5, "norm": 2e-5, "gradients": 5e-5}
-BF16 = {"loss": 2e-3, "norm": 2e-2, "gradients": 5e-2}
-COARSE = {"loss": 5e-3, "norm": 5e-2, "gradients": 0.4}  # Float8's own rounding, which takes another way on every layout
+FP32 = {"loss": 2e-5, "norm": 2e-5, "gradients": 5e-5, "weights": 1e-2}
+BF16 = {"loss": 5e-4, "norm": 2e-3, "gradients": 2e-2, "weights": 0.3}
+COARSE = {"loss": 5e-3, "norm": 5e-2, "gradients": 0.4, "weights": 1.0}  # Float8's own rounding, which every layout does in its way
 
 
 def layout(name: str, ranks: int, *overrides: str, precision: str = "bf16", tolerance: dict[str, float] = BF16, gpu: str = "",
@@ -97,11 +97,17 @@ def agrees(case: Layout, gpu: str = "", seconds: int = 90) -> Case:
     return Case(case.name, "agrees", {"layout": case}, case.ranks, True, gpu, seconds)
 
 
+def on_gpu(case: Layout) -> Layout:
+    """A case of the acceptance matrix with the tolerances of a GPU's sums, unless its own are wider."""
+    wider = {name: max(value, getattr(case, name)) for name, value in FP32.items()}
+    return dataclasses.replace(case, base=(*PLACE, *case.base), reference="process", **wider)
+
+
 SHORT = [  # of the acceptance matrix, in fp32 without TF32
     "fsdp 2", "ddp 2", "simple_fsdp 2", "tp 2, sequence parallel on, loss parallel on", "cp 2, ulysses, sequence 32",
     *(f"pp 2, {schedule}, accumulation 1" for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v")),
     "linear_cross_entropy, fsdp 2, vocabulary 2047", "hsdp 4", "fsdp 4, uneven mask, accumulation 4", "fsdp 4, tp 2",
-    "fsdp 4, cp 2, ulysses", "fsdp 2, pp 2, zbv", "pp 2, tp 2, zbv, loss parallel on",
+    "hsdp 4, muon", "fsdp 4, cp 2, ulysses", "fsdp 2, pp 2, zbv", "pp 2, tp 2, zbv, loss parallel on",
 ]
 BY_NAME = {case.name: case for case in MATRIX}
 TP, CP = ("parallelism=tp", "data.local_batch=8"), ("parallelism=cp", "data.local_batch=8")
@@ -110,7 +116,7 @@ TORCH = "needs GPUs that read each other's memory"
 TOGETHER = [
     Case("collectives are recorded", "records", ranks=2, world=True),
     Case("a device that another process fills is unfit", "taken", ranks=2, world=True, gpu=CUDA),
-    *(agrees(dataclasses.replace(BY_NAME[name], base=(*PLACE, *BY_NAME[name].base), **FP32)) for name in SHORT),
+    *(agrees(on_gpu(BY_NAME[name])) for name in SHORT),
     layout("fsdp 2", 2, "parallelism=fsdp", "data.local_batch=4"),
     layout("hsdp 4", 4, "parallelism=hsdp", "data.local_batch=2"),
     layout("tp 2", 2, *TP),

@@ -4,6 +4,7 @@ A case that raises, dies or hangs ends its set; the row says so, and the cases a
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -46,7 +47,7 @@ def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, 
         if case.gpu and not gpu:
             yield Row(case.name, case.ranks, "skipped", error=case.gpu)
     able = [case for case in cases if gpu or not case.gpu]
-    bases = {(str(case.options["layout"].base), case.options["layout"].uneven_mask): case for case in able if case.check == "agrees"}
+    bases = {(layout.base, layout.uneven_mask, layout.documents): case for case in able if (layout := case.options.get("layout"))}
     references = [f"reference of {case.name}" for case in bases.values()]
     sets = [(1, False, [case.name for case in able if not case.world]), (1, True, references)]
     sets += [(ranks, True, [case.name for case in able if case.world and case.ranks == ranks])
@@ -87,7 +88,7 @@ class Processes:
                  "NCCL_HOSTID": f"host{rank}"}
         with (self.folder / f"rank_{rank}.log").open("wb") as log:
             return subprocess.Popen([sys.executable, str(HERE / "gpu_rank.py"), str(self.folder), str(rank)], stdout=log, stderr=log,
-                                    stdin=subprocess.DEVNULL, env=self.environment | place)
+                                    stdin=subprocess.DEVNULL, env=self.environment | place, start_new_session=True)
 
     def run(self, limits: dict[str, int], until: float) -> Iterator[Row]:
         """The rows of the cases that ended, the last of which may not have passed; then its ranks' logs are in logs.txt."""
@@ -125,7 +126,7 @@ class Processes:
     def hung(self, name: str, took: float) -> Row:
         """The row of a case that did not end in its time, with the stacks of its ranks."""
         for process in self.processes:
-            process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGABRT)
         time.sleep(1)
         return Row(name, self.ranks, "hung", round(took, 1), error="\n".join(self.tail(rank) for rank in range(self.ranks)))
 
@@ -139,7 +140,8 @@ class Processes:
                 file.write(f"=== {name}, rank {rank}\n" + (self.folder / f"rank_{rank}.log").read_text(errors="replace")[-20_000:])
 
     def kill(self) -> None:
-        """End the set."""
+        """End the set, with what its checks have started."""
         for process in self.processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -6,11 +6,11 @@ error_RANK.txt and ends the process. What is printed goes to rank_RANK.log.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -31,17 +31,16 @@ from titan_hydra.train.world import world
 
 def main(folder: Path, rank: int) -> None:
     """Run the plan's cases."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.enable()  # a rank that hangs gets SIGABRT
     plan = json.loads((folder / "plan.json").read_text())
     if not plan["gpu"]:
         torch.set_num_threads(1)
     compose_quickly()
-    here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank, Run(folder, folder, rank, 0, plan["ranks"]),
-                           torch.device("cuda" if plan["gpu"] else "cpu"))
+    here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank)
     known = {case.name: case for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]}
     known |= {f"reference of {case.name}": case for case in known.values()}
-    with joined(here) if plan["world"] else contextlib.nullcontext():
+    with joined(here, Run(folder, folder, rank, 0, plan["ranks"])) if plan["world"] else contextlib.nullcontext() as device:
+        here = dataclasses.replace(here, device=device)
         for number, name in enumerate(plan["cases"]):
             if rank == 0:
                 write_json(folder / "begun.json", {"number": number})
@@ -55,11 +54,10 @@ def main(folder: Path, rank: int) -> None:
                 write_json(folder / f"done_{number}.json", {"facts": facts, "seconds": time.monotonic() - began})
 
 
-def joined(here: gpu_checks.Here) -> contextlib.AbstractContextManager:
+def joined(here: gpu_checks.Here, run: Run) -> contextlib.AbstractContextManager[torch.device]:
     """The process group of all ranks, each with the first device, as a run joins it."""
-    store = dist.FileStore(str(here.run.directory / "store"), here.run.world_size)
-    job = here.job("cluster=local", "cluster.gpus_per_node=16")
-    return world(job, Run(here.run.directory, here.run.attempt, here.rank, 0, here.run.world_size, store))
+    store = dist.FileStore(str(run.directory / "store"), run.world_size)
+    return world(here.job("cluster=local", "cluster.gpus_per_node=16"), dataclasses.replace(run, store=store))
 
 
 def tidy(here: gpu_checks.Here) -> None:
