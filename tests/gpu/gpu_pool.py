@@ -58,7 +58,7 @@ def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, 
         while waiting:
             some = waiting.pop(0)
             if some and time.monotonic() > until:
-                yield from (Row(name, ranks, "not run", error="time was up") for name in some if name in limits)
+                yield from (Row(name, ranks, "not run", error="time was up") for name in some if name in limits)  # and no references
                 continue
             processes = Processes(folder, ranks, world, some, gpu, dry, environment or dict(os.environ))
             count = 0
