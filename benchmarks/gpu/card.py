@@ -24,6 +24,7 @@ def main(device: str) -> None:
     found = {"device": device_name(where), "cores": len(os.sched_getaffinity(0)), **versions(), "torch": torch.__version__,
              "commit": commit()}
     if device == "cuda":
+        torch.empty(2**20, device=where)  # fails here where the environment's allocator settings do not suit the card
         found |= {"memory_gib": torch.cuda.get_device_properties().total_memory / 2**30, "peak_flops": peak_flops(where),
                   "capability": torch.cuda.get_device_capability(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
                   "nccl": ".".join(map(str, torch.cuda.nccl.version())), "smi": smi()}

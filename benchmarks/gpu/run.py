@@ -170,7 +170,7 @@ def ended(status: int | None, text: str) -> str:
 def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
     """The figures of a row that ended well: of the windows after the first."""
     if row.tool == "torchtitan":
-        found = json.loads(text.splitlines()[-1])
+        found = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"windows"')))
         first, steady, flops = found["first_step_seconds"], found["windows"], found["flops_per_token"]
     else:
         (file,) = scratch.glob("runs/*/metrics.jsonl")

@@ -68,12 +68,6 @@ ALONE = [
     Case("launch.py, cluster=local", "launches", seconds=180),
     Case("two workers: checkpoint, resume, other layout", "two_workers", seconds=300),
     Case("two workers: one sleeps, time-out is 77", "times_out", seconds=200),
-    run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
-    run("compile, chunked loss, documents", *BLOCK, *CHUNKED, *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3, seconds=180),
-    *(run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
-      for mode in ("full", "op", "lean", "memory_budget")),
-    run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
-    run("compile, float8 tensorwise", *BLOCK, *TENSORWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
 ]
 
 # Several ranks on one GPU are more than the machine's devices; the checks of a cell would refuse that.
@@ -81,7 +75,7 @@ PLACE = ("cluster.gpus_per_node=16",)
 # Heads wide enough for cuDNN and flash; vocabulary small, so that the loss is not all there is.
 WIDE = (*PLACE, "model.dim=256", "model.n_heads=4", "model.n_kv_heads=2", "data.seq_len=256", "data.global_batch=8")
 FP32 = {"loss": 2e-5, "norm": 2e-5, "gradients": 5e-5, "weights": 1e-2}
-BF16 = {"loss": 5e-4, "norm": 2e-3, "gradients": 2e-2, "weights": 0.3}
+BF16 = {"loss": 1e-3, "norm": 2e-3, "gradients": 3e-2, "weights": 0.3}
 COARSE = {"loss": 5e-3, "norm": 5e-2, "gradients": 0.4, "weights": 1.0}  # Float8's own rounding, which every layout does in its way
 
 
@@ -136,7 +130,16 @@ TOGETHER = [
     layout("fsdp 4, async tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", *BLOCK, "parallelism.async_tp=true", gpu=TORCH,
            seconds=180),
 ]
-CASES = [*ALONE, *TOGETHER]
+# Last, as they take longest.
+COMPILED = [
+    run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
+    run("compile, chunked loss, documents", *BLOCK, *CHUNKED, *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3, seconds=180),
+    *(run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
+      for mode in ("full", "op", "lean", "memory_budget")),
+    run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+    run("compile, float8 tensorwise", *BLOCK, *TENSORWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+]
+CASES = [*ALONE, *sorted(TOGETHER, key=lambda case: case.ranks), *COMPILED]
 
 # What the kit itself is tested with: three of the four end as cases should not.
 FAULTS = [

@@ -5,6 +5,7 @@ A case that raises, dies or hangs ends its set; the row says so, and the cases a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -41,17 +42,19 @@ class Row:
 
 
 def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, environment: dict[str, str] | None = None) -> Iterator[Row]:
-    """Run cases and yield their rows as they end; nothing begins after so many seconds. References of layouts come before them."""
+    """Run cases in their order and yield rows as they end; nothing begins after so many seconds.
+
+    Neighbours with as many ranks share processes. What layouts are compared with runs before the first of them.
+    """
     until = time.monotonic() + seconds
     for case in cases:
         if case.gpu and not gpu:
             yield Row(case.name, case.ranks, "skipped", error=case.gpu)
     able = [case for case in cases if gpu or not case.gpu]
     bases = {(layout.base, layout.uneven_mask, layout.documents): case for case in able if (layout := case.options.get("layout"))}
-    references = [f"reference of {case.name}" for case in bases.values()]
-    sets = [(1, False, [case.name for case in able if not case.world]), (1, True, references)]
-    sets += [(ranks, True, [case.name for case in able if case.world and case.ranks == ranks])
-             for ranks in sorted({case.ranks for case in able if case.world})]
+    sets = [(*kind, [case.name for case in some]) for kind, some in itertools.groupby(able, lambda case: (case.ranks, case.world))]
+    first = next((number for number, (_, world, _) in enumerate(sets) if world), 0)
+    sets.insert(first, (1, True, [f"reference of {case.name}" for case in bases.values()]))
     limits = {case.name: case.seconds for case in cases}
     for ranks, world, names in sets:
         waiting = [names[first:first + PER_SET] for first in range(0, len(names), PER_SET)] if world else [names]
