@@ -1,7 +1,8 @@
-"""What is tested on one GPU, one line a case: its name, the check that runs it (gpu_checks.py), on how many ranks. Imports no torch.
+"""What is tested on one GPU, one line a case: its name, the check that runs it, on how many ranks. Imports no torch.
 
-A check is called with the case's options. Cases of several ranks are layouts of the acceptance matrix and of this file; all their ranks
-share the one GPU. `gpu` says why a case is left out on a CPU; every other case also runs there, over gloo.
+Checks stand in gpu_checks.py, those of ranks that share a process group in gpu_together.py. A check is called with the case's options.
+Cases of several ranks are layouts of the acceptance matrix and of this file; all their ranks share the one GPU. `gpu` says why a case is
+left out on a CPU; every other case also runs there, over gloo.
 """
 from __future__ import annotations
 
@@ -143,6 +144,6 @@ CASES = [*ALONE, *sorted(TOGETHER, key=lambda case: case.ranks), *COMPILED]
 
 # What the kit itself is tested with: three of the four end as cases should not.
 FAULTS = [
-    Case("hangs", "hangs", seconds=3), Case("raises", "raises"), Case("well after", "nothing"),
+    Case("hangs", "hangs", world=True, seconds=3), Case("raises", "raises", world=True), Case("well after", "nothing", world=True),
     Case("a rank is killed", "dies", ranks=2, world=True),
 ]

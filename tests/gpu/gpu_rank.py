@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gpu_cases
 import gpu_checks
+import gpu_together
 import torch
 import torch.distributed as dist
 
@@ -46,7 +47,7 @@ def main(folder: Path, rank: int) -> None:
                 write_json(folder / "begun.json", {"number": number})
             began, case = time.monotonic(), known[name]
             check = "reference" if name.startswith("reference of ") else case.check
-            facts = getattr(gpu_checks, check)(here, **case.options)
+            facts = getattr(gpu_together if plan["world"] else gpu_checks, check)(here, **case.options)
             tidy(here)
             if plan["world"]:
                 dist.barrier()
