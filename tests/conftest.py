@@ -1,14 +1,29 @@
 """What all tests share: a few ranks on this machine, one thread a process, since they run on few cores, and no network."""
 import multiprocessing as mp
 import os
+import subprocess
+import sys
 import time
 import traceback
 
 import pytest
 
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # hidden from all tests but tests/gpu: the others are about ranks on CPUs
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+
+
+@pytest.fixture(scope="session")
+def card():
+    """The environment of a process that may use this machine's GPU. Skips where there is none."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment |= {} if GPUS is None else {"CUDA_VISIBLE_DEVICES": GPUS}
+    question = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    if subprocess.run([sys.executable, "-c", question], env=environment).returncode:
+        pytest.skip("no CUDA device here; python tests/gpu/run.py --device cpu --dry-run goes the same way over gloo")
+    return environment
 
 
 @pytest.fixture

@@ -40,3 +40,16 @@ def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
         assert all(len(flight.collectives()[-1]["stack"]) <= 2 * flight.FRAMES for _ in range(2))
 
     on_ranks(4, task)
+
+
+def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch):
+    """A group on GPUs has gloo's recorder and NCCL's, each with its own numbers; NCCL's sends and receives cannot be compared."""
+    def entry(name, time, p2p=False):
+        return {"process_group": ("0", "default_pg"), "profiling_name": name, "collective_seq_id": 3, "p2p_seq_id": 9, "is_p2p": p2p,
+                "input_sizes": [[2]], "state": "completed", "retired": True, "time_created_ns": time, "frames": []}
+
+    recorders = [[entry("gloo:barrier", 2e9)], [entry("nccl:all_reduce", 1e9), entry("nccl:send 0->1", 3e9, p2p=True)]]
+    monkeypatch.setattr(flight, "RECORDERS", [lambda *_, found=found: pickle.dumps({"entries": found, "pg_status": {len(found): 1}})
+                                              for found in recorders])
+    assert [(one["backend"], one["op"], one["seq"]) for one in flight.collectives()] == [("nccl", "all_reduce", 3), ("gloo", "barrier", 3)]
+    assert "{1: 1}" in flight.progress()[0] and "{2: 1}" in flight.progress()[0]

@@ -76,10 +76,10 @@ class Dump:
 
 
 def series(rank: int, one: Operation) -> tuple:
-    """What numbers an operation: its group, or the way between two ranks."""
+    """What numbers an operation: its group and back end (a group on GPUs has NCCL and gloo), or the way between two ranks."""
     if "peer" in one:
         return ("message", rank, one["peer"]) if one["op"] == "send" else ("message", one["peer"], rank)
-    return (one["mesh"], tuple(one["ranks"]))
+    return (one["mesh"], tuple(one["ranks"]), one.get("backend"))
 
 
 def signature(one: Operation) -> tuple:

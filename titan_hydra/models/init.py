@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.config.schema import Model
 
 CHUNK = 1 << 16  # elements at a time: the int64 scratch (0.5 MiB) stays in a core's cache
+GPU_CHUNK = 1 << 22  # the same on a GPU, where 8 billion parameters in small chunks would be four million launches
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put into names
 
 
@@ -56,7 +57,8 @@ def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
         return
     offsets, _ = local_box(parameter)
     strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim())]
-    rows = max(1, CHUNK // max(1, math.prod(local.shape[1:])))
+    chunk = CHUNK if local.device.type == "cpu" else GPU_CHUNK
+    rows = max(1, chunk // max(1, math.prod(local.shape[1:])))
     for start in range(0, local.shape[0] if local.numel() else 0, rows):
         part = local[start : start + rows]
         index = torch.zeros(part.shape, dtype=torch.int64, device=part.device)

@@ -1,6 +1,7 @@
-"""The flight recorder of a rank: its last collectives, by torch's own recorder, and where it is, in a file that `titan flight` reads.
+"""The flight recorder of a rank: its last collectives, by torch's own recorders, and where it is, in a file that `titan flight` reads.
 
-torch records what NCCL and gloo do, but gloo's sends and receives between pipeline stages: those are counted here.
+torch has one recorder for gloo and another for NCCL. gloo's omits sends and receives between pipeline stages: those are counted here.
+Those of NCCL are not: a count would keep their tensors in the device's memory.
 """
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ from titan_hydra.parallel.mesh import Mesh
 
 RECORDED = 2000  # collectives that torch keeps
 WRITTEN = 400  # of these go into a dump
+# One recorder for each back end; a torch that is built without CUDA has only gloo's.
+RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
 FRAMES = 3  # of a stack, innermost first, and as many that are not torch's
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()  # of sends to and receives from each rank
@@ -69,8 +72,8 @@ def record_messages() -> None:
 
 def progress() -> tuple:
     """Something that changes whenever a collective, a send or a receive is begun or ends. Costs microseconds."""
-    state = pickle.loads(c10d._dump_fr_trace(False, False, False))  # our own process's, not a file
-    return str(state.get("pg_status")), sum(_counts.values())
+    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # our own process's, not a file
+    return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 
 def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
@@ -99,10 +102,12 @@ def groups(mesh: Mesh | None) -> dict[str, dict]:
 
 
 def collectives() -> list[dict]:
-    """The last collectives of torch's recorder, oldest first."""
-    entries = pickle.loads(c10d._dump_fr_trace(True, True, False)).get("entries", [])
+    """The last collectives of torch's recorders, oldest first."""
+    entries = [entry for dump in RECORDERS for entry in pickle.loads(dump(True, True, False)).get("entries", [])
+               if not entry["is_p2p"]]  # NCCL numbers sends and receives on each rank for itself: they cannot be compared
+    entries.sort(key=lambda entry: entry["time_created_ns"])
     return [{
-        "group": entry["process_group"][0], "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        "group": entry["process_group"][0], "backend": entry["profiling_name"].partition(":")[0], "seq": entry["collective_seq_id"],
         "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"], "sizes": entry["input_sizes"], "done": done(entry),
         "time": entry["time_created_ns"] / 1e9,
         "stack": callers(entry.get("frames", [])),

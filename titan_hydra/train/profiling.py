@@ -99,7 +99,7 @@ class Profiler:
         """Begin or end the history of allocations, on CUDA; says whether there is one."""
         wanted = self.config.memory and self.device.type == "cuda"
         if wanted and on:
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
         return wanted
 
 

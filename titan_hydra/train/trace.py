@@ -18,10 +18,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-CLASSES = ("optimizer", "attention", "matmul", "other", "communication", "idle")
+CLASSES = ("optimizer", "attention", "matmul", "loss", "casts", "other", "communication", "idle")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 NAMES = (  # the first that is found in a name; operators are aten::..., all else are kernels or ranges
     ("communication", r"nccl|gloo:|c10d|symm_mem|record_param_comms"),
+    ("loss", r"soft_?max|nll_loss|cross_entropy|logsumexp"),
+    ("casts", r"triton.*(amax|clamp)|aten::(copy_|cat|clone)$|copy_kernel|memcpy|memset|CatArray|chunk_cat"),
+    ("other", r"^triton_"),  # the compiler's kernels bear the names of all operators that they fuse
     ("optimizer", r"Optimizer\.step|adam|multi_tensor_apply|_foreach_|_fused_"),
     ("attention", r"attention|flash|fmha|sdpa|_sdp"),
     ("matmul", r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|gemm|cublas|cutlass|nvjet|xmma"),

@@ -34,6 +34,7 @@ def main(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
     from .sampler import draw
     from .verify import STEPS, verify
 

@@ -23,6 +23,10 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
     set_determinism(job)
     flight.configure(run)
     device = health.check_device(run, job.comm)
+    if device.type == "cuda":  # what an earlier run in this process (cluster=inline) still holds would count for this one's peak
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=run.store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=job.comm.init_timeout_seconds),

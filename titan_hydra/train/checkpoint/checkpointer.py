@@ -69,9 +69,11 @@ class Checkpointer:
         self.on = self.config.name != "off"
         # Its own group, so that a thread that saves never meets the step's collectives; gloo, since it talks of host memory.
         self.group = dist.new_group(backend="gloo", timeout=LONGEST) if self.on else None
+        self.stager = self._new_stager() if self.config.name in ("async", "async_pinned") else None
+
+    def _new_stager(self) -> DefaultStager:
         pinned = self.config.name == "async_pinned" and torch.cuda.is_available()
-        overlapped = self.config.name in ("async", "async_pinned")
-        self.stager = DefaultStager(StagingOptions(pinned, False, True, pinned)) if overlapped else None
+        return DefaultStager(StagingOptions(pinned, False, True, pinned))
 
     @property
     def folder(self) -> Path:
@@ -146,6 +148,9 @@ class Checkpointer:
                 flight.written.set_exception(error)
             flight.seconds = time.perf_counter() - flight.began
             return
+        if not self.stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 empties a stager after each copy
+            self.stager.close()
+            self.stager = self._new_stager()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
         response = dcp.async_save(content, storage_writer=flight.writer, process_group=self.group, async_stager=self.stager)

@@ -1,0 +1,61 @@
+"""Split a step of a list's rows into matmul, attention, casts, optimizer, loss, gaps: python benchmarks/gpu/profile.py LIST [--only TEXT]
+
+Runs the rows of run.py with torch's profiler over their last two steps, for both tools, and reads both traces with
+titan_hydra/train/trace.py: milliseconds a step, each moment counted once. Writes FOLDER/profile.jsonl at once, one line a row. A
+profiler slows steps down (most where a CPU is what limits them): rates are run.py's.
+"""
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import run
+
+from titan_hydra.train import trace
+
+COLUMNS = ("matmul", "attention", "casts", "optimizer", "loss", "other", "communication", "idle")
+
+
+def main() -> int:
+    args = run.parse()
+    until = time.monotonic() + args.seconds
+    rows = run.chosen(args)
+    header, environment = run.card(args.device)
+    print("command: " + " ".join(sys.argv), *(f"{name}: {value}" for name, value in header.items()), "",
+          f"{'tool':<12}{'row':<36}" + "".join(f"{name if name != 'idle' else 'gaps':>14}" for name in (*COLUMNS, "ms a step")), sep="\n")
+    failed = 0
+    with (args.out / "profile.jsonl").open("a", buffering=1) as file, tempfile.TemporaryDirectory() as folder:
+        file.write(json.dumps({"command": sys.argv, "card": header}) + "\n")
+        for number, row in enumerate(rows):
+            if (left := until - time.monotonic()) < run.LEAST:
+                found: dict[str, Any] = {"name": row.name, "tool": row.tool, "status": "not run"}
+            else:
+                place = Path(folder) / f"{number}.json.gz"
+                found = run.measure(row, min(left, args.row_seconds), environment, args.out / "rows.log", place)
+                if found["status"] == "done":
+                    found |= split(place)
+            failed += found["status"] != "done"
+            file.write(json.dumps(found) + "\n")
+            values = [f"{found[name]:.2f}" for name in (*COLUMNS, "ms")] if found["status"] == "done" else [found["status"]]
+            print(f"{row.tool:<12}{row.name:<36}" + "".join(f"{value:>14}" for value in values), flush=True)
+    return int(failed > 0)
+
+
+def split(file: Path) -> dict[str, Any]:
+    """Milliseconds a step by class, and the longest kernels, of a trace."""
+    with gzip.open(file, "rt") as content:
+        summary = trace.summarize(json.load(content)["traceEvents"])
+    step = 1000 * summary.seconds / summary.steps
+    longest = [[name[:120], round(1000 * seconds / summary.steps, 3), calls] for name, seconds, calls in summary.top[:40]]
+    return {"ms": step, **{name: share * step for name, share in summary.shares.items()}, "longest": longest}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Measure titan_hydra beside TorchTitan's own trainer on one GPU: python benchmarks/gpu/run.py LIST ... [--out FOLDER]
+
+A LIST is a file of lists/ (8b_block) or the path of one: rows that each run in a process of their own with a deadline of their own, so
+that a row that fails, or a machine that is taken away, costs one row. Writes FOLDER/rows.jsonl at once, one line a row, and the table so
+far to table.txt. With --device cpu the rows run on the CPU; --dry-run makes them tiny, to see that all of it works.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# dim, layers, heads, key/value heads, feed-forward width, vocabulary. Heads have weights of their own, as in TorchTitan's model.
+SHAPES = {
+    "8b": (4096, 32, 32, 8, 14336, 128256), "3b": (3072, 28, 24, 8, 8192, 128256), "1b": (2048, 16, 32, 8, 8192, 128256),
+    "debug": (256, 4, 4, 2, 768, 4096),
+}
+RECIPES = {"rowwise": "float8_rowwise", "tensorwise": "float8_tensorwise", "bf16": "bf16"}
+LEAST = 25  # seconds: with fewer left no row begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement. What both tools know stands in the same words; `overrides` are ours alone, `wrap` is TorchTitan's.
+
+    `against` names the row of the same list that this one's tokens per second are divided by.
+    """
+
+    name: str
+    tool: str  # titan_hydra or torchtitan
+    shape: str
+    seq_len: int
+    batch: int
+    layers: int = 0  # 0: the shape's own
+    against: str = ""
+    precision: str = "bf16"  # or rowwise, rowwise_with_gw_hp, tensorwise
+    ac: str = "none"
+    compile: bool = True
+    steps: int = 20
+    window: int = 5  # steps of a measurement; the first window is left out, and the median of the others counts
+    wrap: str = "native"  # native: autocast, as on one GPU; fsdp: FSDP2 over one rank, as TorchTitan runs on several
+    float8_all_gather: bool = False
+    overrides: tuple[str, ...] = ()
+    cpu: bool = False
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """dim, layers, heads, key/value heads, feed-forward width, vocabulary."""
+        dim, layers, *rest = SHAPES[self.shape]
+        return dim, self.layers or layers, *rest
+
+
+def read(name: str, changes: dict[str, Any]) -> list[Row]:
+    """The rows of a list. Raises SystemExit(2) where it cannot be read as one."""
+    file = Path(name) if name.endswith(".yaml") else HERE / "lists" / f"{name}.yaml"
+    try:
+        content = yaml.safe_load(file.read_text())
+        rows = content.pop("rows")
+        found = [Row(**{**content, **row, **changes, "overrides": tuple(row.get("overrides", ()))}) for row in rows]
+        for row in found:
+            if row.against and row.against not in [other.name for other in found]:
+                raise ValueError(f"{row.name}: no row is called {row.against}")
+            row.dimensions  # noqa: B018 - raises where the shape is unknown
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        lists = ", ".join(sorted(path.stem for path in (HERE / "lists").glob("*.yaml")))
+        print(f"{file}: cannot be read as a list of rows ({type(error).__name__}: {error}); there are: {lists}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return found
+
+
+def tiny(row: Row) -> Row:
+    """The same row for seconds."""
+    return dataclasses.replace(row, shape="debug", layers=2, seq_len=64, batch=min(row.batch, 2), steps=6, window=2)
+
+
+# --- one row ----------------------------------------------------------------------------------------------------------------------
+
+
+def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
+    """What runs the row."""
+    if row.tool == "torchtitan":
+        settings = json.dumps(dataclasses.asdict(row) | {"dimensions": row.dimensions, "trace": str(trace or "")})
+        return [sys.executable, "-P", str(HERE / "torchtitan_row.py"), settings]  # this folder's profile.py is not Python's
+    profiled = [] if trace is None else ["profiling=on", f"profiling.first_step={row.steps - 1}", "profiling.steps=2"]
+    return [sys.executable, str(ROOT / "launch.py"), *overrides(row), *profiled, f"paths.runs={scratch}/runs"]
+
+
+def overrides(row: Row) -> list[str]:
+    """The row as a command line of ours."""
+    dim, layers, heads, kv_heads, width, vocabulary = row.dimensions
+    emulated = row.cpu and row.precision != "bf16"
+    precision = [f"precision={RECIPES.get(row.precision, 'float8_rowwise')}"]
+    if row.precision == "rowwise_with_gw_hp":
+        precision.append("precision.recipe=rowwise_with_gw_hp")
+    wanted = [
+        "cluster=inline", "parallelism=single", "data=synthetic", "checkpoint=off", "model=llama3_debug", f"model.dim={dim}",
+        f"model.n_layers={layers}", f"model.n_heads={heads}", f"model.n_kv_heads={kv_heads}", f"model.multiple_of={width}",
+        f"model.vocab_size={vocabulary}", f"data.seq_len={row.seq_len}", f"data.local_batch={row.batch}", f"steps={row.steps}",
+        f"metrics.log_every={row.window}", "lr_scheduler.warmup_steps=2", f"ac={row.ac}", *precision,
+        *(["precision.emulate=true"] if emulated else []),
+        *(["compile=block"] if row.compile and not emulated else []),
+        *(["compile.backend=aot_eager"] if row.compile and row.cpu and not emulated else []),
+    ]
+    given = {override.partition("=")[0] for override in row.overrides}
+    return [override for override in wanted if override.partition("=")[0] not in given] + list(row.overrides)
+
+
+def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, trace: Path | None = None) -> dict[str, Any]:
+    """Run a row and return what it measured, or how it failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder)
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}  # first steps compile anew
+        with (scratch / "output").open("wb") as output:
+            process = subprocess.Popen(command(row, scratch, trace), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+                                       env=environment | caches, start_new_session=True)
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                kill(process)
+        text = (scratch / "output").read_text(errors="replace")
+        found = measured(row, scratch, text) if status == 0 else {"status": ended(status, text), "error": tail(text, 15)}
+        if trace is not None and row.tool == "titan_hydra":
+            for file in scratch.glob("runs/*/attempts/1/profile/trace_0.json.gz"):
+                shutil.move(file, trace)
+    with log.open("a") as file:
+        file.write(f"=== {row.tool}: {row.name}\n{tail(text, 60)}\n")
+    return {"name": row.name, "tool": row.tool, **found, "seconds": round(time.monotonic() - began, 1)}
+
+
+def tail(text: str, lines: int) -> str:
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a row's process and its helpers (the compiler's workers)."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def ended(status: int | None, text: str) -> str:
+    """How a row failed."""
+    if status is None:
+        return "hung"
+    if status == 76 or "OutOfMemoryError" in text:
+        return "out of memory"
+    return "crashed" if status < 0 else "failed"
+
+
+def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
+    """The figures of a row that ended well: of the windows after the first."""
+    if row.tool == "torchtitan":
+        found = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"windows"')))
+        first, steady, flops = found["first_step_seconds"], found["windows"], found["flops_per_token"]
+    else:
+        (file,) = scratch.glob("runs/*/metrics.jsonl")
+        found = [json.loads(line) for line in file.read_text().splitlines()]
+        first, flops = found[0]["step_seconds"], 1e12 * found[0]["tflops"] / found[0]["tokens_per_second"]
+        steady = [{"step": line["step"], "tokens_per_second": line["tokens_per_second"], "loss": line["loss"],
+                   "active_gib": line["memory_gib"], "reserved_gib": line["memory_reserved_gib"]} for line in found]
+    rates = [window["tokens_per_second"] for window in steady if window["step"] > row.window]
+    peaks = {key: max((window[key] for window in steady if window[key] is not None), default=None)
+             for key in ("active_gib", "reserved_gib")}
+    return {"status": "done", "tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates), **peaks,
+            "first_step_seconds": first, "flops_per_token": round(flops), "first_loss": steady[0]["loss"], "last_loss": steady[-1]["loss"]}
+
+
+# --- all rows ---------------------------------------------------------------------------------------------------------------------
+
+
+def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What is measured on, and the environment of all rows: with expandable segments where the card takes them."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+    for settings in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}) if device == "cuda" else ({},):
+        environment = {**os.environ, **hidden, **threads, **settings}
+        found = subprocess.run([sys.executable, str(HERE / "card.py"), device], capture_output=True, text=True, env=environment)
+        if found.returncode == 0:
+            return json.loads(found.stdout) | settings, environment
+    print(f"no {device} here: {found.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def results(rows: list[Row], until: float, limit: float, environment: dict[str, str], peak: float | None, out: Path) -> Iterator[dict]:
+    """Measure rows, and give each its MFU and its ratio."""
+    rates: dict[str, float] = {}
+    for row in rows:
+        left = until - time.monotonic()
+        if left < LEAST:
+            yield {"name": row.name, "tool": row.tool, "status": "not run"}
+            continue
+        found = measure(row, min(left, limit), environment, out / "rows.log")
+        if found["status"] == "done":
+            rates[row.name] = rate = found["tokens_per_second"]
+            found["mfu"] = rate * found["flops_per_token"] / peak if peak else None  # of the bf16 peak, under Float8 too
+            found["against"], found["ratio"] = row.against, rate / rates[row.against] if row.against in rates else None
+        yield found | {"settings": dataclasses.asdict(row)}
+
+
+HEADER = f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'ratio':>7}  against"
+
+
+def line(found: dict) -> str:
+    """A result as a line of the table."""
+    start = f"{found['tool']:<12}{found['name']:<36}"
+    if found["status"] != "done":
+        return f"{start}{found['status']}"
+    rate, unknown = found["tokens_per_second"], "-"
+    spread = (found["fastest"] - found["slowest"]) / rate
+    mfu = f"{found['mfu']:.1%}" if found["mfu"] is not None else unknown
+    memory = f"{found['reserved_gib']:.1f}" if found["reserved_gib"] is not None else unknown
+    ratio = f"{found['ratio']:.2f}" if found["ratio"] is not None else unknown
+    return f"{start}{rate:>10,.0f}{spread:>8.1%}{mfu:>7}{memory:>7}{found['first_step_seconds']:>9.1f} s{ratio:>7}  {found['against']}"
+
+
+def parse() -> argparse.Namespace:
+    """The command line that run.py and profile.py share."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", nargs="+", metavar="LIST")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes and few steps")
+    parser.add_argument("--only", default="", help="only rows with this in their name")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of all rows: --set layers=6")
+    parser.add_argument("--seconds", type=float, default=560, help="for all rows; one begins only if 25 are left")
+    parser.add_argument("--row-seconds", type=float, default=170, help="deadline of a row")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Row]:
+    """The rows that the command line asks for."""
+    changes = {key: yaml.safe_load(value) for key, _, value in (change.partition("=") for change in args.set)}
+    rows = [row for name in args.lists for row in read(name, {**changes, "cpu": args.device == "cpu"}) if args.only in row.name]
+    return [tiny(row) for row in rows] if args.dry_run else rows
+
+
+def main() -> int:
+    args = parse()
+    until = time.monotonic() + args.seconds
+    rows = chosen(args)
+    header, environment = card(args.device)
+    text = ["command: " + " ".join(sys.argv), *(f"{name}: {value}" for name, value in header.items()), "", HEADER]
+    print(*text, sep="\n", flush=True)
+    failed = 0
+    with (args.out / "rows.jsonl").open("a", buffering=1) as file:
+        file.write(json.dumps({"command": sys.argv, "card": header}) + "\n")
+        for found in results(rows, until, args.row_seconds, environment, header.get("peak_flops"), args.out):
+            file.write(json.dumps(found) + "\n")
+            print(line(found), flush=True)
+            text.append(line(found))
+            failed += found["status"] != "done"
+            if "error" in found:
+                print(*(f"    | {words}" for words in found["error"].splitlines()), sep="\n", flush=True)
+            (args.out / "table.txt").write_text("\n".join(text) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

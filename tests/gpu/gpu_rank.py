@@ -1,0 +1,80 @@
+"""One rank of a set of processes that run cases one after another: python gpu_rank.py FOLDER RANK. gpu_pool.py starts it.
+
+FOLDER/plan.json says what to run. Rank 0 writes begun.json before each case and done_N.json after it; a rank whose check raises writes
+error_RANK.txt and ends the process. What is printed goes to rank_RANK.log.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import gpu_cases
+import gpu_checks
+import gpu_together
+import torch
+import torch.distributed as dist
+
+from titan_hydra.config import compose_quickly
+from titan_hydra.config.files import write_json
+from titan_hydra.config.run import Run
+from titan_hydra.train.world import world
+
+
+def main(folder: Path, rank: int) -> None:
+    """Run the plan's cases."""
+    faulthandler.enable()  # a rank that hangs gets SIGABRT
+    plan = json.loads((folder / "plan.json").read_text())
+    if not plan["gpu"]:
+        torch.set_num_threads(1)
+    compose_quickly()
+    here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank)
+    known = {case.name: case for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]}
+    known |= {f"reference of {case.name}": case for case in known.values()}
+    with joined(here, Run(folder, folder, rank, 0, plan["ranks"])) if plan["world"] else contextlib.nullcontext() as device:
+        here = dataclasses.replace(here, device=device)
+        for number, name in enumerate(plan["cases"]):
+            if rank == 0:
+                write_json(folder / "begun.json", {"number": number})
+            began, case = time.monotonic(), known[name]
+            check = "reference" if name.startswith("reference of ") else case.check
+            facts = getattr(gpu_together if plan["world"] else gpu_checks, check)(here, **case.options)
+            tidy(here)
+            if plan["world"]:
+                dist.barrier()
+            if rank == 0:
+                write_json(folder / f"done_{number}.json", {"facts": facts, "seconds": time.monotonic() - began})
+
+
+def joined(here: gpu_checks.Here, run: Run) -> contextlib.AbstractContextManager[torch.device]:
+    """The process group of all ranks, each with the first device, as a run joins it."""
+    store = dist.FileStore(str(run.directory / "store"), run.world_size)
+    return world(here.job("cluster=local", "cluster.gpus_per_node=16"), dataclasses.replace(run, store=store))
+
+
+def tidy(here: gpu_checks.Here) -> None:
+    """Leave nothing to the next case: compiled code, garbage, cached memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if here.gpu:
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    place, number = Path(sys.argv[1]), int(sys.argv[2])
+    try:
+        main(place, number)
+    except BaseException:
+        (place / f"error_{number}.txt").write_text(traceback.format_exc())
+        traceback.print_exc()
+        os._exit(1)  # at once: another rank may wait in a collective
+    os._exit(0)

@@ -1,0 +1,118 @@
+"""The checks of gpu_cases.py of ranks that have joined a process group, and those that fail on purpose. See gpu_checks.py."""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_checks import Here
+
+from titan_hydra.config.status import Unhealthy
+from titan_hydra.train import flight, health, verify
+from titan_hydra.train.acceptance import Case as Layout
+
+
+def adapted(here: Here, layout: Layout) -> Layout:
+    """The layout as this device can run it, and smaller in a dry run."""
+    base, overrides = layout.base, layout.overrides
+    if not here.gpu and any(override.startswith("precision=float8") for override in base):
+        base = (*base, "precision.emulate=true")
+    if not here.gpu and "compile=block" in overrides:
+        overrides = (*overrides, "compile.backend=aot_eager")
+    if here.dry and "data.seq_len=256" in base:
+        base = (*base, "data.seq_len=64")
+    return dataclasses.replace(layout, base=base, overrides=overrides)
+
+
+def key(layout: Layout) -> str:
+    """Names the file of a layout's reference."""
+    return hashlib.sha256(repr((layout.base, layout.uneven_mask, layout.documents)).encode()).hexdigest()[:16]
+
+
+def steps(here: Here) -> int:
+    return 2 if here.dry else 4
+
+
+def reference(here: Here, layout: Layout) -> dict[str, Any]:
+    """What one process does in a layout's place, kept for `agrees`."""
+    layout = adapted(here, layout)
+    found = verify.trace(verify.reference_of(layout, steps(here)), here.device, layout)
+    torch.save(dataclasses.asdict(found), here.shared / f"{key(layout)}.pt")
+    return {"loss": found.losses[-1]}
+
+
+def agrees(here: Here, layout: Layout) -> dict[str, Any]:
+    """A layout does what one process does: losses, norms, gradients, weights; same initial bits, and no copies that come apart."""
+    layout = adapted(here, layout)
+    found = verify.trace(verify.job_of(layout, steps(here)), here.device, layout)
+    if here.rank:
+        return {}
+    file = here.shared / f"{key(layout)}.pt"
+    assert file.exists(), "the reference did not run"
+    outcome = verify.compare(layout, found, verify.Trace(**torch.load(file)))
+    facts = {name: getattr(outcome, name) for name in ("loss", "norm", "gradients", "weights")}
+    assert outcome.passed, f"{dataclasses.replace(outcome, case=None)}; at most {[getattr(layout, name) for name in facts]}"
+    return facts
+
+
+def records(here: Here) -> dict[str, Any]:
+    """The flight recorder sees this device's collectives: they are progress, and they are in the dump."""
+    before = flight.progress()
+    dist.all_reduce(torch.ones(1000, device=here.device))
+    if here.gpu:
+        torch.cuda.synchronize()
+    deadline = time.monotonic() + 5
+    while flight.progress() == before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert flight.progress() != before, "no progress was seen"
+    last = [entry for entry in flight.collectives() if "reduce" in entry["op"]][-1]
+    assert last["backend"] == ("nccl" if here.gpu else "gloo") and last["group"] in flight.groups(None), last
+    return {"backend": last["backend"]}
+
+
+def taken(here: Here) -> dict[str, Any]:
+    """The health check refuses a device whose memory another process holds, and takes it when that is free again."""
+    capacity = torch.cuda.get_device_properties(here.device).total_memory
+    held = torch.empty(int(0.15 * capacity), dtype=torch.uint8, device=here.device) if here.rank else None
+    dist.barrier()
+    if here.rank == 0:
+        try:
+            health.free(here.device, 0)
+        except Unhealthy as error:
+            assert "taken by other processes" in str(error)
+        else:
+            raise AssertionError("a taken device was called free")
+    dist.barrier()
+    del held
+    torch.cuda.empty_cache()
+    dist.barrier()
+    health.free(here.device, 5)
+    return {}
+
+
+# --- what the kit itself is tested with ---------------------------------------------------------------------------------------------
+
+
+def nothing(here: Here) -> dict[str, Any]:
+    return {}
+
+
+def hangs(here: Here) -> dict[str, Any]:
+    time.sleep(1e6)
+    return {}
+
+
+def raises(here: Here) -> dict[str, Any]:
+    raise ValueError("planted")
+
+
+def dies(here: Here) -> dict[str, Any]:
+    if here.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return {}

@@ -1,0 +1,142 @@
+"""The kit for a GPU on a CPU: what fails costs itself alone, and cases and lists name what exists. The whole dry run is slow."""
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+import gpu_cases
+import gpu_checks
+import gpu_pool
+import gpu_together
+from hydra._internal.config_repository import ConfigRepository
+from hydra.plugins.sweeper import Sweeper
+
+from titan_hydra.config import compose_job, compose_quickly
+from titan_hydra.train import verify
+
+ROOT = Path(__file__).parents[2]
+LISTS = sorted(file.stem for file in (ROOT / "benchmarks/gpu/lists").glob("*.yaml"))
+
+
+def program(name):
+    """A program of benchmarks/gpu as a module, without its folder on the path, whose profile.py is not Python's."""
+    loader = SourceFileLoader(f"gpu_{name.partition('.')[0]}", str(ROOT / "benchmarks/gpu" / name))
+    module = sys.modules[loader.name] = module_from_spec(spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return program("run.py")
+
+
+def dry_run(out, *arguments):
+    """Exit status and rows of tests/gpu/run.py on a CPU."""
+    done = subprocess.run([sys.executable, str(ROOT / "tests/gpu/run.py"), "--device", "cpu", "--dry-run", "--out", str(out), *arguments],
+                          capture_output=True, text=True)
+    header, *rows = map(json.loads, (out / "tests.jsonl").read_text().splitlines())
+    assert header["torch"] and header["device"]
+    return done.returncode, {row["name"]: row for row in rows}, done.stdout
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Hydra reads each file once."""
+    monkeypatch.setattr(ConfigRepository, "load_config", ConfigRepository.load_config)
+    monkeypatch.setattr(Sweeper, "validate_batch_is_legal", Sweeper.validate_batch_is_legal)
+    compose_quickly()
+
+
+def test_a_case_that_raises_dies_or_hangs_costs_itself(tmp_path):
+    status, rows, said = dry_run(tmp_path, "--faults")
+    assert status == 1 and {name: row["status"] for name, row in rows.items()} == {
+        "hangs": "hung", "raises": "failed", "well after": "passed", "a rank is killed": "crashed"}
+    assert rows["raises"]["error"].endswith("ValueError: planted")
+    assert "in hangs" in rows["hangs"]["error"] and "rank 1 was killed by signal 9" in rows["a rank is killed"]["error"]
+    assert "=== a rank is killed, rank 1" in (tmp_path / "tests.log").read_text() and "1 passed" in said
+
+
+def test_cases_that_had_no_time_are_rows_too(tmp_path):
+    found = list(gpu_pool.rows(gpu_cases.CASES, tmp_path, gpu=True, dry=True, seconds=-1))
+    assert sorted(row.name for row in found) == sorted(case.name for case in gpu_cases.CASES)
+    assert {row.status for row in found} == {"not run"} and not list(tmp_path.iterdir())
+
+
+def test_every_case_names_a_check_and_its_options():
+    names = [(case.name, case.ranks) for case in gpu_cases.CASES]
+    assert len(set(names)) == len(names)
+    for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]:
+        inspect.signature(getattr(gpu_together if case.world else gpu_checks, case.check)).bind(None, **case.options)
+
+
+def test_every_layout_of_its_own_is_legal(quickly):
+    layouts = {case.options["layout"]: case for case in gpu_cases.TOGETHER if case.name not in gpu_cases.SHORT and case.check == "agrees"}
+    for layout, case in layouts.items():
+        assert verify.job_of(layout).gpus == layout.ranks == case.ranks
+    for layout in {layout.base: layout for layout in layouts}.values():
+        assert verify.reference_of(layout).gpus == 1
+
+
+@pytest.mark.slow
+def test_the_whole_dry_run_passes(tmp_path):
+    status, rows, said = dry_run(tmp_path, "--seconds", "3000")
+    assert status == 0 and {row["status"] for row in rows.values()} == {"passed", "skipped"}, said
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_row_of_a_list_is_legal(name, bench, quickly):
+    rows = bench.read(name, {"cpu": False})
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        if row.tool == "titan_hydra":
+            job = compose_job(*bench.overrides(row))
+            assert (job.model.dim, job.model.n_layers, job.data.seq_len) == (*row.dimensions[:2], row.seq_len) and row.against
+        else:
+            assert row.tool == "torchtitan" and row.ac in ("none", "full", "op", "layer", "memory_budget") and not row.overrides
+        assert bench.tiny(row).dimensions[1] == 2
+
+
+def test_a_list_that_cannot_be_read_is_one_line(bench, tmp_path, capsys):
+    unknown = "shape: 8b\nseq_len: 1\nbatch: 1\nrows: [{tool: x, name: y, against: z}]"
+    for text in ("rows: [{tool: titan_hydra, nmae: x}]", "rows: 3", "[", unknown):
+        (tmp_path / "list.yaml").write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            bench.read(str(tmp_path / "list.yaml"), {})
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and "cannot be read as a list of rows" in error and "8b_block" in error
+
+
+@pytest.mark.slow
+def test_a_row_that_crashes_or_hangs_costs_itself(bench, tmp_path):
+    (tmp_path / "aborts.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(1000)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    fine = bench.tiny(bench.Row("fine", "titan_hydra", "debug", 64, 2, compile=False, cpu=True, against="first"))
+    crash, hang = (dataclasses.replace(fine, name=name, overrides=(f"train.imports=[{name}]",)) for name in ("aborts", "sleeps"))
+    log = tmp_path / "rows.log"
+    found = [bench.measure(crash, 100, environment, log), bench.measure(hang, 6, environment, log)]
+    assert [row["status"] for row in found] == ["crashed", "hung"] and "error" in found[0]
+    first = dataclasses.replace(fine, name="first")
+    (done,) = bench.results([fine], time.monotonic() + 100, 100, environment, 1e12, tmp_path)
+    (missing,) = bench.results([first], time.monotonic() + 10, 100, environment, 1e12, tmp_path)
+    assert done["status"] == "done" and 0 < done["mfu"] < 1 and done["ratio"] is None and done["tokens_per_second"] > 0
+    assert missing["status"] == "not run"
+    assert all(name in log.read_text() for name in ("aborts", "sleeps", "fine"))
+    assert bench.line(found[1]).endswith("hung") and f"{done['tokens_per_second']:,.0f}" in bench.line(done)
+
+
+def test_the_command_is_short_enough_for_every_part():
+    carry = program("carry")
+    words = carry.command(".gpu", ["tests", *LISTS, "profile=8b_block"], "--device cpu --dry-run")
+    assert len(words) <= 2000 and words.count("--seconds") == len(LISTS) + 2
