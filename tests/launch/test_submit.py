@@ -35,6 +35,27 @@ def test_cells_of_one_shape_go_into_one_array(tmp_path):
     assert packed.shape == Shape(4, 4, 30 * 12)
 
 
+def test_cells_keep_their_own_cluster_settings(tmp_path):
+    cells = [cell(tmp_path, f"seed={seed}", f"+cluster.environment.NCCL_ALGO={algorithm}", f"cluster.max_requeues={requeues}")
+             for seed, (algorithm, requeues) in enumerate((("Ring", 0), ("Tree", 0), ("Ring", 0), ("Ring", 5)))]
+    texts = [(len(array.cells), text) for array, text in submit.scripts(cells)]
+    assert [count for count, _ in texts] == [2, 1, 1]
+    for (_, text), (algorithm, requeues) in zip(texts, (("Ring", 0), ("Tree", 0), ("Ring", 5)), strict=True):
+        assert f"export NCCL_ALGO={algorithm}" in text and f"-ge {requeues} ]" in text
+
+
+@pytest.mark.parametrize(("line", "key"), [
+    (("launch.packed=true", "cluster.partition=main,urgent"), "launch.packed"),
+    (("cluster=slurm,local",), "cluster.executor"),
+    (("launch.wait=true,false",), "launch.wait"),
+    (("launch.packed=true,false",), "launch.packed"),
+])
+def test_what_holds_for_a_whole_line_is_one_value(launcher, line, key):
+    refused = launcher.run("-m", *SLURM, "seed=1,2", *line)
+    assert refused.returncode == 2 and refused.stderr.startswith(f"{key}="), refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not (launcher.folder / "runs").exists()
+
+
 def test_what_a_job_may_take_is_known_before(tmp_path):
     cells = [cell(tmp_path, "gpus=4"), cell(tmp_path, "gpus=8")]
     assert gpu_hours(cells) == 4 * 0.5 + 8 * 0.5

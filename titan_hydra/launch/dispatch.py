@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
@@ -76,12 +77,15 @@ def dispatch(composed: list[tuple]) -> int:
     if not composed:  # --help, --cfg, --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
-    cells = list(without_twins(cells))
     skip = any(config.launch.skip_invalid is True for config, _ in composed)
     for fault in faults:
         print(f"{'left out: ' if skip else ''}{fault}", file=sys.stderr)
     if not cells or (faults and not skip):
         return Exit.CONFIG
+    if line_faults := list(faults_of_the_line(cells)):
+        print(*line_faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    cells = list(without_twins(cells))
     launch = cells[0].job.launch
     states = rundir.states([cell.directory for cell in cells])
     if launch.mode == "dry":
@@ -128,6 +132,15 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
             print(f"cell {cell.number} is the same experiment as cell {twin.number} ({twin.directory.name}): it runs once")
 
 
+def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
+    """Cells that differ in what a command line does with all of them together."""
+    for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
+        if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
+            yield Fault(key, values, "one command line has one value for all of its cells", legal=tuple(values))
+    if cells[0].job.launch.packed and len({repr(cell.job.cluster) for cell in cells}) > 1:
+        yield Fault("launch.packed", True, "the cells share one job, and their cluster settings differ", legal=(False,))
+
+
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
     """What stands against running here and now. Looks at all cells together; writes nothing where there is a fault."""
     launch, faults = cells[0].job.launch, []
@@ -135,7 +148,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         if launch.force and state.kind in ("running", "queued"):
             faults.append(Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel "
                                 f"{cell.directory.name})"))
-    slurm, parallel = on_slurm(cells), cells[0].job.cluster.max_parallel
+    slurm, parallel = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells)
     if slurm and shutil.which("sbatch") is None:
         faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
     if launch.packed and not slurm:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.config.files import read_json
+from titan_hydra.config.run import rank_files
 from titan_hydra.config.status import KIND_OF, LAST_WORDS, Exit, Kind, RunError  # noqa: F401, for worker and attach
 
 from . import flight, hints, verdict
@@ -163,8 +164,7 @@ class Ended:
         """All ranks of an attempt. One that has not even written that it exists was still starting."""
         supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
         seen = dict(enumerate(supervised)) or _seen_by_srun(attempt)
-        files = {int(file.stem.split("_")[1]): file for file in attempt.glob("rank_*.json")}
-        size = 1 + max([*seen, *files], default=-1)
+        size = 1 + max([*seen, *rank_files(attempt, "rank")], default=-1)
         return [cls.read(attempt, rank, seen.get(rank, {})) for rank in range(size)]
 
     @classmethod

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from titan_hydra.config.files import read_json
+from titan_hydra.config.run import rank_files
 
 OTHER = "undefined"  # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
 Operation = dict  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
@@ -99,7 +100,7 @@ class Verdict:
 
 def verdict(attempt: Path) -> Verdict | None:
     """Who held the others up in an attempt. None without any rank's dump."""
-    found = list(filter(None, map(read_json, attempt.glob("flight_*.json"))))
+    found = list(filter(None, map(read_json, rank_files(attempt, "flight").values())))
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])

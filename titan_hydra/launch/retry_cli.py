@@ -76,7 +76,7 @@ def advise(row: Row, cell: RunCell) -> None:
 
 def cluster_of(cell: Cell) -> str:
     """Where and how a cell runs; what is alike can go to SLURM together."""
-    return repr(cell.job.cluster)
+    return repr((cell.job.cluster, cell.job.launch))
 
 
 def job_of(directory: Path, runs: Path) -> Job:

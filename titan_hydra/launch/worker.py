@@ -18,7 +18,7 @@ from pathlib import Path
 
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
-from titan_hydra.config.run import Run, folders_of
+from titan_hydra.config.run import Run, attempts_of, folders_of
 from titan_hydra.config.status import ConfigError, Exit, RunError, Stopped
 
 from .failure import LAST_WORDS, describe
@@ -162,16 +162,25 @@ def load_job(directory: Path) -> Job:
 
 def _check_claim(attempt: Path, place: Place) -> None:
     """Raises ConfigError if another attempt has taken over, or the code is not the one that was submitted."""
-    newest = max(int(folder.name) for folder in attempt.parent.glob("[0-9]*"))
+    newest = max(attempts_of(attempt.parents[1]))
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
-    submitted = (read_json(attempt / "attempt.json") or {}).get("code")
+    owner = read_json(attempt / "attempt.json") or {}
+    if place.starter == "slurm" and owner.get("job_id") not in (None, _job_id()):
+        raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {_job_id()}")
+    submitted = owner.get("code")
     if submitted and place.local_rank == 0:
         from .snapshot import ROOT, copied, digest
 
         code = digest(ROOT, copied(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
+
+
+def _job_id() -> str | None:
+    """The SLURM job of this rank, as squeue writes it: 123, or 123_4 in an array."""
+    array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
 
 
 def _rendezvous(file: Path, place: Place):
@@ -227,8 +236,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG
-    attempts = [int(folder.name) for folder in Path(arguments[0]).glob("attempts/[0-9]*")]
-    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else max(attempts, default=1))
+    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else max(attempts_of(Path(arguments[0])), default=1))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from .profiling import Profiler
 from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
 from .watchdog import Watchdog
-from .world import GarbageCollection, set_timeout, world
+from .world import GarbageCollection, refuse_stale, set_timeout, world
 
 if TYPE_CHECKING:
     from .fault_tolerance.per_step import PerStep  # which imports torchft
@@ -298,6 +298,8 @@ def loop(
         if held_out is not None and (step % job.validation.interval == 0 or step == job.steps):
             watch.at("validation")
             validate(trainer, held_out, metrics, step)
+        if stop or missed:
+            refuse_stale(watch.run)
         watch.at("checkpoint")
         checkpointer.after_step(step, votes, loader.state(), step == job.steps, stop or missed)
         if missed or (stop and step < job.steps):

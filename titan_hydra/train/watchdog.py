@@ -142,6 +142,8 @@ class Watchdog:
             with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
+                    if self.run.rank == 0 and self.run.newer_attempt:  # the ranks stop as on any such signal, and then save nothing
+                        os.kill(os.getpid(), signal.SIGTERM)
             self.look()
 
     def hear(self, number: int) -> None:
