@@ -353,7 +353,7 @@ def start_line(job: Job, trainer: Trainer, start: int) -> str:
 
 def write_result(job: Job, directory: Path, measured: dict) -> None:
     """result.json: the run's last word, written once it is done."""
-    overrides = (directory / "overrides.txt").read_text().splitlines() if (directory / "overrides.txt").exists() else []
+    overrides = (directory / "overrides.txt").read_text(errors="replace").splitlines() if (directory / "overrides.txt").exists() else []
     environment = read_json(directory / "env.json") or {}
     result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
