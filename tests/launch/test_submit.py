@@ -1,5 +1,6 @@
 """What is handed to SLURM, without a SLURM: shapes, batch scripts, frozen code, manifests, and states read from a queue of our making."""
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.config.compose import compose_job
-from titan_hydra.launch import manifest, rundir, snapshot, submit
+from titan_hydra.launch import dispatch, manifest, rundir, snapshot, submit
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.slurm import Queue, SlurmJob
 from titan_hydra.launch.submit import Shape
@@ -120,6 +121,20 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
         assert snapshot.digest(folder, snapshot.copied(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
     assert snapshot.digest(second, snapshot.copied(second)) != second.name
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
+def test_a_checkout_that_git_refuses_is_one_line(checkout, tmp_path, monkeypatch):
+    """A folder of code that several people share belongs to one of them; git lists its files for no other without being told to."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "sbatch").touch(mode=0o755)
+    for path in [checkout, *checkout.rglob("*")]:
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    cells = [cell(tmp_path)]
+    (fault,) = dispatch.faults_of_the_place(cells, [rundir.State("new")])
+    assert str(fault).startswith(f"cluster.executor=slurm: {checkout}: git: ") and "dubious ownership" in str(fault)
+    assert "\n" not in str(fault) and "safe.directory" in str(fault) and not cells[0].runs.exists()
 
 
 def test_the_same_sweep_has_one_manifest(tmp_path):

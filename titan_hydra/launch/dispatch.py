@@ -12,10 +12,10 @@ from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
 from titan_hydra.config.redact import redact
-from titan_hydra.config.status import Exit
+from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.config.sweep import named
 
-from . import manifest, rundir, show, worker
+from . import manifest, rundir, show, snapshot, worker
 from .attach import Interrupts, attach
 from .rundir import State
 
@@ -151,6 +151,11 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     slurm, parallel = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells)
     if slurm and shutil.which("sbatch") is None:
         faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
+    elif slurm:
+        try:
+            snapshot.files(snapshot.ROOT)
+        except ConfigError as error:
+            faults.append(Fault("cluster.executor", "slurm", str(error)))
     if launch.packed and not slurm:
         faults.append(Fault("launch.packed", True, "is for SLURM: here cells share the machine anyway", legal=(False,)))
     if parallel > 1 and not slurm:

@@ -21,8 +21,9 @@ from submitit.slurm.slurm import SlurmExecutor
 from titan_hydra.config.schema import Cluster
 from titan_hydra.config.status import Exit
 
+from .worker import LATE
+
 YEAR = 365 * 24 * 60  # minutes; SLURM's "no limit" is the partition's
-LATE = 60  # seconds until a node must see what was written before sbatch
 LIST, SCRIPT = "cells.tsv", "sbatch.sh"
 
 # Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.

@@ -19,12 +19,13 @@ from pathlib import Path
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
 from titan_hydra.config.run import Run, attempts_of, folders_of
-from titan_hydra.config.status import ConfigError, Exit, RunError, Stopped
+from titan_hydra.config.status import ConfigError, Exit, RunError, Stopped, Unhealthy
 
 from .failure import LAST_WORDS, describe
 from .records import this_process
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
+LATE = 60  # seconds until a rank must see what was written before it was started
 # Who started this rank tells it its place in these variables: rank, ranks, its number on this host, ranks on this host.
 VARIABLES = {
     "local": ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS"),
@@ -113,6 +114,10 @@ def _stop_before_training(number: int, frame: object) -> None:
 
 
 def _train(directory: Path, attempt: Path, place: Place) -> None:
+    if place.starter in ("slurm", "torchrun"):
+        until_seen(directory / "config.json")
+    if place.starter == "slurm":  # by hand under torchrun, nobody has claimed the attempt
+        until_seen(attempt / "attempt.json")
     job = load_job(directory)
     replica, group = _group_of(job, place, directory)
     _check_claim(attempt, place)
@@ -216,13 +221,31 @@ class NoRendezvous(RunError):
 
 
 def _wait_for(file: Path) -> tuple[str, int]:
-    deadline = time.monotonic() + START_LIMIT
-    while file.name not in os.listdir(file.parent):  # an NFS client remembers for long that a file was not there; a listing asks again
-        if time.monotonic() > deadline:
-            raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
-        time.sleep(0.05)
+    if not _appears(file, START_LIMIT):
+        raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
     host, port = file.read_text().split()
     return host, int(port)
+
+
+def until_seen(file: Path, seconds: int = LATE) -> None:
+    """Wait for a file that was there before this rank was started; other hosts of a network file system may see it late.
+
+    Raises Unhealthy after so many seconds: not the job is wrong, but this host's view of the file system.
+    """
+    if not _appears(file, seconds):
+        raise Unhealthy(f"{socket.gethostname()}: {file} cannot be seen here after {seconds} s; is its file system mounted?")
+
+
+def _appears(file: Path, seconds: float) -> bool:
+    """Whether a file is there, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if file.name in os.listdir(file.parent):  # an NFS client remembers for long that a file was not there; a listing asks again
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
 
 
 def _say_why(status: int, error: dict) -> None:
