@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
+from titan_hydra.config.fault import as_typed
 from titan_hydra.config.redact import redact
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.config.sweep import named
@@ -114,7 +115,7 @@ def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
         if job is not None:
             job = freeze(job)
             faults = check(job)
-        where = f"   (cell {number} of {len(composed)}: {redact(' '.join(overrides))})" if len(composed) > 1 else ""
+        where = f"   (cell {number} of {len(composed)}: {as_typed(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
         lines += [f"{fault}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, overrides, job, rundir.directory_of(job)))

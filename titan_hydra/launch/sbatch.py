@@ -18,6 +18,7 @@ from pathlib import Path
 
 from submitit.slurm.slurm import SlurmExecutor
 
+from titan_hydra.config.cluster import warning_seconds
 from titan_hydra.config.schema import Cluster
 from titan_hydra.config.status import Exit
 
@@ -111,7 +112,7 @@ class Batch(SlurmExecutor):
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
         self.token, self.lines, self.cluster, self.code = name.rpartition("-")[2], lines, cluster, code
         self.array = len(lines) > 1 and not packed
-        seconds = cluster.stop_seconds if shape.time_minutes is None else min(cluster.stop_seconds, 60 * shape.time_minutes // 2)
+        seconds = cluster.stop_seconds if shape.time_minutes is None else warning_seconds(cluster, shape.time_minutes)
         settings = {
             "job_name": name, "nodes": shape.nodes, "ntasks_per_node": shape.ranks_per_node, "gpus_per_node": shape.ranks_per_node,
             "cpus_per_task": cluster.cpus_per_task, "time": shape.time_minutes, "partition": cluster.partition,
