@@ -1,5 +1,6 @@
 """Which exit status an exception has, and which rank of many is to blame."""
 import json
+from itertools import permutations
 
 import pytest
 import torch
@@ -168,6 +169,37 @@ def test_a_death_that_only_srun_saw_comes_before_those_who_noticed(tmp_path):
     log = "srun: error: node1: task 3: Killed\n"
     failure = guilty(write_slurm(tmp_path, log, rank0=GLOO_CLOSED, rank1=GLOO_LATE, rank2=GLOO_CLOSED), "FAILED")
     assert (failure.kind, failure.rank) == (Kind.KILLED, 3)
+
+
+EXITED, GONE = "node0: task 0: Exited with exit code 1", {"rank0": GLOO_CLOSED}
+ORDERS = {  # srun's lines, who wrote why it ended, the ranks that had been asked to stop, who is to blame, words
+    "exit 0": ([EXITED, "node1: task 3: Killed"], GONE | {"rank2": GLOO_CLOSED}, (3,), 1, "ended with status 0 and without a word"),
+    "exit 3": ([EXITED, "node0: task 1: Exited with exit code 3", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "status 3 and without"),
+    "SIGSEGV": ([EXITED, "node0: task 1: Segmentation fault (core dumped)", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "by signal 11"),
+    "SIGILL": ([EXITED, "node0: task 1: Illegal instruction", "node1: tasks 2-3: Terminated"], GONE, (), 1, "by signal 4"),
+    "SIGKILL": ([EXITED, "node0: task 1: Killed", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "killed by signal 9"),
+    "SIGKILL, and NCCL aborts": ([EXITED, "node0: task 1: Killed", "node1: tasks 2-3: Aborted"], GONE, (), 1, "killed by signal 9"),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
+    """srun reports a task when its node tells it: one that dumps core comes long after those who noticed."""
+    lines, spoken, asked, rank, words = ORDERS[case]
+    for number in range(4):
+        (tmp_path / f"beat_{number}.json").write_text(json.dumps({"count": 1, "asked": 5.0 * (number in asked)}))
+    for order in permutations(lines):
+        failure = guilty(write_slurm(tmp_path, "".join(f"srun: error: {line}\n" for line in order), **spoken), "FAILED")
+        assert failure.rank == rank and words in failure.line, (order, failure.line)
+
+
+def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
+    """Its thread is frozen too, and so it has not noted that it was asked to stop."""
+    (tmp_path / "beat_1.json").write_text(json.dumps({"step": 3, "phase": "optimizer", "count": 7, "asked": 0.0}))
+    (tmp_path / "beat_0.json").write_text(json.dumps({"step": 3, "phase": "optimizer", "count": 8, "asked": 0.0}))
+    log = "srun: error: node0: task 0: Exited with exit code 77\nsrun: error: node0: task 1: Killed\n"
+    failure = guilty(write_slurm(tmp_path, log, rank0=GLOO_LATE, rank2=GLOO_CLOSED, rank3=GLOO_CLOSED), "FAILED")
+    assert (failure.kind, failure.rank) == (Kind.HANG, 1) and "rank 1 was late: in step 3, optimizer" in failure.line
 
 
 def test_preempted_too_often(tmp_path):

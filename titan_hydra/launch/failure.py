@@ -111,7 +111,8 @@ def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
     if said:
         return Failure(None, said.status, said.line, kind=said.kind, host=said.host, attempt=attempt)
     if own or silent:
-        return min(own + silent, key=lambda rank: rank.time).failure()
+        # An abort comes last: NCCL's watchdog aborts a rank whose peer has gone.
+        return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
     others = [rank for rank in ranks if rank.error]
     if not others:
         return _without_ranks(attempt, slurm_state)
@@ -156,26 +157,26 @@ class Ended:
     error: dict | None
     time: float
     killed: bool  # after another rank had failed
+    order: int  # of srun's lines
     spoke: bool  # wrote its own exit status
     host: str | None
 
     @classmethod
     def all(cls, attempt: Path) -> list[Ended]:
         """All ranks of an attempt. One that has not even written that it exists was still starting."""
+        records = {rank: read_json(file) or {} for rank, file in rank_files(attempt, "rank").items()}
         supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
-        seen = dict(enumerate(supervised)) or _seen_by_srun(attempt)
-        size = 1 + max([*seen, *rank_files(attempt, "rank")], default=-1)
-        return [cls.read(attempt, rank, seen.get(rank, {})) for rank in range(size)]
+        seen = dict(enumerate(supervised)) or _seen_by_srun(attempt, records)
+        return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
 
     @classmethod
-    def read(cls, attempt: Path, rank: int, seen: dict) -> Ended:
-        said = read_json(attempt / f"rank_{rank}.json") or {}
+    def of(cls, attempt: Path, rank: int, said: dict, seen: dict) -> Ended:
         error = said.get("error")
         if said.get("exit_status") in STOPPED:
             error = None
         status = said.get("exit_status", seen.get("exit_status"))
-        return cls(attempt, rank, status, error, error["time"] if error else seen.get("ended", 0.0), bool(seen.get("killed")),
-                   "exit_status" in said, (error or {}).get("host") or said.get("host") or seen.get("host"))
+        time, host = error["time"] if error else seen.get("ended", 0.0), (error or {}).get("host") or said.get("host") or seen.get("host")
+        return cls(attempt, rank, status, error, time, bool(seen.get("killed")), seen.get("order", 0), "exit_status" in said, host)
 
     @property
     def silent(self) -> bool:
@@ -219,10 +220,23 @@ class Ended:
         return max(caught, key=lambda file: file.stat().st_size, default=self.attempt / "slurm.log")
 
 
-def _seen_by_srun(attempt: Path) -> dict[int, dict]:
-    """Ranks' ends as srun told them, in the shape of ranks.json's; when, it does not say. After its first line, it killed the rest."""
-    return {rank: {"exit_status": status, "host": host, "ended": float("inf"), "killed": number > 0}
-            for rank, (status, host, number) in verdict.deaths(attempt).items()}
+def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
+    """Ranks' ends as srun saw them, in the shape of ranks.json's; it does not say when, nor are its lines in order.
+
+    It does not mention a rank that ended with status 0. It ends ranks itself by SIGTERM, which they note in their beats, and then SIGKILL;
+    one without a beat, or frozen in a hang, was killed by it unless its line is the first. Other signals are never srun's.
+    """
+    deaths, hang = verdict.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
+    seen = {}
+    for rank, (status, host, order) in deaths.items():
+        asked = (read_json(attempt / f"beat_{rank}.json") or {}).get("asked")
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hang or asked is None)))
+        seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
+    noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
+    for rank, said in records.items() if deaths and noticed else ():
+        if rank not in deaths and "exit_status" not in said:
+            seen[rank] = {"exit_status": 0, "ended": float("inf")}
+    return seen
 
 
 def _out_of_memory(rank: int, error: dict) -> str:
