@@ -1,5 +1,6 @@
 """What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. Real launch.py, real ranks."""
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -85,6 +86,22 @@ def test_runs_folder_that_cannot_be_written_is_one_line(launcher):
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
         assert done.stderr.startswith("paths.runs=") and "cannot be written" in done.stderr
     assert written(launcher) == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
+@pytest.mark.parametrize("cluster", [("cluster=local",), ("cluster=slurm", "cluster.gpus_per_node=4")])
+def test_a_full_disk_at_the_start_is_one_line(launcher, cluster):
+    runs = launcher.folder / "runs"
+    runs.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(runs)], check=True)
+    (launcher.folder / "sbatch").touch(mode=0o755)
+    launcher.env["PATH"] += f":{launcher.folder}"
+    try:
+        done = launcher.run("-m", *launcher.TINY, *cluster, "seed=1,2")
+    finally:
+        subprocess.run(["umount", str(runs)], check=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{runs}" in done.stderr and "No space left on device; make room" in done.stderr, done.stderr
 
 
 def test_inline_run_leaves_a_whole_run_directory(launcher):

@@ -1,4 +1,5 @@
 """Which exit status an exception has, and which rank of many is to blame."""
+import errno
 import json
 from itertools import permutations
 
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.config import compose_job, to_dict
-from titan_hydra.config.status import ConfigError, Kind, NotFinite, Stopped
+from titan_hydra.config.status import CheckpointError, ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.launch.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
@@ -226,6 +227,19 @@ def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     (attempt / "rank_1.json").unlink()
     failure = guilty(attempt)
     assert (failure.kind, failure.line) == (Kind.OUT_OF_MEMORY, "rank 2, step 0: peak 93.1 of 94.5 GiB") and failure.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("error", [
+    CheckpointError("the checkpoint of step 4 could not be written to /runs/a: rank 0: No space left on device; there is no earlier one"),
+    OSError(errno.ENOSPC, "No space left on device"), raised(RuntimeError("a writer failed"), OSError(errno.EDQUOT, "Disk quota exceeded")),
+])
+def test_a_full_disk_is_a_class_of_its_own(tmp_path, error):
+    attempt = tmp_path / "a run" / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    (attempt.parents[1] / "config.json").write_text(json.dumps(to_dict(compose_job())))
+    failure = guilty(write_slurm(attempt, "", rank1=error), "FAILED")
+    assert (failure.kind, failure.status, failure.rank) == (Kind.DISK, 1, 1)
+    assert f"'{tmp_path}/a run'" in failure.hint and "launch.retry=failed" in failure.hint
 
 
 def test_hints_of_other_classes(tmp_path):

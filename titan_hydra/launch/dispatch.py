@@ -1,6 +1,7 @@
 """From composed cells to runs: read and check all of them, then run each that needs it, and say what came of it."""
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 import sys
@@ -102,6 +103,11 @@ def dispatch(composed: list[tuple]) -> int:
         return Exit.CONFIG
     try:
         return go(cells, manifest.folder_of(cells))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"{cells[0].runs}: {error.strerror}; make room, and the same command line goes on", file=sys.stderr)
+        return Exit.BUG
     except KeyboardInterrupt:  # between two cells, or in the one that runs in this process
         print("stopped; the same command line goes on", file=sys.stderr)
         return 130

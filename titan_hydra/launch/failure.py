@@ -18,6 +18,7 @@ from .records import last_lines
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
+DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
 # What a rank says when another one has died; the other one is to blame. The spellings are gloo's, NCCL's and TCPStore's.
 SECONDARY = (r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
@@ -186,6 +187,8 @@ class Ended:
         """This rank as the one to blame."""
         status, line, detail, log = self._spoken() if self.error else self._unspoken()
         kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
+        if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
+            kind = Kind.DISK
         return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
 
     def _spoken(self) -> tuple[int, str, str, Path | None]:
