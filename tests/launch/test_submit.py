@@ -137,13 +137,15 @@ def test_a_checkout_that_git_refuses_is_one_line(checkout, tmp_path, monkeypatch
     assert "\n" not in str(fault) and "safe.directory" in str(fault) and not cells[0].runs.exists()
 
 
-def test_the_same_sweep_has_one_manifest(tmp_path):
+def test_the_same_sweep_has_one_manifest(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "-m", "seed=0,1", "+hydra.job.env_set.DB_PASS=opensesame"])  # no key of the job
     cells = [cell(tmp_path, f"seed={seed}") for seed in range(2)]
     first = manifest.folder_of(cells)
     assert manifest.folder_of(cells) == first
     assert manifest.folder_of(cells[:1]) is None
     assert manifest.folder_of([*cells, cell(tmp_path, "seed=2")]) != first
     content = json.loads((first / "manifest.json").read_text())
+    assert content["command"][:2] == ["-m", "seed=0,1"] and "opensesame" not in (first / "manifest.json").read_text()
     assert [row["directory"] for row in content["cells"]] == [one.directory.name for one in cells]
 
 

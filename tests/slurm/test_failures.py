@@ -55,7 +55,7 @@ def test_failures_have_their_names_and_end_soon(submit):
         submit.submit("gpus=1", "data=text_files", "data.path=notes.txt", "optimizer.max_norm=1007")
         (submit.folder / "notes.txt").unlink()
     submit.submit("gpus=2", "optimizer.max_norm=1008", "cluster.gpus_per_node=1", "+cluster.environment.UNFIT_RANK='1'")
-    submit.settle(seconds=150)
+    submit.settle(seconds=300)
 
     status = submit.status()
     for kind, (name, rank, code, words) in EXPECTED.items():
