@@ -39,6 +39,7 @@ CSV = {"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": str
        "data__local_batch": 8}
 FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
 TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
+ON_SLURM = {"cluster__executor": "slurm", "cluster__gpus_per_node": 8}
 BAD = [  # what is changed, the key that is named, what the line must contain
     ({"gpus": -4, "parallelism__dp_shard": -1}, "gpus", "must be at least 1"),
     ({"name": "../../evil"}, "name", "names a folder"),
@@ -60,6 +61,20 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"cluster__srun": ["--ntasks=4"]}, "cluster.srun", "from the layout"),
     ({"cluster__partition": "gpu long"}, "cluster.partition", "without blanks"),
     ({"cluster__exclude": ["node1 node2"]}, "cluster.exclude", "node1 node2"),
+    ({"cluster__comment": "a\nscancel -u me"}, "cluster.comment", r"a\nscancel -u me: holds the control character \n"),
+    ({"cluster__sbatch": {"mail-user": "me\n"}}, "cluster.sbatch.mail-user", "control character"),
+    ({"cluster__sbatch": {"mail\nuser": "me"}}, "cluster.sbatch", "control character"),
+    ({"cluster__environment": {"A": "\x1b[31m"}}, "cluster.environment.A", "control character"),
+    ({"cluster__setup": ["module load cuda", "a\rb"]}, "cluster.setup", "control character"),
+    ({"cluster__srun": ["--label\n"]}, "cluster.srun", "control character"),
+    ({"cluster__python": "python\n"}, "cluster.python", "control character"),
+    ({"cluster__exclude": ["node\x001"]}, "cluster.exclude", "control character"),
+    ({"cluster__comment": "a\\b"}, "cluster.comment", "sbatch drops the backslash"),
+    ({"paths__runs": "a\tb"}, "paths.runs", r"a\tb: holds the control character \t"),
+    ({"paths__runs": "a\udcffb"}, "paths.runs", "no UTF-8"),
+    ({**ON_SLURM, "paths__runs": "a\\b"}, "paths.runs", "sbatch drops the backslash"),
+    ({**ON_SLURM, "cluster__time_minutes": 1}, "cluster.time_minutes", "nearest legal: 4"),
+    ({**ON_SLURM, "cluster__time_minutes": 2, "cluster__stop_seconds": 30}, "cluster.time_minutes", "nearest legal: 3"),
     ({"parallelism__ep": 2}, "parallelism.ep", "nearest legal: 1"),
     ({"model__family": "llama4"}, "model.family", "llama3"),
     ({"gpus": 3, "parallelism__dp_replicate": 2}, "gpus", "nearest legal: 2 or 4"),
@@ -150,6 +165,19 @@ def test_a_bad_value_is_named_with_what_would_be_legal(base, values, key, text):
     faults = [fault for fault in check(changed(base, **values)) if fault.key == key]
     assert faults, check(changed(base, **values))
     assert any(text in str(fault) for fault in faults)
+
+
+def test_a_fault_is_one_line_whatever_the_value_holds(base):
+    for values, _, _ in BAD:
+        for fault in check(changed(base, **values)):
+            assert str(fault).isprintable(), str(fault)
+
+
+def test_a_folder_that_a_job_cannot_name_is_refused_before_submission(base, tmp_path, monkeypatch):
+    (tmp_path / "a\tb").mkdir()
+    monkeypatch.chdir(tmp_path / "a\tb")
+    assert check(changed(base)) == []
+    assert [fault.key for fault in check(changed(base, **ON_SLURM))] == ["paths.runs"]
 
 
 def test_settings_of_slurm_do_no_harm_on_this_machine(base):

@@ -57,11 +57,11 @@ class Launcher:
 
     def run(self, *overrides: str) -> subprocess.CompletedProcess:
         process = self.start(*overrides)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(overrides, process.returncode, out, err)
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=120)
+        return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=300)
 
     def sabotage(self, code: str) -> None:
         """Run `code` in every rank once the trainer is imported; it sees `trainer`, `rank` and `os`."""

@@ -1,6 +1,16 @@
 """What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. Real launch.py, real ranks."""
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titan_hydra.config.status import Unhealthy
+from titan_hydra.launch import worker
 
 
 def written(launcher):
@@ -76,6 +86,22 @@ def test_runs_folder_that_cannot_be_written_is_one_line(launcher):
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
         assert done.stderr.startswith("paths.runs=") and "cannot be written" in done.stderr
     assert written(launcher) == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
+@pytest.mark.parametrize("cluster", [("cluster=local",), ("cluster=slurm", "cluster.gpus_per_node=4")])
+def test_a_full_disk_at_the_start_is_one_line(launcher, cluster):
+    runs = launcher.folder / "runs"
+    runs.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(runs)], check=True)
+    (launcher.folder / "sbatch").touch(mode=0o755)
+    launcher.env["PATH"] += f":{launcher.folder}"
+    try:
+        done = launcher.run("-m", *launcher.TINY, *cluster, "seed=1,2")
+    finally:
+        subprocess.run(["umount", str(runs)], check=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{runs}" in done.stderr and "No space left on device; make room" in done.stderr, done.stderr
 
 
 def test_inline_run_leaves_a_whole_run_directory(launcher):
@@ -202,3 +228,25 @@ def test_rank_imports_only_what_it_needs(launcher):
     assert launcher.run(*launcher.TINY, "gpus=2").returncode == 78
 
 
+
+
+def test_files_that_a_node_sees_late_are_waited_for(launcher):
+    """A network file system shows a new file to other hosts seconds later; one that never comes is the node's fault, not the user's."""
+    assert launcher.run(*launcher.TINY, "cluster=inline").returncode == 0
+    directory = launcher.run_directory
+    (directory / "result.json").unlink()
+    shutil.rmtree(directory / "checkpoints")
+    launcher.attempt(2).mkdir()
+    shutil.copy(launcher.attempt(1) / "attempt.json", launcher.attempt(2))
+    hidden = [directory / "config.json", launcher.attempt(2) / "attempt.json"]
+    for file in hidden:
+        file.rename(file.with_suffix(".late"))
+    env = {**launcher.env, "SUBMITIT_EXECUTOR": "slurm", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    rank = subprocess.Popen([sys.executable, "-m", "titan_hydra.launch.worker", str(directory), "2"], cwd=launcher.ROOT, env=env)
+    for file in hidden:
+        time.sleep(3)
+        assert rank.poll() is None, launcher.rank(0, attempt=2)
+        file.with_suffix(".late").rename(file)
+    assert rank.wait(60) == 0, launcher.rank(0, attempt=2)
+    with pytest.raises(Unhealthy, match=f"{socket.gethostname()}: {directory}/nothing cannot be seen here after 0 s"):
+        worker.until_seen(directory / "nothing", 0)

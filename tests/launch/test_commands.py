@@ -1,5 +1,6 @@
 """The titan commands on real local runs: a sweep with one cell that is done and one that failed, and a sweep that runs."""
 import json
+import shutil
 import subprocess
 import sys
 
@@ -169,3 +170,22 @@ def test_tables_fit_into_the_terminal(monkeypatch):
     assert layout(*arguments) == cut
     monkeypatch.delenv("NO_COLOR")
     assert "\x1b[36mrunning\x1b[0m" in layout(*arguments)[1]
+
+
+def test_copies_beside_attempts_and_ranks_are_no_attempts_and_no_ranks(swept, titan):
+    attempt = max((swept.folder / "runs" / run_of(swept, 2)[0] / "attempts").iterdir())
+    before = titan("status", "--json")[1], titan("logs", run_of(swept, 2)[1], "--guilty")[1]
+    copies = [attempt.with_name(f"{attempt.name}.bak"),
+              *(attempt / name for name in ("rank_1 (copy).json", "rank_1.old.json", "flight_1.bak.json"))]
+    shutil.copytree(attempt, copies[0])
+    for copy in copies[1:]:
+        shutil.copy(attempt / "rank_1.json", copy)
+    try:
+        assert (titan("status", "--json")[1], titan("logs", run_of(swept, 2)[1], "--guilty")[1]) == before
+        assert titan("logs", run_of(swept, 2)[1], "--rank", 9)[0] == 2 and titan("flight", run_of(swept, 2)[1])[0] in (0, 2)
+        again = swept.run("-m", *swept.TINY, "gpus=2", "seed=1,2")
+        assert again.returncode in (1, 76) and again.stderr.endswith("launch.retry=failed runs it again\n"), again.stderr
+    finally:
+        shutil.rmtree(copies[0])
+        for copy in copies[1:]:
+            copy.unlink()

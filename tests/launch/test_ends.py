@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -222,3 +223,17 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     assert steps == sorted(steps)
     rows = [json.loads(row)["step"] for row in (launcher.run_directory / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 61))
+
+
+def test_ranks_of_an_attempt_that_is_not_the_newest_stop_and_save_nothing(launcher):
+    """Another host has taken the run over, as after a partition of the network: both would write the same files."""
+    process = launcher.start(*launcher.ENDLESS, "gpus=2", "checkpoint.interval=1000000")
+    launcher.wait_for_step()
+    shutil.copytree(launcher.attempt(1), launcher.attempt(1).with_name("1.bak"))  # is no attempt
+    launcher.attempt(2).mkdir()
+    launcher.wait(lambda: all("exit_status" in launcher.rank(rank) for rank in (0, 1)), seconds=30)
+    process.communicate(timeout=60)
+    for rank in (0, 1):
+        record = launcher.rank(rank)
+        assert record["exit_status"] == 2 and "attempt 2 has taken over" in record["error"]["message"], record
+    assert not (launcher.run_directory / "checkpoints").exists() and launcher.processes() == []

@@ -1,12 +1,14 @@
 """Which exit status an exception has, and which rank of many is to blame."""
+import errno
 import json
+from itertools import permutations
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from titan_hydra.config import compose_job, to_dict
-from titan_hydra.config.status import ConfigError, Kind, NotFinite, Stopped
+from titan_hydra.config.status import CheckpointError, ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.launch.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
@@ -170,6 +172,37 @@ def test_a_death_that_only_srun_saw_comes_before_those_who_noticed(tmp_path):
     assert (failure.kind, failure.rank) == (Kind.KILLED, 3)
 
 
+EXITED, GONE = "node0: task 0: Exited with exit code 1", {"rank0": GLOO_CLOSED}
+ORDERS = {  # srun's lines, who wrote why it ended, the ranks that had been asked to stop, who is to blame, words
+    "exit 0": ([EXITED, "node1: task 3: Killed"], GONE | {"rank2": GLOO_CLOSED}, (3,), 1, "ended with status 0 and without a word"),
+    "exit 3": ([EXITED, "node0: task 1: Exited with exit code 3", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "status 3 and without"),
+    "SIGSEGV": ([EXITED, "node0: task 1: Segmentation fault (core dumped)", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "by signal 11"),
+    "SIGILL": ([EXITED, "node0: task 1: Illegal instruction", "node1: tasks 2-3: Terminated"], GONE, (), 1, "by signal 4"),
+    "SIGKILL": ([EXITED, "node0: task 1: Killed", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "killed by signal 9"),
+    "SIGKILL, and NCCL aborts": ([EXITED, "node0: task 1: Killed", "node1: tasks 2-3: Aborted"], GONE, (), 1, "killed by signal 9"),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
+    """srun reports a task when its node tells it: one that dumps core comes long after those who noticed."""
+    lines, spoken, asked, rank, words = ORDERS[case]
+    for number in range(4):
+        (tmp_path / f"beat_{number}.json").write_text(json.dumps({"count": 1, "asked": 5.0 * (number in asked)}))
+    for order in permutations(lines):
+        failure = guilty(write_slurm(tmp_path, "".join(f"srun: error: {line}\n" for line in order), **spoken), "FAILED")
+        assert failure.rank == rank and words in failure.line, (order, failure.line)
+
+
+def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
+    """Its thread is frozen too, and so it has not noted that it was asked to stop."""
+    (tmp_path / "beat_1.json").write_text(json.dumps({"step": 3, "phase": "optimizer", "count": 7, "asked": 0.0}))
+    (tmp_path / "beat_0.json").write_text(json.dumps({"step": 3, "phase": "optimizer", "count": 8, "asked": 0.0}))
+    log = "srun: error: node0: task 0: Exited with exit code 77\nsrun: error: node0: task 1: Killed\n"
+    failure = guilty(write_slurm(tmp_path, log, rank0=GLOO_LATE, rank2=GLOO_CLOSED, rank3=GLOO_CLOSED), "FAILED")
+    assert (failure.kind, failure.rank) == (Kind.HANG, 1) and "rank 1 was late: in step 3, optimizer" in failure.line
+
+
 def test_preempted_too_often(tmp_path):
     (tmp_path / "requeues_spent").touch()
     failure = guilty(write_slurm(tmp_path, "", rank0=Stopped("as asked")), "FAILED")
@@ -194,6 +227,19 @@ def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     (attempt / "rank_1.json").unlink()
     failure = guilty(attempt)
     assert (failure.kind, failure.line) == (Kind.OUT_OF_MEMORY, "rank 2, step 0: peak 93.1 of 94.5 GiB") and failure.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("error", [
+    CheckpointError("the checkpoint of step 4 could not be written to /runs/a: rank 0: No space left on device; there is no earlier one"),
+    OSError(errno.ENOSPC, "No space left on device"), raised(RuntimeError("a writer failed"), OSError(errno.EDQUOT, "Disk quota exceeded")),
+])
+def test_a_full_disk_is_a_class_of_its_own(tmp_path, error):
+    attempt = tmp_path / "a run" / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    (attempt.parents[1] / "config.json").write_text(json.dumps(to_dict(compose_job())))
+    failure = guilty(write_slurm(attempt, "", rank1=error), "FAILED")
+    assert (failure.kind, failure.status, failure.rank) == (Kind.DISK, 1, 1)
+    assert f"'{tmp_path}/a run'" in failure.hint and "launch.retry=failed" in failure.hint
 
 
 def test_hints_of_other_classes(tmp_path):

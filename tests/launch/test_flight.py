@@ -90,6 +90,24 @@ def test_a_rank_that_skips_an_operation(drill, code, layout, rank, operation):
     assert f"failed (77): rank {rank} was late at step 4, forward, backward: it left out {kind}" in error
 
 
+FREEZE = """pid, seen = os.getpid(), False
+        if os.fork() == 0:  # as srun does, which sends SIGCONT before SIGTERM once another rank has given up
+            os.kill(pid, 19)
+            while not seen:
+                time.sleep(0.02)
+                seen = any("exit_status" in file.read_text() for file in pathlib.Path("runs").glob("*/attempts/1/rank_0.json"))
+            os.kill(pid, 18)
+            os._exit(0)
+        time.sleep(1)"""
+
+
+def test_a_rank_that_freezes_and_goes_on_too_late(drill, launcher):
+    """It reaches the operation in which the others have given up: what it did after their time-out does not count."""
+    status, error, said = drill("import pathlib, time\n" + AT_STEP_4.format(rank=1, action=FREEZE), "gpus=2")
+    assert status == 77 and "failed (77): rank 1 was late at step 4, " in error, error
+    assert re.match(rf"Rank 1 on {HERE} (came late: at step 4, .* s after rank 0, .* had given up|is gone: it left no dump)", said), said
+
+
 def test_a_rank_that_dies_is_a_death_and_no_hang(drill, launcher):
     status, error, said = drill(AT_STEP_4.format(rank=1, action="os.kill(os.getpid(), 9)"), "gpus=2")
     assert status == 1 and "rank 1 was killed by signal 9" in error

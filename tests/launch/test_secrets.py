@@ -18,7 +18,8 @@ def test_no_secret_is_in_what_a_run_leaves(launcher):
     for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "all")):
         subprocess.run([*GIT, *command], cwd=checkout, check=True)
     with (checkout / "launch.py").open("a") as file:
-        file.write("".join(f'# {name} = "{value}"\n' for name, value in SECRETS.items()) + 'WANDB_API_KEY = "fedcba9876543210"\n')
+        file.write("".join(f'# {name} = "{value}"\n' for name, value in SECRETS.items()) + 'WANDB_API_KEY = "fedcba9876543210"\n'
+                   'import os; os.environ["PGPASSWORD"] = "opensesame"\nURL = "s3://me:opensesame@host/"\n')
     launcher.env.update(SECRETS, PYTHONPATH=str(checkout))
 
     def launch(*overrides, status=0):
@@ -34,6 +35,6 @@ def test_no_secret_is_in_what_a_run_leaves(launcher):
     assert {"config.json", "env.json", "rank_0.log", "manifest.json", "metrics.jsonl"} <= {path.name for path in files}
     environment = next(path for path in files if path.name == "env.json").read_text()
     assert "redacted WANDB_API_KEY" in environment and "+# HF_TOKEN" in environment
-    for secret in (*SECRETS.values(), "fedcba9876543210"):
+    for secret in (*SECRETS.values(), "fedcba9876543210", "opensesame"):
         assert secret not in said + refused
         assert [path for path in files if secret.encode() in path.read_bytes()] == [], secret

@@ -1,5 +1,6 @@
 """What is handed to SLURM, without a SLURM: shapes, batch scripts, frozen code, manifests, and states read from a queue of our making."""
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.config.compose import compose_job
-from titan_hydra.launch import manifest, rundir, snapshot, submit
+from titan_hydra.launch import dispatch, manifest, rundir, snapshot, submit
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.slurm import Queue, SlurmJob
 from titan_hydra.launch.submit import Shape
@@ -33,6 +34,27 @@ def test_cells_of_one_shape_go_into_one_array(tmp_path):
         (Shape(nodes, ranks, 30), count) for nodes, ranks in ((1, 1), (1, 4), (2, 4), (4, 4)) for count in (2, 1)]
     (packed,) = submit.arrays_of(cells, packed=True, limit=2)
     assert packed.shape == Shape(4, 4, 30 * 12)
+
+
+def test_cells_keep_their_own_cluster_settings(tmp_path):
+    cells = [cell(tmp_path, f"seed={seed}", f"+cluster.environment.NCCL_ALGO={algorithm}", f"cluster.max_requeues={requeues}")
+             for seed, (algorithm, requeues) in enumerate((("Ring", 0), ("Tree", 0), ("Ring", 0), ("Ring", 5)))]
+    texts = [(len(array.cells), text) for array, text in submit.scripts(cells)]
+    assert [count for count, _ in texts] == [2, 1, 1]
+    for (_, text), (algorithm, requeues) in zip(texts, (("Ring", 0), ("Tree", 0), ("Ring", 5)), strict=True):
+        assert f"export NCCL_ALGO={algorithm}" in text and f"-ge {requeues} ]" in text
+
+
+@pytest.mark.parametrize(("line", "key"), [
+    (("launch.packed=true", "cluster.partition=main,urgent"), "launch.packed"),
+    (("cluster=slurm,local",), "cluster.executor"),
+    (("launch.wait=true,false",), "launch.wait"),
+    (("launch.packed=true,false",), "launch.packed"),
+])
+def test_what_holds_for_a_whole_line_is_one_value(launcher, line, key):
+    refused = launcher.run("-m", *SLURM, "seed=1,2", *line)
+    assert refused.returncode == 2 and refused.stderr.startswith(f"{key}="), refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not (launcher.folder / "runs").exists()
 
 
 def test_what_a_job_may_take_is_known_before(tmp_path):
@@ -101,13 +123,29 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     assert snapshot.digest(second, snapshot.copied(second)) != second.name
 
 
-def test_the_same_sweep_has_one_manifest(tmp_path):
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
+def test_a_checkout_that_git_refuses_is_one_line(checkout, tmp_path, monkeypatch):
+    """A folder of code that several people share belongs to one of them; git lists its files for no other without being told to."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "sbatch").touch(mode=0o755)
+    for path in [checkout, *checkout.rglob("*")]:
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    cells = [cell(tmp_path)]
+    (fault,) = dispatch.faults_of_the_place(cells, [rundir.State("new")])
+    assert str(fault).startswith(f"cluster.executor=slurm: {checkout}: git: ") and "dubious ownership" in str(fault)
+    assert "\n" not in str(fault) and "safe.directory" in str(fault) and not cells[0].runs.exists()
+
+
+def test_the_same_sweep_has_one_manifest(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "-m", "seed=0,1", "+hydra.job.env_set.DB_PASS=opensesame"])  # no key of the job
     cells = [cell(tmp_path, f"seed={seed}") for seed in range(2)]
     first = manifest.folder_of(cells)
     assert manifest.folder_of(cells) == first
     assert manifest.folder_of(cells[:1]) is None
     assert manifest.folder_of([*cells, cell(tmp_path, "seed=2")]) != first
     content = json.loads((first / "manifest.json").read_text())
+    assert content["command"][:2] == ["-m", "seed=0,1"] and "opensesame" not in (first / "manifest.json").read_text()
     assert [row["directory"] for row in content["cells"]] == [one.directory.name for one in cells]
 
 

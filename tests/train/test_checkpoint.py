@@ -85,6 +85,23 @@ def test_a_damaged_step_is_left_out_and_an_older_one_taken(cut, run_job):
     assert not any(folder.damage(path) for path in folder.complete(copy / "checkpoints"))
 
 
+def test_a_step_under_another_name_is_damaged_and_garbage_in_the_rows_is_left_out(cut, run_job):
+    """A restore or a wrong mv gives step 4 the name of step 6, a crashed file system leaves blocks of other bytes in a log."""
+    job, whole, copy = cut
+    (copy / "checkpoints/step-00000004").rename(copy / "checkpoints/step-00000006")
+    assert folder.damage(copy / "checkpoints/step-00000006") == ["manifest.json is that of step 4"]
+    step = copy / "checkpoints/step-00000002"
+    shutil.copy(step / "rank_00001.json", step / "rank_00001.bak.json")
+    file = copy / "metrics.jsonl"
+    first, *rest = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([first, b"\xff\x00\xfe" * 40 + b"\n", b"[2]\n", b'{"step": null}\n', *rest, b'{"step": 7, "lo']))
+    run_job(job, copy)
+    assert run_job.losses(copy) == run_job.losses(whole) and len(run_job.rows(copy)) == 6
+    log = (copy / "attempts/2/rank_0.log").read_text()
+    assert "metrics.jsonl: 3 lines left out, which cannot be read" in log, log
+    assert (copy / "checkpoints/step-00000006.damaged").exists()
+
+
 def test_a_run_with_only_damaged_steps_does_not_begin_again(cut, run_job):
     job, _, copy = cut
     for number in (2, 4):

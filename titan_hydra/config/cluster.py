@@ -1,11 +1,16 @@
 """The rules of cluster settings: what SLURM would refuse an hour later, or what would break the way in which ranks are started."""
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import unicodedata
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
-from .fault import Fault, suggest
-from .schema import Job
+from .fault import Fault, as_typed, suggest
+from .schema import Cluster, Job
 
 # sbatch flags that follow from the layout, or that the batch script counts on; dropping one (null) is the site's business.
 OURS = {
@@ -15,6 +20,8 @@ OURS = {
     "constraint": "cluster.constraint", "exclude": "cluster.exclude", "reservation": "cluster.reservation", "comment": "cluster.comment",
     "cpus-per-task": "cluster.cpus_per_task",
 }
+SBATCH = tuple(f"cluster.{key}" for key in ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch"))
+START, EARLY = 60, 60  # seconds that ranks may need until their first step; that SLURM may warn them too early
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 
@@ -69,4 +76,44 @@ def words_hold_no_blanks(job: Job) -> Iterator[Fault]:
             yield Fault("cluster.exclude", node, "the name of a node, or a range like node[1-4]")
 
 
-RULES = [numbers_are_positive, nodes_can_be_counted, environment_has_legal_names, flags_are_the_sites, words_hold_no_blanks]
+def text_reaches_the_script_as_it_is(job: Job) -> Iterator[Fault]:
+    """A control character would end a line of the batch script, or of its list of cells; sbatch drops backslashes from its own lines."""
+    slurm = job.cluster.executor == "slurm"
+    runs = os.path.abspath(os.path.expanduser(job.paths.runs)) if slurm else job.paths.runs
+    for key, text in [*_texts(asdict(job.cluster), "cluster"), ("paths.runs", runs)]:
+        odd = next((char for char in text if unicodedata.category(char) in ("Cc", "Cs")), None)
+        if odd is not None:
+            what = f"holds the control character {as_typed(odd)}" if unicodedata.category(odd) == "Cc" else "is no UTF-8"
+            yield Fault(key, text, f"{what}, which cannot be in a batch script")
+        elif "\\" in text and (key.startswith(SBATCH) or (slurm and key == "paths.runs")):
+            yield Fault(key, text, "sbatch drops the backslash")
+
+
+def _texts(content: Any, key: str) -> Iterator[tuple[str, str]]:
+    """All words in a nested value, with the dotted key that each stands under; names of a table stand under the table."""
+    if isinstance(content, str):
+        yield key, content
+    for name, value in content.items() if isinstance(content, dict) else ():
+        yield key, str(name)
+        yield from _texts(value, f"{key}.{name}")
+    for value in content if isinstance(content, list) else ():
+        yield from _texts(value, key)
+
+
+def warning_seconds(cluster: Cluster, minutes: int) -> int:
+    """How long before the end of a job of so many minutes its ranks are asked to stop."""
+    return min(cluster.stop_seconds, 30 * minutes)
+
+
+def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
+    """SLURM gives the warning up to a minute early; a job that is asked to stop before its first step only goes round in the queue."""
+    minutes = job.cluster.time_minutes
+    if job.cluster.executor == "slurm" and minutes and minutes > 0 and job.cluster.stop_seconds > 0:
+        enough = next(some for some in itertools.count(1) if 60 * some - warning_seconds(job.cluster, some) - EARLY >= START)
+        if minutes < enough:
+            stop = f"{warning_seconds(job.cluster, minutes)} s, and SLURM may ask for it {EARLY} s early"
+            yield Fault("cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,))
+
+
+RULES = [numbers_are_positive, nodes_can_be_counted, environment_has_legal_names, flags_are_the_sites, words_hold_no_blanks,
+         text_reaches_the_script_as_it_is, time_suffices_to_start_and_stop]

@@ -27,7 +27,9 @@ def as_typed(value: Any) -> str:
     """A value as it is typed on a command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(as_typed, value))}]" if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))  # one line, whatever it holds
 
 
 def below_one(job: Any, *keys: str) -> Iterator[Fault]:

@@ -6,48 +6,87 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-WORDS = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS", "PAT"}  # parts of a name
+SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}  # parts of a secret's name
+LAST = {"PASS", "PWD"}  # the last part of several
+PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # in code they mean other things too
 SHORTEST = 8  # a shorter value is in every other text
-SHAPES = re.compile(  # what the issuers make recognizable, and private keys
-    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b"
-    r"|\bxox[abprs]-[\w-]{10,}|\bwandb_v1_\w{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----(.*?-----END [A-Z ]*PRIVATE KEY-----)?", re.S)
-ASSIGNED = re.compile(  # NAME = "value", NAME: value, NAME=value, of a name that says what it is
-    r"""(?P<name>\b\w+)(?P<is>["']?\s*[:=]\s*)(?P<quote>["']?)(?P<value>[\w+/=.~-]{8,})(?P=quote)(?=\s|$|[,;)}\]])""")
+SHAPES = re.compile(  # what the issuers make recognizable, passwords in addresses, headers, and private keys
+    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}"
+    r"|\bA[KS]IA[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\bwandb_v1_\w{20,}|\beyJ[\w-]{8,}\.[\w-]{4,}\.[\w-]*"
+    r"|(?<=://)[^\s/:@'\"${<]*:(?![${<])[^\s/@'\"]+(?=@)|(?i:authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token)\s+)[^\s\"'{]+"
+    r"|(?i:\bbearer)\s+(?=[^\s\"']*\d)[\w.~+/=-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----(.*?-----END [A-Z ]*PRIVATE KEY-----)?", re.S)
+ASSIGNED = re.compile(  # NAME = "value", NAME: value, NAME=value, x["NAME"] = "value"
+    r"""(?P<name>\b\w+)(?P<is>["']?\]?\s*[:=]\s*)(?:(?P<quote>["'])(?P<quoted>[^"'\n]{6,})(?P=quote)|(?P<bare>[\w+/=.~-]{6,})(?=\s|$|[,;)}\]]))""")
+NAMED = re.compile(r"""(?P<name>\b[A-Za-z_]\w*)(?P<is>["']?\]?\s*[:=!]=?\s*|["']\s*,\s*(?=["']))""")  # the same in code, and in arguments
+LITERAL = re.compile(r"""(?P<quote>["'])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)""")
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret: HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
-    return bool(WORDS & set(name.upper().split("_")))
+def sureness(name: str) -> int:
+    """Whether a variable of this name holds a secret: 0 no, 1 perhaps, 2 surely. HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
+    whole = (re.sub("(?<=[a-z])(?=[A-Z])", "_", name) if name[:1].islower() else name).upper()
+    parts = whole.split("_")
+    sure = SURE & set(parts) or (len(parts) > 1 and parts[-1] in LAST) or re.search("PASSWORD|AUTH_CONFIG", whole)
+    return 2 if sure else int(bool(PERHAPS & set(parts)))
 
 
 def known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The secrets in the environment: name by value."""
-    return {value: name for name, value in environment.items() if is_secret_name(name) and len(value) >= SHORTEST}
+    return {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:
     """A text without secrets: those of the environment, what looks like one, and literals assigned to a name that says so.
 
-    In the shell's form, NAME=value, any value is a literal; in `code` one without quotes is mostly another variable.
+    In the shell's form, NAME=value, any value is a literal. Of `code`, as in a diff, lines that assign to such a name lose all literals.
     """
     for value, name in sorted(known(environment).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(value, f"[redacted {name}]")
-    return ASSIGNED.sub(_without_literal if code else _assigned_by_a_shell, SHAPES.sub("[redacted]", text))
+    text = SHAPES.sub("[redacted]", text)
+    return "\n".join(_without_values(text.split("\n"))) if code else ASSIGNED.sub(_assigned, text)
 
 
-def _without_literal(match: re.Match) -> str:
+def _assigned(match: re.Match) -> str:
+    name, value, sure = match["name"], match["quoted"] or match["bare"], sureness(match["name"])
+    shell = match["is"] == "=" and name.isupper()
+    a_file = shell and value.startswith(("/", "~", "./"))  # with the secret in it
+    if not sure or (sure < 2 and len(value) < SHORTEST) or a_file or re.search(r"[$`]", value):
+        return match[0]
+    literal = (sure == 2 or not re.search(r"\s", value)) if match["quoted"] else shell or _mixed(value)
+    return f"{name}{match['is']}{match['quote'] or ''}[redacted]{match['quote'] or ''}" if literal else match[0]
+
+
+def _mixed(value: str) -> bool:
+    """Whether a word without quotes looks like a literal rather than a name."""
+    return any(char.isdigit() for char in value) and any(char.isalpha() for char in value) and "." not in value
+
+
+def _without_values(lines: list[str]) -> Iterator[str]:
+    """Lines of code without the literals in those that assign to a secret's name, and in the line that such a one leaves open."""
+    sure, block = 0, False  # of the line before, where it was left open: an expression, or a text of many lines
+    for line in lines:
+        if block:
+            yield f"{line[:1]}[redacted]"
+            sure, block = 0, False
+            continue
+        named = [match for match in NAMED.finditer(line) if sureness(match["name"])]
+        begin = named[0].end() if named else 0 if sure else len(line)
+        sure = max([sure, *(sureness(match["name"]) for match in named)])
+        rest = LITERAL.sub(lambda match, sure=sure: _without_literal(match, sure), line[begin:])
+        if named and (bare := re.match(r"[\w+/=~-]+(?=\s|$|[,;)}\]])", rest)):
+            shell = named[0]["is"] == "=" and named[0]["name"].isupper()
+            if shell or (_mixed(bare[0]) and (sure == 2 or len(bare[0]) >= SHORTEST)):
+                rest = "[redacted]" + rest[bare.end():]
+        text = any(line.count(quotes) % 2 for quotes in ('"""', "'''")) or rest.endswith("\\")
+        block = bool(named) and (text or rest.strip() in ("|", "|-", ">", ">-"))
+        yield line[:begin] + ("[redacted]" if named and text else rest)
+        sure = sure if named and rest.rstrip().endswith(("(", "[", "{")) else 0
+
+
+def _without_literal(match: re.Match, sure: int) -> str:
     value = match["value"]
-    literal = match["quote"] or (any(c.isdigit() for c in value) and any(c.isalpha() for c in value) and "." not in value)
-    return _without_value(match) if literal else match[0]
-
-
-def _assigned_by_a_shell(match: re.Match) -> str:
-    a_file = match["value"].startswith(("/", "~", "./"))  # with the secret in it
-    return _without_value(match) if match["is"] == "=" and match["name"].isupper() and not a_file else _without_literal(match)
-
-
-def _without_value(match: re.Match) -> str:
-    return f"{match['name']}{match['is']}{match['quote']}[redacted]{match['quote']}" if is_secret_name(match["name"]) else match[0]
+    harmless = sure < 2 and (len(value) < SHORTEST or re.search(r"\s", value))
+    a_name = value.isupper() and sureness(value)  # of the variable that has it
+    return match[0] if harmless or a_name or "[redacted" in value else f"{match['quote']}[redacted]{match['quote']}"
 
 
 def found(content: Any, environment: Mapping[str, str] = os.environ, key: str = "") -> Iterator[tuple[str, str]]:
@@ -55,7 +94,7 @@ def found(content: Any, environment: Mapping[str, str] = os.environ, key: str = 
     if isinstance(content, Mapping):
         for name, value in content.items():
             inner = f"{key}.{name}" if key else str(name)
-            if key == "cluster.environment" and is_secret_name(str(name)):
+            if key == "cluster.environment" and sureness(str(name)):
                 yield inner, f"{name} is a secret by its name"
             else:
                 yield from found(value, environment, inner)

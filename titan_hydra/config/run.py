@@ -1,6 +1,7 @@
 """Where one rank of a run stands: what the worker hands to the trainer beside the job."""
 import contextlib
 import platform
+import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -38,8 +39,25 @@ class Run:
         return self._attempt / f"rank_{self.replica * self.world_size + rank}.json"
 
     @property
+    def newer_attempt(self) -> int | None:
+        """Number of an attempt that was claimed after this one: the run is that one's now. None as long as this is the newest."""
+        mine, newest = self._attempt.name, max(attempts_of(self.home), default=0)
+        return newest if mine.isdecimal() and newest > int(mine) else None
+
+    @property
     def _attempt(self) -> Path:
         return self.attempt.parents[1] if self.replica else self.attempt
+
+
+def attempts_of(directory: Path) -> list[int]:
+    """Numbers of a run's attempts, ascending. What somebody has put beside them, as a copy named 1.bak, is none."""
+    return sorted(int(path.name) for path in directory.glob("attempts/*") if re.fullmatch("[1-9][0-9]*", path.name))
+
+
+def rank_files(attempt: Path, kind: str, suffix: str = ".json") -> dict[int, Path]:
+    """The files `<kind>_<rank><suffix>` of an attempt, by rank."""
+    found = ((re.fullmatch(rf"{kind}_([0-9]+)", path.name.removesuffix(suffix)), path) for path in attempt.glob(f"{kind}_*{suffix}"))
+    return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:

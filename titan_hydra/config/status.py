@@ -27,6 +27,7 @@ class Kind(StrEnum):
     NODE = "node"
     TIME_LIMIT = "time limit"
     PREEMPTED = "preempted too often"
+    DISK = "disk full"
     BUG = "bug"
     KILLED = "killed"
     UNKNOWN = "unknown"

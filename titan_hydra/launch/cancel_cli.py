@@ -104,7 +104,8 @@ def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
     found = []
     for attempt in row.directory.parent.glob("*/attempts/*/attempt.json"):
         directory = attempt.parents[2]
-        if (read_json(attempt) or {}).get("token") == owner["token"] and directory not in [row.directory for row in rows]:
+        mine = attempt.parent.name.isdecimal() and (read_json(attempt) or {}).get("token") == owner["token"]
+        if mine and directory not in [row.directory for row in rows]:
             found += [directory.name] if not (attempt.parent / "exit").exists() else []
     return found
 

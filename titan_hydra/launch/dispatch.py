@@ -1,20 +1,23 @@
 """From composed cells to runs: read and check all of them, then run each that needs it, and say what came of it."""
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
+from titan_hydra.config.fault import as_typed
 from titan_hydra.config.redact import redact
-from titan_hydra.config.status import Exit
+from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.config.sweep import named
 
-from . import manifest, rundir, show, worker
+from . import manifest, rundir, show, snapshot, worker
 from .attach import Interrupts, attach
 from .rundir import State
 
@@ -77,12 +80,15 @@ def dispatch(composed: list[tuple]) -> int:
     if not composed:  # --help, --cfg, --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
-    cells = list(without_twins(cells))
     skip = any(config.launch.skip_invalid is True for config, _ in composed)
     for fault in faults:
         print(f"{'left out: ' if skip else ''}{fault}", file=sys.stderr)
     if not cells or (faults and not skip):
         return Exit.CONFIG
+    if line_faults := list(faults_of_the_line(cells)):
+        print(*line_faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    cells = list(without_twins(cells))
     launch = cells[0].job.launch
     states = rundir.states([cell.directory for cell in cells])
     if launch.mode == "dry":
@@ -98,6 +104,11 @@ def dispatch(composed: list[tuple]) -> int:
         return Exit.CONFIG
     try:
         return go(cells, manifest.folder_of(cells))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"{cells[0].runs}: {error.strerror}; make room, and the same command line goes on", file=sys.stderr)
+        return Exit.BUG
     except KeyboardInterrupt:  # between two cells, or in the one that runs in this process
         print("stopped; the same command line goes on", file=sys.stderr)
         return 130
@@ -111,7 +122,7 @@ def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
         if job is not None:
             job = freeze(job)
             faults = check(job)
-        where = f"   (cell {number} of {len(composed)}: {redact(' '.join(overrides))})" if len(composed) > 1 else ""
+        where = f"   (cell {number} of {len(composed)}: {as_typed(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
         lines += [f"{fault}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed)))
@@ -129,6 +140,15 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
             print(f"cell {cell.number} is the same experiment as cell {twin.number} ({twin.directory.name}): it runs once")
 
 
+def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
+    """Cells that differ in what a command line does with all of them together."""
+    for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
+        if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
+            yield Fault(key, values, "one command line has one value for all of its cells", legal=tuple(values))
+    if cells[0].job.launch.packed and len({repr(cell.job.cluster) for cell in cells}) > 1:
+        yield Fault("launch.packed", True, "the cells share one job, and their cluster settings differ", legal=(False,))
+
+
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
     """What stands against running here and now. Looks at all cells together; writes nothing where there is a fault."""
     launch, faults = cells[0].job.launch, []
@@ -136,9 +156,14 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         if launch.force and state.kind in ("running", "queued"):
             faults.append(Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel "
                                 f"{cell.directory.name})"))
-    slurm, parallel = on_slurm(cells), cells[0].job.cluster.max_parallel
+    slurm, parallel = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells)
     if slurm and shutil.which("sbatch") is None:
         faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
+    elif slurm:
+        try:
+            snapshot.files(snapshot.ROOT)
+        except ConfigError as error:
+            faults.append(Fault("cluster.executor", "slurm", str(error)))
     if launch.packed and not slurm:
         faults.append(Fault("launch.packed", True, "is for SLURM: here cells share the machine anyway", legal=(False,)))
     if parallel > 1 and not slurm:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.config.files import read_json
+from titan_hydra.config.run import rank_files
 from titan_hydra.config.status import KIND_OF, LAST_WORDS, Exit, Kind, RunError  # noqa: F401, for worker and attach
 
 from . import flight, hints, verdict
@@ -17,6 +18,7 @@ from .records import last_lines
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
+DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
 # What a rank says when another one has died; the other one is to blame. The spellings are gloo's, NCCL's and TCPStore's.
 SECONDARY = (r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
@@ -110,7 +112,8 @@ def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
     if said:
         return Failure(None, said.status, said.line, kind=said.kind, host=said.host, attempt=attempt)
     if own or silent:
-        return min(own + silent, key=lambda rank: rank.time).failure()
+        # An abort comes last: NCCL's watchdog aborts a rank whose peer has gone.
+        return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
     others = [rank for rank in ranks if rank.error]
     if not others:
         return _without_ranks(attempt, slurm_state)
@@ -155,27 +158,26 @@ class Ended:
     error: dict | None
     time: float
     killed: bool  # after another rank had failed
+    order: int  # of srun's lines
     spoke: bool  # wrote its own exit status
     host: str | None
 
     @classmethod
     def all(cls, attempt: Path) -> list[Ended]:
         """All ranks of an attempt. One that has not even written that it exists was still starting."""
+        records = {rank: read_json(file) or {} for rank, file in rank_files(attempt, "rank").items()}
         supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
-        seen = dict(enumerate(supervised)) or _seen_by_srun(attempt)
-        files = {int(file.stem.split("_")[1]): file for file in attempt.glob("rank_*.json")}
-        size = 1 + max([*seen, *files], default=-1)
-        return [cls.read(attempt, rank, seen.get(rank, {})) for rank in range(size)]
+        seen = dict(enumerate(supervised)) or _seen_by_srun(attempt, records)
+        return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
 
     @classmethod
-    def read(cls, attempt: Path, rank: int, seen: dict) -> Ended:
-        said = read_json(attempt / f"rank_{rank}.json") or {}
+    def of(cls, attempt: Path, rank: int, said: dict, seen: dict) -> Ended:
         error = said.get("error")
         if said.get("exit_status") in STOPPED:
             error = None
         status = said.get("exit_status", seen.get("exit_status"))
-        return cls(attempt, rank, status, error, error["time"] if error else seen.get("ended", 0.0), bool(seen.get("killed")),
-                   "exit_status" in said, (error or {}).get("host") or said.get("host") or seen.get("host"))
+        time, host = error["time"] if error else seen.get("ended", 0.0), (error or {}).get("host") or said.get("host") or seen.get("host")
+        return cls(attempt, rank, status, error, time, bool(seen.get("killed")), seen.get("order", 0), "exit_status" in said, host)
 
     @property
     def silent(self) -> bool:
@@ -185,6 +187,8 @@ class Ended:
         """This rank as the one to blame."""
         status, line, detail, log = self._spoken() if self.error else self._unspoken()
         kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
+        if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
+            kind = Kind.DISK
         return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
 
     def _spoken(self) -> tuple[int, str, str, Path | None]:
@@ -219,10 +223,23 @@ class Ended:
         return max(caught, key=lambda file: file.stat().st_size, default=self.attempt / "slurm.log")
 
 
-def _seen_by_srun(attempt: Path) -> dict[int, dict]:
-    """Ranks' ends as srun told them, in the shape of ranks.json's; when, it does not say. After its first line, it killed the rest."""
-    return {rank: {"exit_status": status, "host": host, "ended": float("inf"), "killed": number > 0}
-            for rank, (status, host, number) in verdict.deaths(attempt).items()}
+def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
+    """Ranks' ends as srun saw them, in the shape of ranks.json's; it does not say when, nor are its lines in order.
+
+    It does not mention a rank that ended with status 0. It ends ranks itself by SIGTERM, which they note in their beats, and then SIGKILL;
+    one without a beat, or frozen in a hang, was killed by it unless its line is the first. Other signals are never srun's.
+    """
+    deaths, hang = verdict.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
+    seen = {}
+    for rank, (status, host, order) in deaths.items():
+        asked = (read_json(attempt / f"beat_{rank}.json") or {}).get("asked")
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hang or asked is None)))
+        seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
+    noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
+    for rank, said in records.items() if deaths and noticed else ():
+        if rank not in deaths and "exit_status" not in said:
+            seen[rank] = {"exit_status": 0, "ended": float("inf")}
+    return seen
 
 
 def _out_of_memory(rank: int, error: dict) -> str:

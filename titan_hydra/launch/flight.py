@@ -6,12 +6,14 @@ who waits for nobody; or it goes round in a circle, and then one of them left an
 """
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from titan_hydra.config.files import read_json
+from titan_hydra.config.run import rank_files
 
 OTHER = "undefined"  # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
 Operation = dict  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
@@ -37,13 +39,19 @@ class Dump:
     """What one rank's recorder held."""
 
     content: dict
+    until: float = math.inf  # when the first rank gave up; what is begun later comes too late
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rank = self.content["rank"]
 
-    @cached_property
+    @property
     def operations(self) -> list[Operation]:
+        """What it had begun when the first rank gave up."""
+        return [one for one in self.recorded if one["time"] <= self.until]
+
+    @cached_property
+    def recorded(self) -> list[Operation]:
         """Collectives and messages, oldest first; each with the mesh dimension and ranks of its group."""
         both = [*self.content["collectives"], *({**message, "sizes": [message["size"]]} for message in self.content["messages"])]
         groups = self.content["groups"]
@@ -99,13 +107,13 @@ class Verdict:
 
 def verdict(attempt: Path) -> Verdict | None:
     """Who held the others up in an attempt. None without any rank's dump."""
-    found = list(filter(None, map(read_json, attempt.glob("flight_*.json"))))
+    found = list(filter(None, map(read_json, rank_files(attempt, "flight").values())))
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
     # An older one tells of another time: it was asked for then, or is from a replica group's earlier life.
     since = newest["time"] - 2 * newest["timeout"]
-    dumps = {content["rank"]: Dump(content) for content in found if content["time"] > since}
+    dumps = {content["rank"]: Dump(content, given_up(attempt)) for content in found if content["time"] > since}
     waits = waits_of(dumps)
     others = {wait.other for wait in waits}
     skipped = {rank: usual for rank, dump in dumps.items() if (usual := dump.left_out())}
@@ -118,6 +126,12 @@ def verdict(attempt: Path) -> Verdict | None:
         first = min(mine, key=lambda wait: wait.operation["time"] if wait.other in dumps else -wait.operation["time"])
         return told(attempt, dumps, waits, first, "has not begun")
     return undecided(dumps, waits)
+
+
+def given_up(attempt: Path) -> float:
+    """When the first rank of an attempt noticed that another one does not come; a frozen rank may go on after that."""
+    errors = ((read_json(file) or {}).get("error") or {} for file in rank_files(attempt, "rank").values())
+    return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
@@ -152,7 +166,12 @@ def told(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, v
     host = (read_json(attempt / f"rank_{rank}.json") or {}).get("host") if gone else content["host"]
     name, step, phase = f"Rank {rank}" + (f" on {host}" if host else ""), content["step"], content["phase"]
     line = f"rank {rank} was late at step {step}, {phase}: it {verb} {wait}"
-    if verb == "left out":
+    if came := None if gone else next((one for one in dumps[rank].recorded if one["time"] > dumps[rank].until), None):
+        after = f"{came['time'] - wait.operation['time']:.0f} s after rank {wait.rank}"
+        line = f"rank {rank} was late at step {step}, {phase}: it went on {after}, which waited in {wait}"
+        text = [f"{name} came late: at step {step}, {phase}, it went on at {clock(came['time'])}, {after}, which waited in {wait} and had "
+                "given up. The rank, or its host, stood still until then."]
+    elif verb == "left out":
         text = [f"{name} left out {wait} in step {step}, and went on; the number is that of the step before."]
     elif not gone:
         text = [f"{name} is late: at step {step}, {phase}, since {clock(content['since'])}, it has not begun {wait}."]

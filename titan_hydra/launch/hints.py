@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ def hint(failure: Failure) -> str:
             return f"cluster.exclude=[{','.join([*job.cluster.exclude, failure.host])}]"
         case Kind.TIME_LIMIT if job.cluster.time_minutes:
             return f"{again} cluster.time_minutes={2 * job.cluster.time_minutes}"
+        case Kind.DISK:
+            return f"room on the file system of {shlex.quote(str(directory))} (df -h, quota -s); then {again.removesuffix('; or')}"
         case Kind.PREEMPTED:
             return f"{again} cluster.max_requeues={2 * job.cluster.max_requeues}"
     return ""

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from titan_hydra.config.run import attempts_of, rank_files
 from titan_hydra.config.status import ConfigError, Exit
 
 from . import rundir
@@ -115,10 +116,10 @@ def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
 
 def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
     """Why there is no such log, and which there are."""
-    attempts = sorted(int(folder.name) for folder in directory.glob("attempts/[0-9]*"))
+    attempts = attempts_of(directory)
     if attempt not in attempts:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"
-    ranks = sorted(int(file.stem.split("_")[1]) for file in directory.glob(f"attempts/{attempt}/rank_*.log"))
+    ranks = list(rank_files(directory / "attempts" / str(attempt), "rank", ".log"))
     if not ranks:
         return f"{directory.name}: {state.kind}, and no rank has said anything yet; -f waits for it"
     return f"--rank={rank}: attempt {attempt} of {directory.name} has {between(ranks, 'rank')}"

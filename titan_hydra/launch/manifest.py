@@ -14,6 +14,7 @@ from pathlib import Path
 
 from titan_hydra.config import identity
 from titan_hydra.config.files import read_json, write_json
+from titan_hydra.config.redact import redact
 
 from .find import SWEEPS
 
@@ -24,7 +25,7 @@ def folder_of(cells: list) -> Path | None:
         return None
     job, rows = cells[0].job, [row(cell) for cell in cells]
     name = re.sub(r"[^\w.=+,-]+", "-", job.sweep.name or "sweep")
-    about = {"name": name, "command": sys.argv[1:], "baseline": job.sweep.baseline, "packed": job.launch.packed}
+    about = {"name": name, "command": list(map(redact, sys.argv[1:])), "baseline": job.sweep.baseline, "packed": job.launch.packed}
     folder = cells[0].runs / SWEEPS
     for file in sorted(folder.glob(f"{name}-*/manifest.json"), reverse=True):
         content = read_json(file) or {}

@@ -22,8 +22,8 @@ from .worker import load_job
 
 ONLY = {  # --only: the classes of failure that a word stands for
     "failed": tuple(Kind), "oom": (Kind.OUT_OF_MEMORY,), "node": (Kind.NODE, Kind.HANG), "hang": (Kind.HANG,), "nan": (Kind.NOT_FINITE,),
-    "time": (Kind.TIME_LIMIT,), "preempted": (Kind.PREEMPTED,), "killed": (Kind.KILLED,), "bug": (Kind.BUG,), "config": (Kind.CONFIG,),
-    "unknown": (Kind.UNKNOWN,), "interrupted": (),
+    "time": (Kind.TIME_LIMIT,), "disk": (Kind.DISK,), "preempted": (Kind.PREEMPTED,), "killed": (Kind.KILLED,), "bug": (Kind.BUG,),
+    "config": (Kind.CONFIG,), "unknown": (Kind.UNKNOWN,), "interrupted": (),
 }
 WOULD_FAIL_AGAIN = (Kind.OUT_OF_MEMORY, Kind.NOT_FINITE)
 
@@ -76,7 +76,7 @@ def advise(row: Row, cell: RunCell) -> None:
 
 def cluster_of(cell: Cell) -> str:
     """Where and how a cell runs; what is alike can go to SLURM together."""
-    return repr(cell.job.cluster)
+    return repr((cell.job.cluster, cell.job.launch))
 
 
 def job_of(directory: Path, runs: Path) -> Job:

@@ -25,7 +25,7 @@ import titan_hydra
 from titan_hydra.config import Job, identity, to_dict
 from titan_hydra.config.files import read_json, write_json, write_text
 from titan_hydra.config.redact import redact
-from titan_hydra.config.run import versions
+from titan_hydra.config.run import attempts_of, rank_files, versions
 from titan_hydra.config.status import Exit
 
 from . import slurm
@@ -134,19 +134,19 @@ def queue_of(directories: list[Path]) -> Queue:
     owners = []
     for directory in directories:
         owner = read_json(directory / "attempts" / str(newest_attempt(directory)) / "attempt.json")
-        if owner and owner.get("executor") == "slurm" and "ended" not in owner and not (directory / "result.json").exists():
+        if owner and owner.get("executor") == "slurm" and not (directory / "result.json").exists():
             owners.append(owner)
     return slurm.queue_of(owners)
 
 
 def newest_attempt(directory: Path) -> int:
     """Number of the newest attempt; 0 when there is none."""
-    return max((int(folder.name) for folder in directory.glob("attempts/[0-9]*")), default=0)
+    return max(attempts_of(directory), default=0)
 
 
 def processes(attempt: Path) -> list[dict]:
     """The ranks of an attempt that still run on this host."""
-    ranks = [read_json(file) for file in attempt.glob("rank_*.json")]
+    ranks = map(read_json, rank_files(attempt, "rank").values())
     return [rank for rank in ranks if rank and "exit_status" not in rank and alive(rank)]
 
 
@@ -185,7 +185,7 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
             mine.rename(attempts / str(number))
         except OSError:
             return None
-    if any(host_of_running(folder) for folder in attempts.glob("[0-9]*") if folder.name != str(number)):
+    if any(host_of_running(attempts / str(other)) for other in attempts_of(directory) if other != number):
         shutil.rmtree(attempts / str(number))  # the directory was replaced under us by a launcher with launch.force
         return None
     if fresh:

@@ -3,6 +3,9 @@
 submitit makes the script's head from its parameters. Its pickles are not used: they are named after the job's id, so a submitter that is
 killed just after sbatch leaves a job without its pickle. Here everything a job needs is on disk before sbatch: a list of cells, a line
 each (number, nodes, ranks, run directory, attempt), of which an array's task takes its own line and a packed job takes all.
+
+A job starts an attempt only where attempt.json has the submission's token, and only once: the first to write its id into the attempt's file
+`job` owns it. A job that was requeued makes the next attempt; one that finds another owner's attempt or another job's id starts nothing.
 """
 from __future__ import annotations
 
@@ -15,18 +18,42 @@ from pathlib import Path
 
 from submitit.slurm.slurm import SlurmExecutor
 
+from titan_hydra.config.cluster import warning_seconds
 from titan_hydra.config.schema import Cluster
+from titan_hydra.config.status import Exit
+
+from .worker import LATE
 
 YEAR = 365 * 24 * 60  # minutes; SLURM's "no limit" is the partition's
 LIST, SCRIPT = "cells.tsv", "sbatch.sh"
 
+# Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.
+BODY = """
+job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
+refuse() {{ echo "$(date +%T) $(hostname): $1; nothing is started"; }}
+# $1 run directory, $2 its attempt at submission. Sets `attempt` to the folder of the attempt that this start of the job owns.
+own_attempt() {{
+    local all="$1/attempts" mine="$1/attempts/.job-$job" tries=0 newest
+    until [ -e "$all/$2/attempt.json" ]; do
+        ls "$all" >/dev/null 2>&1  # an NFS client remembers for long that a file was not there; a listing asks again
+        [ "$((tries += 1))" -le {late} ] || {{ refuse "$all/$2/attempt.json cannot be seen here"; return {unhealthy}; }}
+        sleep 1
+    done
+    while :; do
+        newest="$(ls "$all" | grep -xE '[1-9][0-9]*' | sort -n | tail -n 1)" attempt="$all/$newest"
+        grep -q '^  "token": "{token}"' "$attempt/attempt.json" || {{ refuse "$attempt is not this job's"; return {config}; }}
+        ! (set -C; echo "$job" >"$attempt/job") 2>/dev/null || return 0
+        [ "$(cat "$attempt/job")" = "$job" ] || {{ refuse "$attempt is that of job $(cat "$attempt/job")"; return {config}; }}
+        rm -rf "$mine"
+        mkdir "$mine" || return
+        sed -E -e '/^  "(ended|slurm_state)": /d' -e 's/^  "job_id": .*/  "job_id": "'"$job"'",/' "$attempt/attempt.json" \\
+            >"$mine/attempt.json" && mv -T "$mine" "$all/$((newest + 1))" || [ -e "$all/$((newest + 1))" ] || return
+    done
+}}
 # $1 nodes, $2 ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
 # A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in slurm.log.
-BODY = """
 run_cell() {{
-    attempt="$3/attempts/$(($4 + ${{SLURM_RESTART_COUNT:-0}}))"
-    mkdir -p "$attempt"
-    [ -e "$attempt/attempt.json" ] || {{ cp "$3/attempts/$4/attempt.json" "$attempt/.new" && mv "$attempt/.new" "$attempt/attempt.json"; }}
+    own_attempt "$3" "$4" || return
     srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
         {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/slurm.log" 2>&1
     rc=$?
@@ -37,8 +64,6 @@ run_cell() {{
 # The ranks were asked to stop: go on later, unless somebody has cancelled the job, or it has been so too often.
 requeue() {{
     [ ! -e "$attempt/cancelled" ] || return
-    # Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.
-    job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
     scontrol show job "$job" | grep -q JobState=RUNNING || return
     if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
     scontrol requeue "$job" && sleep 300
@@ -85,9 +110,9 @@ class Batch(SlurmExecutor):
 
     def __init__(self, folder: Path, name: str, shape: Shape, lines: list[Line], cluster: Cluster, code: Path, packed: bool) -> None:
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
-        self.lines, self.cluster, self.code = lines, cluster, code
+        self.token, self.lines, self.cluster, self.code = name.rpartition("-")[2], lines, cluster, code
         self.array = len(lines) > 1 and not packed
-        seconds = cluster.stop_seconds if shape.time_minutes is None else min(cluster.stop_seconds, 60 * shape.time_minutes // 2)
+        seconds = cluster.stop_seconds if shape.time_minutes is None else warning_seconds(cluster, shape.time_minutes)
         settings = {
             "job_name": name, "nodes": shape.nodes, "ntasks_per_node": shape.ranks_per_node, "gpus_per_node": shape.ranks_per_node,
             "cpus_per_task": cluster.cpus_per_task, "time": shape.time_minutes, "partition": cluster.partition,
@@ -108,8 +133,9 @@ class Batch(SlurmExecutor):
     def flags(self, shape: Shape, cluster: Cluster) -> dict:
         """sbatch flags that submitit does not know, or that it would set otherwise."""
         pattern = "%A_%a" if self.array else "%j"
+        log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"  # SLURM would take %j for the job's number there too
         return {
-            "output": str(Path(self.folder) / f"{pattern}.log"), "requeue": True, "reservation": cluster.reservation, "wckey": None,
+            "output": log, "requeue": True, "reservation": cluster.reservation, "wckey": None,
             "time": shape.time_minutes, **{key.replace("-", "_"): value for key, value in cluster.sbatch.items()},
         }
 
@@ -132,6 +158,7 @@ class Batch(SlurmExecutor):
         folder = shlex.quote(str(self.folder))
         every = f"cat {folder}/{LIST}"
         return BODY.format(
+            token=self.token, late=LATE, unhealthy=int(Exit.UNHEALTHY), config=int(Exit.CONFIG),
             srun=shlex.join(self.cluster.srun), python=self.python, max_requeues=self.cluster.max_requeues, folder=folder,
             lines=f"sed -n \"$((SLURM_ARRAY_TASK_ID + 1))p\" {folder}/{LIST}" if self.array else every,
             done=':' if self.array or len(self.lines) == 1 else f"echo \"$rc\" >{folder}/over-\"$line\"",

@@ -49,15 +49,19 @@ class Queue:
 
 
 def queue_of(owners: list[dict]) -> Queue:
-    """What SLURM says of some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten."""
+    """What SLURM knows of some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten.
+
+    squeue also lists jobs whose end was noted before: an administrator may requeue them, and after a failed sbatch they may come late.
+    """
     if not owners:
         return Queue()
+    undecided = [owner for owner in owners if "ended" not in owner]
     names = ",".join(sorted({getpass.getuser(), *(owner["user"] for owner in owners)}))
     out = call("squeue", "--noheader", "--array", "--states=all", f"--user={names}", f"--format={FIELDS}")
     if out is None:
-        return Queue(answers=False)
+        return Queue(answers=not undecided)
     jobs = {job.id: job for job in map(_job, out.splitlines()) if job}
-    forgotten = {owner["job_id"] for owner in owners if owner["job_id"]} - jobs.keys()
+    forgotten = {owner["job_id"] for owner in undecided if owner["job_id"]} - jobs.keys()
     return Queue(jobs | ended(forgotten) if forgotten else jobs)
 
 

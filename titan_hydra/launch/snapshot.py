@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import titan_hydra
+from titan_hydra.config.status import ConfigError
 
 FOLDER = "_code"  # in the folder of runs; one folder in it for every version of the code
 ROOT = Path(titan_hydra.__file__).parents[1]
@@ -35,7 +36,10 @@ def take(runs: Path) -> Path:
 
 
 def files(root: Path) -> list[str]:
-    """What belongs to the code: in a checkout all tracked files as they are now and new Python files, else the package."""
+    """What belongs to the code: in a checkout all tracked files as they are now and new Python files, else the package.
+
+    Raises ConfigError where git does not list them, as in a checkout that belongs to another user.
+    """
     if (root / ".git").exists():
         tracked = _git(root, "ls-files", "-z")
         new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py")
@@ -65,5 +69,10 @@ def digest(root: Path, names: list[str]) -> str:
 
 
 def _git(root: Path, *arguments: str) -> list[str]:
-    out = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=30).stdout
-    return [name for name in out.split("\0") if name]
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{root}: git: {error}") from error
+    if done.returncode:
+        raise ConfigError(f"{root}: git: {' '.join(done.stderr.split())}")
+    return [name for name in done.stdout.split("\0") if name]

@@ -1,7 +1,8 @@
 """Cells to SLURM: claim each, group them by the resources they need, write the manifest, and only then call sbatch.
 
 Whatever happens on the way, no cell runs twice and none is lost: a claimed attempt names a token that is in the job's name too, so the next
-launcher finds a job whose submitter died before he could note its id; and a rank refuses to start when its attempt is not the newest.
+launcher finds a job whose submitter died, or whose sbatch failed, before its id was noted; a job's script starts no attempt that has
+another token; and the ranks of an attempt that is not the newest stop.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.config import processes
+from titan_hydra.config.files import read_json
 from titan_hydra.config.status import Exit
 
 from . import manifest, rundir, show, slurm, snapshot
@@ -27,6 +29,8 @@ from .rundir import State
 from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
 
 POLL = 5  # seconds between two looks at the queue with launch.wait
+NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # an sbatch that does not know whether SLURM has the job
+PATIENCE = 3  # seconds until squeue is asked again after such a one
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,19 @@ def shape_of(cell) -> Shape:
 
 
 def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
-    """Group cells by shape, at most `limit` to an array; packed: all into one job of the largest shape, in their order."""
+    """Group cells that have the same shape and cluster settings, at most `limit` to an array; packed: all into one job of the largest
+    shape, in their order."""
     if packed:
         shapes = [shape_of(cell) for cell in cells]
         minutes = cells[0].job.cluster.time_minutes
         largest = Shape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
                         minutes and minutes * len(cells))
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
-    groups: dict[Shape, list] = {}
+    groups: dict[tuple[Shape, str], list] = {}
     for cell in cells:
-        groups.setdefault(shape_of(cell), []).append(cell)
+        groups.setdefault((shape_of(cell), repr(cell.job.cluster)), []).append(cell)
     return [Array(secrets.token_hex(4), shape, group[first:first + limit])
-            for shape, group in groups.items() for first in range(0, len(group), limit)]
+            for (shape, _), group in groups.items() for first in range(0, len(group), limit)]
 
 
 def batch_of(array: Array, folder: Path, attempts: list[int], name: str, code: Path) -> Batch:
@@ -162,13 +167,35 @@ def hand_over(array: Array, attempts: list[Path], folder: Path | None, code: Pat
     try:
         ids = batch.submit_all()
     except SubmissionError as error:
-        for attempt in attempts:
-            rundir.end_attempt(attempt)
-        print(f"SLURM refused {len(attempts)} cell{'s' if len(attempts) > 1 else ''}: {error}", file=sys.stderr)
-        return Exit.BUG
+        return after_refusal(attempts, str(error))
     for attempt, job_id in zip(attempts, ids, strict=True):
         rundir.note(attempt, job_id=job_id)
     return Exit.DONE
+
+
+def after_refusal(attempts: list[Path], reason: str) -> int:
+    """Look whether SLURM has the job although sbatch failed, as when the controller answers too late. Returns the exit status.
+
+    After a time-out an attempt is over only when squeue answers without its token; a job that comes later is found by the next command.
+    """
+    owners = [read_json(attempt / "attempt.json") for attempt in attempts]
+    cells = f"{len(attempts)} cell{'s' if len(attempts) > 1 else ''}"
+    uncertain = re.search(NO_ANSWER, reason, re.I)
+    for pause in (0, PATIENCE) if uncertain else (0,):
+        time.sleep(pause)
+        queue = slurm.queue_of(owners)
+        if all(jobs := [queue.find(owner) for owner in owners]):
+            for attempt, job in zip(attempts, jobs, strict=True):
+                rundir.note(attempt, job_id=job.id)
+            print(f"{reason}; SLURM has the {cells} all the same", file=sys.stderr)
+            return Exit.DONE
+    if uncertain and not queue.answers:
+        print(f"{reason}; SLURM may have the {cells} all the same, and squeue does not answer: the same line asks again", file=sys.stderr)
+        return Exit.BUG
+    for attempt in attempts:
+        rundir.end_attempt(attempt)
+    print(f"SLURM refused {cells}: {reason}", file=sys.stderr)
+    return Exit.BUG
 
 
 def follow(cells: list, interrupts: Interrupts) -> list[State]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ WRITTEN = (  # what slurmd writes when it ends a job, where SLURM has since forg
     (r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*", "CANCELLED"),
 )
 DEATH = re.compile(r"srun: error: (\S+?): tasks? ([\d,-]+): (.+)")
-SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7, "Floating point exception": 8}
+SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
 def _status(how: str) -> int:
     if code := re.match(r"Exited with exit code (\d+)", how):
         return int(code[1])
-    return next((-number for words, number in SIGNALS.items() if how.startswith(words)), Exit.BUG)
+    return next((-number for words, number in SIGNALS.items() if words and how.startswith(words)), Exit.BUG)
 
 
 def _numbers(tasks: str) -> list[int]:

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
-from titan_hydra.config.run import Run, folders_of
-from titan_hydra.config.status import ConfigError, Exit, RunError, Stopped
+from titan_hydra.config.run import Run, attempts_of, folders_of
+from titan_hydra.config.status import ConfigError, Exit, RunError, Stopped, Unhealthy
 
 from .failure import LAST_WORDS, describe
 from .records import this_process
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
+LATE = 60  # seconds until a rank must see what was written before it was started
 # Who started this rank tells it its place in these variables: rank, ranks, its number on this host, ranks on this host.
 VARIABLES = {
     "local": ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS"),
@@ -113,6 +114,10 @@ def _stop_before_training(number: int, frame: object) -> None:
 
 
 def _train(directory: Path, attempt: Path, place: Place) -> None:
+    if place.starter in ("slurm", "torchrun"):
+        until_seen(directory / "config.json")
+    if place.starter == "slurm":  # by hand under torchrun, nobody has claimed the attempt
+        until_seen(attempt / "attempt.json")
     job = load_job(directory)
     replica, group = _group_of(job, place, directory)
     _check_claim(attempt, place)
@@ -164,16 +169,25 @@ def load_job(directory: Path) -> Job:
 
 def _check_claim(attempt: Path, place: Place) -> None:
     """Raises ConfigError if another attempt has taken over, or the code is not the one that was submitted."""
-    newest = max(int(folder.name) for folder in attempt.parent.glob("[0-9]*"))
+    newest = max(attempts_of(attempt.parents[1]))
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
-    submitted = (read_json(attempt / "attempt.json") or {}).get("code")
+    owner = read_json(attempt / "attempt.json") or {}
+    if place.starter == "slurm" and owner.get("job_id") not in (None, _job_id()):
+        raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {_job_id()}")
+    submitted = owner.get("code")
     if submitted and place.local_rank == 0:
         from .snapshot import ROOT, copied, digest
 
         code = digest(ROOT, copied(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
+
+
+def _job_id() -> str | None:
+    """The SLURM job of this rank, as squeue writes it: 123, or 123_4 in an array."""
+    array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
 
 
 def _rendezvous(file: Path, place: Place):
@@ -209,13 +223,31 @@ class NoRendezvous(RunError):
 
 
 def _wait_for(file: Path) -> tuple[str, int]:
-    deadline = time.monotonic() + START_LIMIT
-    while file.name not in os.listdir(file.parent):  # an NFS client remembers for long that a file was not there; a listing asks again
-        if time.monotonic() > deadline:
-            raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
-        time.sleep(0.05)
+    if not _appears(file, START_LIMIT):
+        raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
     host, port = file.read_text().split()
     return host, int(port)
+
+
+def until_seen(file: Path, seconds: int = LATE) -> None:
+    """Wait for a file that was there before this rank was started; other hosts of a network file system may see it late.
+
+    Raises Unhealthy after so many seconds: not the job is wrong, but this host's view of the file system.
+    """
+    if not _appears(file, seconds):
+        raise Unhealthy(f"{socket.gethostname()}: {file} cannot be seen here after {seconds} s; is its file system mounted?")
+
+
+def _appears(file: Path, seconds: float) -> bool:
+    """Whether a file is there, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if file.name in os.listdir(file.parent):  # an NFS client remembers for long that a file was not there; a listing asks again
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
 
 
 def _say_why(status: int, error: dict) -> None:
@@ -229,8 +261,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG
-    attempts = [int(folder.name) for folder in Path(arguments[0]).glob("attempts/[0-9]*")]
-    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else max(attempts, default=1))
+    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else max(attempts_of(Path(arguments[0])), default=1))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_hydra.config.load import DEGREES
+from titan_hydra.config.run import attempts_of, rank_files
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.launch.records import flat
 from titan_hydra.launch.view import add_runs, choose_one
@@ -121,12 +122,13 @@ def words(when: str, what: str, name: str, call: int) -> str:
 def traces(run: Path) -> dict[int, dict[tuple, dict]]:
     """By step, what each rank saw; of a step that was made again the newest attempt's."""
     found: dict[int, dict[tuple, dict]] = {}
-    for file in sorted(run.glob("attempts/*/activations_*.jsonl"), key=lambda file: int(file.parent.name)):
-        rank, own = int(file.stem.rpartition("_")[2]), {}
-        for row in read_rows(file):
-            own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
-        for step, rows in own.items():
-            found.setdefault(step, {}).update(rows)
+    for attempt in attempts_of(run):
+        for rank, file in rank_files(run / "attempts" / str(attempt), "activations", ".jsonl").items():
+            own: dict[int, dict] = {}
+            for row in read_rows(file):
+                own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
+            for step, rows in own.items():
+                found.setdefault(step, {}).update(rows)
     return found
 
 

@@ -223,14 +223,18 @@ def console_line(row: dict[str, Any], steps: int) -> str:
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Drop the rows after `last_step`: a resumed run makes them again. A half-written last line is dropped too."""
+    """Drop the rows after `last_step`: a resumed run makes them again. What is no row is dropped too: a kill cuts the last line, and a file
+    system that crashes leaves other bytes anywhere."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
+    kept, garbage = [], 0
+    *lines, _ = path.read_bytes().split(b"\n")
+    for line in lines:
         try:
             if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-        except ValueError:
-            break
+                kept.append(line.decode() + "\n")
+        except (ValueError, TypeError, KeyError):
+            garbage += 1
+    if garbage:
+        print(f"WARNING: {path}: {garbage} line{'s' * (garbage > 1)} left out, which cannot be read", flush=True)
     write_text(path, "".join(kept))

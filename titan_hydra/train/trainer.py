@@ -44,7 +44,7 @@ from .profiling import Profiler
 from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
 from .watchdog import Watchdog
-from .world import GarbageCollection, set_timeout, world
+from .world import GarbageCollection, refuse_stale, set_timeout, world
 
 if TYPE_CHECKING:
     from .fault_tolerance.per_step import PerStep  # which imports torchft
@@ -325,6 +325,8 @@ def loop(
         if held_out is not None and (step % job.validation.interval == 0 or step == job.steps):
             watch.at("validation")
             validate(trainer, held_out, metrics, step)
+        if stop or missed:
+            refuse_stale(watch.run)
         watch.at("checkpoint")
         checkpointer.after_step(step, votes, loader.state(), step == job.steps, stop or missed)
         if missed or (stop and step < job.steps):
@@ -388,7 +390,7 @@ def slow_formats(job: Job, device: torch.device) -> list[str]:
 
 def write_result(job: Job, directory: Path, measured: dict) -> None:
     """result.json: the run's last word, written once it is done."""
-    overrides = (directory / "overrides.txt").read_text().splitlines() if (directory / "overrides.txt").exists() else []
+    overrides = (directory / "overrides.txt").read_text(errors="replace").splitlines() if (directory / "overrides.txt").exists() else []
     environment = read_json(directory / "env.json") or {}
     result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}

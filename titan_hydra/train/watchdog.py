@@ -137,24 +137,27 @@ class Watchdog:
         """The thread: hears, says where the rank is, and looks whether it moves."""
         while self.thread is not None:
             ready, _, _ = select.select([self.ears], [], [], TICK)
-            for number in os.read(self.ears, 64) if ready else b"":
-                self.hear(number)
             with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
+                for number in os.read(self.ears, 64) if ready else b"":
+                    self.hear(number)
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
+                    if self.run.rank == 0 and self.run.newer_attempt:  # the ranks stop as on any such signal, and then save nothing
+                        os.kill(os.getpid(), signal.SIGTERM)
             self.look()
 
     def hear(self, number: int) -> None:
         """A signal: to stop, of which all that come are one, or to say where the rank is."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
+            self.beat()  # at once, for those who look for the rank that was not asked to end
         elif number in DUMP:
             self.dump(f"asked by {signal.Signals(number).name}")
 
     def beat(self) -> None:
         """Write beat_<rank>.json, and rank 0 status.json: how many steps are done."""
         step, phase, since, count = self.where
-        content = {"step": step, "phase": phase, "since": since, "count": count, "time": time.time()}
+        content = {"step": step, "phase": phase, "since": since, "count": count, "asked": self.asked, "time": time.time()}
         write_text(self.run.attempt / f"beat_{self.run.rank}.json", json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = step if phase in AFTER else max(step - 1, 0)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
+from titan_hydra.config.status import ConfigError
 
 from . import flight, health
 
@@ -55,6 +56,18 @@ def leave_together(run: Run) -> None:
         run.store.set("others left", "")
     if run.rank == 0 and run.world_size > 1:
         run.store.wait(["others left"])
+
+
+def refuse_stale(run: Run) -> None:
+    """Raise ConfigError on all ranks alike if another attempt has taken the run over: its checkpoints and rows are that one's now.
+
+    A collective, for when the ranks have agreed to stop; rank 0's watchdog is who looks while they train.
+    """
+    newer = [run.newer_attempt if run.rank == 0 else None]
+    if run.world_size > 1:
+        dist.broadcast_object_list(newer, src=0, device=torch.device("cpu"))
+    if newer[0]:
+        raise ConfigError(f"{run.home.name}: attempt {newer[0]} has taken over; this one stops and saves nothing")
 
 
 def set_determinism(job: Job) -> None:

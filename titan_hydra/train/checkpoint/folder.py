@@ -59,6 +59,8 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{MANIFEST} is missing or cannot be read"] if rank == 0 else []
+    if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):  # a wrong mv, or a restore from elsewhere
+        return [f"{MANIFEST} is that of step {manifest.get('step')}"] if rank == 0 else []
     names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
     return [wrong for name in names[rank::ranks] if (wrong := _wrong(path / name, manifest["files"][name]))]
 

@@ -58,7 +58,7 @@ def rank_file(rank: int) -> str:
 
 def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
     """The data states of all ranks, merged; this rank's random state is taken if there are as many ranks as there were."""
-    states = [json.loads(file.read_text()) for file in sorted(path.glob("rank_*.json"))]
+    states = [json.loads(file.read_text()) for file in sorted(path.glob(f"rank_{'[0-9]' * 5}.json"))]
     if not states:
         raise CheckpointError(f"{path} has no rank_*.json: no state of the data to go on from")
     if len(states) == world_size:

@@ -176,7 +176,7 @@ class Board:
         return outcome["counts"]
 
     def _numbers(self) -> list[int]:
-        return [int(place.name) for place in self.folder.glob("[0-9]*")]
+        return [int(place.name) for place in self.folder.glob("[0-9]*") if place.name.isdecimal()]
 
 
 def once(path: Path, content: dict) -> None:

@@ -1,0 +1,111 @@
+"""One run, one owner: an sbatch that fails after SLURM took the job, jobs requeued after their end, a script submitted once more."""
+import contextlib
+import json
+import subprocess
+
+# An sbatch that reports a time-out of its own: SLURM has the job all the same, at once or some seconds later.
+SBATCH = """#!/bin/sh
+{{ sleep {late}; {sbatch} "$@"; }} >/dev/null 2>&1 {background}
+echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
+exit 1
+"""
+# Fails in step 3 until somebody has healed it; slow enough to be looked at while it trains.
+ILL = """
+import time
+update, count = trainer.Trainer.update, []
+def ill(self):
+    count.append(1)
+    if len(count) == 3 and not os.path.exists("healed"):
+        raise ValueError("not healed")
+    time.sleep(0.3)
+    update(self)
+trainer.Trainer.update = ill
+"""
+
+
+@contextlib.contextmanager
+def replaced(submit, **programs: str):
+    """These programs of SLURM are scripts of ours while the block runs."""
+    folder, path = submit.folder.parent / "bin", submit.env["PATH"]
+    folder.mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    submit.env["PATH"] = f"{folder}:{path}"
+    try:
+        yield
+    finally:
+        submit.env["PATH"] = path
+        for name in programs:
+            (folder / name).unlink()
+
+
+def failing(submit, late: int = 0) -> str:
+    """The sbatch above; with `late` the job comes after so many seconds."""
+    sbatch = subprocess.run(["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True).stdout.strip()
+    return SBATCH.format(sbatch=sbatch, late=late, background="&" if late else "")
+
+
+def steps(run) -> list[int]:
+    """The steps in metrics.jsonl, as they were written."""
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_job_that_sbatch_denies_is_found_and_trains_once(submit):
+    at_once, silent, late = (submit.line("-m", "gpus=1", "seed=1,2"), submit.line("gpus=1", "seed=3"), submit.line("gpus=1", "seed=4"))
+    before = len(submit.cluster.active())
+    with submit.cluster.closed():
+        with replaced(submit, sbatch=failing(submit)):
+            done = submit.run(*at_once)
+        assert done.returncode == 0 and "2 queued" in done.stdout, done.stdout + done.stderr
+        with replaced(submit, sbatch=failing(submit), squeue="#!/bin/sh\nexit 1\n"):
+            done = submit.run(*silent)
+        assert done.returncode == 1 and "Socket timed out" in done.stderr, done.stdout + done.stderr
+        assert "may have" in done.stderr, done.stderr
+        with replaced(submit, sbatch=failing(submit, late=9)):
+            done = submit.run(*late)
+        assert done.returncode == 1 and "SLURM refused 1 cell" in done.stderr, done.stdout + done.stderr
+        submit.wait(lambda: len(submit.cluster.active()) == before + 4)
+        assert {cell["state"] for cell in submit.status().values()} == {"queued"}, submit.status()
+        for line, count in ((at_once, 2), (silent, 1), (late, 1)):
+            again = submit.run(*line)
+            assert again.returncode == 0 and f"{count} queued" in again.stdout, again.stdout + again.stderr
+        assert len(submit.cluster.active()) == before + 4, submit.story()
+    submit.settle(seconds=120)
+    for run in submit.cells():
+        assert submit.done(run) and submit.attempts(run) == [1] and steps(run) == [1, 2, 3, 4, 5], submit.story()
+
+
+def test_a_job_that_is_over_comes_back(submit):
+    """The administrator requeues two jobs that have failed: one that nobody has retried trains on, the other finds a new owner."""
+    submit.sabotage(ILL)
+    line = submit.line("gpus=1", "steps=30")
+    for seed in (1, 2):
+        assert submit.run(*line, f"seed={seed}", "paths.runs=runs/odd %j").returncode == 0
+    submit.settle()
+    first, second = sorted((submit.folder / "runs" / "odd %j").glob("*/config.json"), key=lambda file: json.loads(file.read_text())["seed"])
+    first, second = first.parent, second.parent
+    old = {run: submit.job_id(run) for run in (first, second)}
+    assert [cell["state"] for cell in submit.status("runs/odd %j").values()] == ["failed", "failed"], submit.story()  # this is noted
+    assert list((first / "attempts/1/submission").glob(f"{old[first]}.log")), "the path was taken for a pattern"
+    (submit.folder / "healed").touch()
+
+    retried = submit.run(*line, "seed=2", "paths.runs=runs/odd %j", "launch.retry=failed")
+    assert retried.returncode == 0, retried.stderr
+    submit.wait(lambda: submit.step(second, 2) > 0)
+    with submit.cluster.closed():
+        for run in (first, second):
+            submit.cluster.call("scontrol", "requeue", old[run])
+        assert submit.status("runs/odd %j")[first]["state"] == "queued"
+        again = submit.cluster.call("sbatch", "--parsable", str(second / "sbatch.sh"))  # by hand, once more
+    submit.wait(lambda: submit.step(first, 2) > 0)
+    cell = submit.status("runs/odd %j")[first]
+    assert (cell["state"], cell["attempt"], cell["job"]["id"]) == ("running", 2, old[first]), cell
+    assert submit.run(*line, "seed=1", "paths.runs=runs/odd %j", "launch.retry=failed").returncode == 0
+    submit.settle(seconds=120)
+    for run in (first, second):
+        assert submit.done(run) and submit.attempts(run) == [1, 2] and steps(run) == list(range(1, 31)), submit.story()
+        assert (run / "attempts/2/rank_0.log").read_text().count("; steps ") == 1
+    assert submit.job(second, 2)["JobState"] == "COMPLETED"
+    for job in (old[second], again):
+        assert submit.cluster.jobs()[job]["JobState"] == "FAILED", submit.story()
