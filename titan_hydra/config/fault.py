@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,6 +30,14 @@ def as_typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{','.join(map(as_typed, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Words as they are typed into a shell."""
+    def one(word: str) -> str:
+        return f'"{word}"' if "'" in word and not re.search(r'[$`"\\!]', word) else shlex.quote(word)
+
+    return " ".join(map(one, words))
 
 
 def below_one(job: Any, *keys: str) -> Iterator[Fault]:

@@ -163,7 +163,7 @@ class Ended:
         """All ranks of an attempt. One that has not even written that it exists was still starting."""
         supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
         seen = dict(enumerate(supervised)) or _seen_by_srun(attempt)
-        files = {int(file.stem.split("_")[1]): file for file in attempt.glob("rank_*.json")}
+        files = {int(name[1]) for file in attempt.glob("rank_*.json") if (name := re.fullmatch(r"rank_(\d+)\.json", file.name))}
         size = 1 + max([*seen, *files], default=-1)
         return [cls.read(attempt, rank, seen.get(rank, {})) for rank in range(size)]
 
@@ -228,7 +228,7 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict]:
 def _out_of_memory(rank: int, error: dict) -> str:
     """One line: which rank, at which step, and of how much memory."""
     where = f"rank {rank}, step {error['step']}:"
-    if "peak_gib" in error:
+    if error.keys() >= {"peak_gib", "capacity_gib"}:
         return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"
     return f"{where} {error['type']}: {_first_line(error['message'])}"  # on a CPU
 
