@@ -72,6 +72,10 @@ def test_losses_are_held_out_or_means_and_never_one_steps(sweep, capsys):
     sweep.cell("few rows", {"steps": 4}, losses=[9.0, 3.0, 4.0, 5.0], result=result(1000.0))
     out = sweep.report(capsys, "--md", "--allow", "steps")[1]
     assert [row["mean loss"] for row in rows_of(out).values()] == ["4.0000", "5.2500"] and "held-out" not in out
+    newer = sweep.cell("means", {"steps": 4}, losses=[9.0, 3.0, 4.0, 5.0], result=result(1000.0))
+    text = (newer / "metrics.jsonl").read_text().replace('"loss":', '"loss_mean": 4.5, "loss":')
+    (newer / "metrics.jsonl").write_text(text)
+    assert rows_of(sweep.report(capsys, "--md", "--allow", "steps")[1])["means"]["mean loss"] == "4.5000"
     sweep.cell("validated", losses=noisy, result=result(1000.0, validation_loss=4.4321))
     assert rows_of(sweep.report(capsys, "--md", "--allow", "steps")[1])["validated"]["held-out loss"] == "4.4321"
 

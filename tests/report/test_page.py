@@ -15,7 +15,7 @@ import pytest
 
 RESULT = {"tokens_per_second": 100.0, "tokens_per_second_iqr": 5.0, "memory_gib": 10.0, "device": "H100", "validation_loss": 3.1}
 CURVE = [3 + math.exp(-step / 10) for step in range(40)]
-EVIL = """</script><img src=x onerror="document.body.dataset.hacked=1"><b>'bold'</b> & {{ 7*7 }} ${1}"""
+EVIL = """<b>'bold'</b> </script><img src=x onerror="document.body.dataset.hacked=1"> & {{ 7*7 }} ${1}"""
 ROOT = Path(__file__).parents[2]
 
 

@@ -163,7 +163,7 @@ class Ended:
         """All ranks of an attempt. One that has not even written that it exists was still starting."""
         supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
         seen = dict(enumerate(supervised)) or _seen_by_srun(attempt)
-        files = {int(name[1]) for file in attempt.glob("rank_*.json") if (name := re.fullmatch(r"rank_(\d+)\.json", file.name))}
+        files = {int(file.stem.split("_")[1]): file for file in attempt.glob("rank_*.json")}
         size = 1 + max([*seen, *files], default=-1)
         return [cls.read(attempt, rank, seen.get(rank, {})) for rank in range(size)]
 

@@ -96,11 +96,10 @@ class Cell:
 
     @cached_property
     def loss(self) -> float | None:
-        """Mean loss of the last rows: one step's is noise."""
-        if self.state.failure or not self.losses:
-            return None
-        last = [loss for step, loss in self.losses.items() if step > (1 - LAST) * self.step]
-        return mean(last if len(last) > ROWS else list(self.losses.values())[-ROWS:])
+        """Mean loss of the last rows, each the mean of the steps since the row before (of version 0.1: one step's): one step's is noise."""
+        rows = [row for row in self.rows if row["loss"] is not None and not self.state.failure]
+        last = [row for row in rows if row["step"] > (1 - LAST) * self.step]
+        return mean([row.get("loss_mean") or row["loss"] for row in max(last, rows[-ROWS:], key=len)])
 
     @cached_property
     def validation(self) -> dict[int, float]:
