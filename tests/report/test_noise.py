@@ -135,7 +135,7 @@ def test_seeds_that_failed_are_named(sweep, capsys):
     sweep.cell("optimizer.lr=0.001 seed=7", {"optimizer.lr": 0.001, "seed": 7}, failure={
         "exit_status": 76, "error": {"type": "OutOfMemoryError", "message": "no", "traceback": "x", "time": 1.0, "secondary": False}})
     out = sweep.report(capsys, "--md", "--over", "seed")[1]
-    assert "without 7: OOM" in out and f"| 1,005.0 {PM} 5.0 |" in out
+    assert "- optimizer.lr=0.001: seed=7: OOM, and left out" in out and f"| 1,005.0 {PM} 5.0 |" in out
     status, _, err = sweep.report(capsys, "--over", "sed")
     assert (status, err) == (2, "--over sed: no cell has such a key; did you mean seed?\n")
 

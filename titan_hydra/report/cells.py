@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from titan_hydra.config.fault import as_typed
 from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.config.status import Kind
 from titan_hydra.launch.find import RunCell, Selection
@@ -169,7 +170,7 @@ class Cell:
 class Mean(Cell):
     """Cells that differ in one key alone, a seed say, as one: their numbers are means, and the noise is what the cells differ by."""
 
-    members: dict[Any, Cell] = field(default_factory=dict)  # by the key's value
+    members: dict[str, Cell] = field(default_factory=dict)  # by the key's value
 
     def of(self, name: str) -> list[float]:
         """What the members have of a number."""
@@ -268,7 +269,7 @@ def mean_of(cells: list[Cell], over: str) -> Mean:
     overrides = [override for override in first.overrides if override.lstrip("+").partition("=")[0] != over]
     unreadable = tuple(f"{what} ({cell.name})" for cell in cells for what in cell.unreadable)
     return Mean(name, first.directory, overrides, first.state, config, first.env, first.result, first.rows, first.events, first.load,
-                unreadable, members={cell.config.get(over): cell for cell in cells})
+                unreadable, members={as_typed(cell.config.get(over)): cell for cell in cells})
 
 
 def labels(cells: list[Cell], sweep: bool) -> list[str]:

@@ -144,8 +144,8 @@ class Report:
         for row in self.rows:
             cell, steps = row.cell, row.cell.config.get("steps")
             if isinstance(cell, Mean):
-                left = [f"{value}: {one.word}" for value, one in cell.members.items() if one.rate is None]
-                notes += [f"{row.label}: without {', '.join(left)}"] if left else []
+                notes += [f"{row.label}: {self.over}={value}: {one.word}" + (", and left out" if one.rate is None else " so far")
+                          for value, one in cell.members.items() if not one.done]
             elif cell.partial:
                 notes.append(f"* {row.label}: {cell.word} at step {cell.step} of {steps}; over {cell.measured} logged rows so far")
             elif cell.state.failure:
