@@ -57,10 +57,10 @@ DAMAGE = {
     "events bytes": ("events.jsonl", BYTES, None), "events folder": ("events.jsonl", FOLDER, None),
     "events strings": ("events.jsonl", b'{"event": "validation", "step": "last", "validation_loss": []}\n3\n', None),
     "overrides bytes": ("overrides.txt", BYTES, None), "overrides folder": ("overrides.txt", FOLDER, None),
-    **{f"attempt {name}": ("attempts/1/attempt.json", what, "attempts/1/attempt.json") for name, what in {
+    **{f"attempt {name}": ("failed/attempts/1/attempt.json", what, "attempts/1/attempt.json") for name, what in {
         "bytes": BYTES, "[]": b"[]", "{}": b"{}", "strings": json.dumps(PROCESS | {"started": "yesterday"}).encode(),
         "never": json.dumps(PROCESS | {"started": 1e300}).encode(), "slurm": json.dumps(PROCESS | {"executor": "slurm"}).encode()}.items()},
-    **{f"ranks {name}": ("attempts/1/ranks.json", what, "attempts/1/ranks.json") for name, what in {
+    **{f"ranks {name}": ("failed/attempts/1/ranks.json", what, "attempts/1/ranks.json") for name, what in {
         "bytes": BYTES, "text": json.dumps(PROCESS | {"ranks": "none"}).encode(),
         "numbers": json.dumps(PROCESS | {"ranks": [3]}).encode()}.items()},
     **{f"failed {name}": ("failed/attempts/1/rank_0.json", what, "attempts/1/rank_0.json") for name, what in {

@@ -53,8 +53,8 @@ FILES = {  # by name
     "manifest.json": Fields({"name": str, "command": list[str], "baseline": str | None, "cells": list[Fields(
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool})]}, {"created": Moment}),
     "metrics.jsonl": Fields({"step": int, "loss": NUMBER}, dict.fromkeys((
-        "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib", "step_seconds", "data_seconds",
-        "tokens_seen"), NUMBER)),
+        "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib", "step_seconds",
+        "data_seconds", "tokens_seen"), NUMBER)),
     "events.jsonl": Fields({"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER}),
     "activations.jsonl": Fields({"step": int, "pass": str, "what": str, "module": str, "call": int, "order": list[float], "hash": str},
                                 {"norm": float | str}),

@@ -90,7 +90,7 @@ def inspect(directory: Path, queue: Queue | None = None) -> State:
     """
     try:
         now = state(directory, queue)
-        damage = "" if now.kind in ("new", "queued", "running", "unknown") else damage_of(directory, now.attempt)
+        damage = "" if now.kind in ("new", "queued", "running", "unknown") else damage_of(directory, now)
     except OSError as error:  # no permission, a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
@@ -102,9 +102,12 @@ def inspect_all(directories: list[Path]) -> list[State]:
     return [inspect(directory, queue) for directory in directories]
 
 
-def damage_of(directory: Path, attempt: int) -> str:
-    """The first file of a run that is needed and cannot be read, in words; "" if all can."""
-    for name in ("config.json", "result.json", *(f"attempts/{attempt}/{file}.json" for file in ("attempt", "ranks", "rank_0"))):
+def damage_of(directory: Path, now: State) -> str:
+    """The first file that is needed to know a run, or how it ended, and cannot be read, in words; "" if all can."""
+    names = ["config.json"]
+    if now.kind != "done":
+        names += ["result.json", *(f"attempts/{now.attempt}/{file}.json" for file in ("attempt", "ranks", "rank_0"))]
+    for name in names:
         if read_json(directory / name) is None and (name == "config.json" or os.path.lexists(directory / name)):
             return f"{name} cannot be read" if os.path.lexists(directory / name) else f"{name} is missing"
     return ""

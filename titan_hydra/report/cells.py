@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
@@ -90,10 +90,14 @@ class Cell:
         """Whether more wanted to run on its machine than there are cores."""
         return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get("cores", 1)
 
+    def column(self, name: str, first: int = 0) -> dict[int, float]:
+        """A column of metrics.jsonl by step, from some row on."""
+        return {row["step"]: row[name] for row in self.rows[first:] if row.get(name) is not None}
+
     @cached_property
     def losses(self) -> dict[int, float]:
         """Loss of each logged step."""
-        return {row["step"]: row["loss"] for row in self.rows if row["loss"] is not None}
+        return self.column("loss")
 
     @cached_property
     def loss(self) -> float | None:
@@ -191,24 +195,24 @@ class Mean(Cell):
         error = error_of(self.of("rate"))
         return None if error is None else 2 * error
 
-    @cached_property
-    def losses(self) -> dict[int, float]:
-        """Mean loss of each step that all members have logged."""
-        return {step: mean(values) for step, values in self._steps("losses").items()}
+    def column(self, name: str, first: int = 0) -> dict[int, float]:
+        """The members' mean of each step that all of them have logged."""
+        return self._merged(lambda cell: cell.column(name, first), mean)
 
     @cached_property
     def validation(self) -> dict[int, float]:
-        return {step: mean(values) for step, values in self._steps("validation").items()}
+        return self._merged(lambda cell: cell.validation, mean)
 
     @property
     def errors(self) -> dict[int, float]:
-        """Standard error of the mean loss of each step."""
-        return {step: error_of(values) for step, values in self._steps("losses").items() if len(values) > 1}
+        """Standard error of the mean loss of each step; {} of one member."""
+        errors = self._merged(lambda cell: cell.losses, error_of)
+        return {} if None in errors.values() else errors
 
-    def _steps(self, name: str) -> dict[int, list[float]]:
-        curves = [curve for cell in self.members.values() if (curve := getattr(cell, name)) and not cell.state.failure]
+    def _merged(self, curve_of: Callable[[Cell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
+        curves = [curve for cell in self.members.values() if not cell.state.failure and (curve := curve_of(cell))]
         steps = set.intersection(*map(set, curves)) if curves else set()
-        return {step: [curve[step] for curve in curves] for step in sorted(steps)}
+        return {step: by([curve[step] for curve in curves]) for step in sorted(steps)}
 
 
 def mean(values: list[float]) -> float | None:

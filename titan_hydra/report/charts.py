@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from .band import WINDOW, coarser, off_by, tolerances
-from .cells import OUTSIDE, Cell, Mean, common, error_of, mean
+from .cells import OUTSIDE, Cell, Mean, common, error_of
 from .digits import percent
 from .style import short
 from .table import Report, Row
@@ -99,8 +99,7 @@ def curves(report: Report) -> Iterator[Lines]:
     yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
     for name, title, unit, key in ROWS:
         first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process pays for its start
-        yield lines_of(report, name, title, unit, lambda cell, key=key, first=first: {
-            row["step"]: row.get(key) for row in cell.rows[first:]})
+        yield lines_of(report, name, title, unit, lambda cell, key=key, first=first: cell.column(key, first))
     yield scaling(report)
 
 
@@ -113,7 +112,7 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
     """A line for each row that has two values."""
     lines = []
     for number, row in enumerate(report.rows):
-        found = {step: value for step, value in values(row.cell).items() if value is not None and isfinite(value)}
+        found = {step: value for step, value in values(row.cell).items() if isfinite(value)}
         if len(found) < 2 or row.cell.state.failure:
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
@@ -166,11 +165,3 @@ def kind(curve: list[Row]) -> str:
     batches = {row.cell.config.get("data.global_batch") for row in curve}
     shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}
     return "strong" if len(batches) == 1 else "weak" if len(shares) == 1 else "mixed"
-
-
-def smooth(values: list[float | None], rows: int) -> list[float | None]:
-    """Means over each value and those before it, `rows` of them."""
-    if rows < 2:
-        return values
-    windows = ([one for one in values[max(0, place - rows + 1):place + 1] if one is not None] for place in range(len(values)))
-    return [mean(window) for window in windows]

@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plots", action="store_true", help="write the plots, PNG and SVG")
     parser.add_argument("--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)")
     parser.add_argument("--log", action="store_true", help="logarithmic losses in the plots")
-    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="means over N logged rows in the plots (default: 1)")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write; else into the sweep's folder, or here")
 
 
@@ -61,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         if args.plots:
             from . import plots
 
-            for file in plots.write(report, folder, plots.Wishes(args.x, args.log, args.smooth)):
+            for file in plots.write(report, folder, args.x, args.log):
                 print(file)
         if args.html:
             from . import page

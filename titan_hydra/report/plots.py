@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,21 +19,12 @@ WIDTH = 7.2  # inches
 FILES = ("loss", "difference", "validation", "scaling")  # diagrams of lines that become files; the page has more
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """How lines are drawn: over steps, tokens or seconds, on a logarithmic axis, as means over some rows."""
-
-    axis: str = "step"
-    log: bool = False
-    rows: int = 1
-
-
-def write(report: Report, folder: Path, wishes: Wishes) -> Iterator[Path]:
-    """Draw every diagram that the report has something for. Yields the files."""
+def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
+    """Draw every diagram that the report has something for, lines over an axis of `Cell.places`, losses on logarithms. Yields the files."""
     import matplotlib
 
     makers = [(chart.name, lambda chart=chart: bars(report, chart)) for chart in charts.bars(report)]
-    makers += [(chart.name, lambda chart=chart: lines(report, chart, wishes)) for chart in charts.drawn(report) if chart.name in FILES]
+    makers += [(chart.name, lambda chart=chart: lines(report, chart, axis, log)) for chart in charts.drawn(report) if chart.name in FILES]
     makers += [(f"pipeline-{number}", lambda one=one: timeline.draw(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
                enumerate(timeline.pipelines(report), start=1)]
     for name, make in makers:
@@ -96,10 +86,9 @@ def bars(report: Report, chart: Bars) -> Figure:
     return drawn
 
 
-def lines(report: Report, chart: Lines, wishes: Wishes) -> Figure:
+def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
     """A line a cell, the baseline's broad and pale under the others."""
     drawn, axes = figure(3.4 + 0.1 * (len(chart.lines) + len(chart.bands)))
-    axis = wishes.axis if chart.over == "step" else None
     for name, steps, limit in chart.bands:
         axes.fill_between(report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name)
     for one in chart.lines:
@@ -110,17 +99,16 @@ def lines(report: Report, chart: Lines, wishes: Wishes) -> Figure:
             look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}
         elif row and row.band and not row.band.inside:
             look["color"] = LIGHT["red"]
-        x = row.cell.on(axis, one.x) if row and axis else one.x
+        x = row.cell.on(axis, one.x) if row and chart.over == "step" else one.x
         marker = "o" if len(one.x) < 12 and row else None
-        y = charts.smooth(one.y, wishes.rows if chart.over == "step" and not chart.log else 1)
-        y = [float("nan") if value is None else value for value in y]
+        y = [float("nan") if value is None else value for value in one.y]
         axes.plot(x, y, label=short(one.label, 60), marker=marker, markersize=3.5, **look)
         if one.low:
             axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, linewidth=0)
-    scale(axes, chart, wishes.log)
+    scale(axes, chart, log)
     axes.set_title(chart.title, loc="left", pad=22)
     axes.annotate(chart.unit, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", color=LIGHT["soft"], fontsize=8.5)
-    axes.set_xlabel(AXES.get(axis, chart.over), loc="left")
+    axes.set_xlabel(AXES[axis] if chart.over == "step" else chart.over, loc="left")
     axes.grid(axis="y")
     return drawn
 
