@@ -1,13 +1,15 @@
 """The titan commands on real local runs: a sweep with one cell that is done and one that failed, and a sweep that runs."""
 import json
 import shutil
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.launch import view
+from titan_hydra.config.fault import quoted
+from titan_hydra.launch import diff_cli, sync_cli, view
 from titan_hydra.launch.columns import layout
 
 BUG = 'if self.job.seed == 2: raise ValueError("unlucky rank")'
@@ -189,3 +191,42 @@ def test_copies_beside_attempts_and_ranks_are_no_attempts_and_no_ranks(swept, ti
         shutil.rmtree(copies[0])
         for copy in copies[1:]:
             copy.unlink()
+
+
+def test_sync_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch, capsys):
+    """A sweep of other cells was started last; two runs beside it wait to be sent."""
+    runs = tmp_path / "runs"
+    for name in ("swept-11111111", "alone-22222222", "other-33333333"):
+        (runs / name / "attempts").mkdir(parents=True)
+        (runs / name / "config.json").write_text("{}")
+    manifest = runs / "_sweeps/swept-1/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"name": "swept", "command": [], "baseline": None, "cells": [
+        {"name": "cell", "directory": "swept-11111111", "overrides": []}]}))
+    waiting = [runs / name / "wandb/offline-run-1" for name in ("alone-22222222", "other-33333333")]
+    for folder in waiting:
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sync", "--dry"]) == 0
+    assert sorted(capsys.readouterr().out.split()) == [str(folder) for folder in waiting]
+    assert cli.main(["sync", "swept", "--dry"]) == 0 and "nothing to send" in capsys.readouterr().out
+    with socket.socket() as silent:  # takes the connection and says nothing
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setattr(sync_cli, "LIMIT", 0.2)
+        assert cli.main(["sync"]) == 1
+    assert capsys.readouterr().err == f"wandb cannot be reached: {address}: timed out; nothing was sent\n"
+
+
+@pytest.mark.parametrize(("change", "shown"), [(0.1234, "+12.3%"), (-0.0004, "-0.04%"), (-1e-9, "-1e-07%"), (None, "")])
+def test_a_small_difference_is_not_zero(change, shown):
+    assert diff_cli.signed(change) == shown
+
+
+@pytest.mark.parametrize("words", [["+sweeps=x", "sweep.cell='DDP 2, TP 2'"], ["a=$(touch pwned)", "b='$HOME'"], ["c=[1,2]", "d=a b", ""],
+                                   ["e=\"'`!\\"]])
+def test_a_line_that_is_shown_can_be_pasted(words):
+    shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {quoted(words)}"], capture_output=True, text=True, check=True)
+    assert shell.stdout.split("\n")[:-1] == words

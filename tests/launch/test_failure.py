@@ -105,7 +105,7 @@ def test_timeout_names_who_did_not_notice(attempt):
 
 def test_timeout_names_who_was_late_by_the_heartbeats(attempt, tmp_path):
     for rank, count in enumerate((9, 9, 7)):
-        (tmp_path / f"beat_{rank}.json").write_text(json.dumps({"step": 3, "phase": "data", "count": count}))
+        (tmp_path / f"beat_{rank}.json").write_text(json.dumps({"step": 3, "phase": "data", "count": count, "since": 1.0, "time": 1.0}))
     failure = attempt({0: (GLOO_CLOSED, 1.0, 1, False), 1: (GLOO_LATE, 1.5, 77, False), 2: (None, 3.0, -9, True)})
     assert (failure.rank, failure.kind) == (2, Kind.HANG) and "rank 2 was late: in step 3, data; rank 1: RuntimeError" in failure.line
 

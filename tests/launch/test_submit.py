@@ -19,7 +19,7 @@ SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node
 
 def cell(tmp_path, *overrides: str, number: int = 1) -> Cell:
     job = compose_job(*SLURM, f"paths.runs={tmp_path}/runs", *overrides)
-    return Cell(number, list(overrides), job, rundir.directory_of(job))
+    return Cell(number, list(overrides), job, rundir.directory_of(job), number)
 
 
 def script(*cells: Cell) -> str:

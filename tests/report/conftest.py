@@ -2,6 +2,8 @@
 import copy
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,31 @@ def config():
     return to_dict(compose_job())
 
 
+@pytest.fixture(scope="session")
+def new_sweep(config):
+    """Makes a sweep in a folder."""
+    return lambda runs: Sweep(runs, config)
+
+
 @pytest.fixture
-def sweep(tmp_path, config):
-    return Sweep(tmp_path / "runs", config)
+def sweep(tmp_path, new_sweep):
+    return new_sweep(tmp_path / "runs")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A real browser without a screen. The tests that need it are skipped where there is none; .ci/run installs it."""
+    chromium, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
+    if not (chromium and driver):
+        missing = pytest.fail if os.environ.get("TITAN_REQUIRE_CHROMIUM") else pytest.skip
+        missing("no chromium and chromedriver on this machine (apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()

@@ -3,6 +3,8 @@ import time
 
 import pytest
 
+from titan_hydra import cli
+
 FAST, SLOW = {"tokens_per_second": 150.0, "device": "H100"}, {"tokens_per_second": 100.0, "device": "H100"}
 
 
@@ -132,6 +134,17 @@ def test_mistakes_are_one_line(sweep, capsys):
     assert (status, err.count("\n")) == (2, 1)
     sweep.cells.clear()
     assert sweep.report(capsys)[::2] == (2, "table: no runs\n")
+
+
+def test_without_a_target_it_is_the_newest_sweep_as_for_status(sweep, capsys, monkeypatch):
+    sweep.cell("a", result=SLOW)
+    sweep.report(capsys)
+    sweep.cell("alone", {"data.seq_len": 4096}, result=FAST)  # a run of another kind, beside the sweep
+    monkeypatch.chdir(sweep.runs.parent)
+    assert cli.main(["report", "--md"]) == 0
+    assert "| a | 100 |" in (out := capsys.readouterr().out) and "alone" not in out
+    assert cli.main(["report", "runs"]) == 2
+    assert "data.seq_len differs" in capsys.readouterr().err
 
 
 def test_hundreds_of_cells_are_read_quickly(sweep, capsys):

@@ -1,7 +1,7 @@
-"""Plots and page: what is drawn says what the table says, and the page needs nothing but itself."""
-import html.parser
+"""The diagrams: what is drawn says what the table says, where it is from, and which line is whose."""
 import math
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import pytest
 
@@ -9,7 +9,7 @@ from titan_hydra.config import compose_job
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.pipeline import stage_count, wrong_with
 from titan_hydra.parallel.order import actions_of_ranks
-from titan_hydra.report.style import LIGHT, spread
+from titan_hydra.report.style import LINES, line
 from titan_hydra.report.timeline import TIME, Pipeline, ask, play
 
 RESULT = {"tokens_per_second": 100.0, "tokens_per_second_iqr": 5.0, "memory_gib": 10.0, "device": "H100"}
@@ -25,14 +25,41 @@ def test_bars_say_what_the_table_says(sweep, capsys, tmp_path):
     sweep.cell("wrong", losses=[2 * loss for loss in CURVE], result=RESULT | {"tokens_per_second": 150.0, "memory_gib": 7.5})
     status, out, _ = sweep.report(capsys, "--plots", "-o", str(tmp_path))
     assert status == 0
-    assert out.split() == [str(tmp_path / f"{name}.{ending}") for name in ("throughput", "memory", "loss") for ending in ("png", "svg")]
-    for said in (">150<", ">+50.00 %, loss left the band<", ">baseline<", "tokens/s per device"):
+    names = ("throughput", "memory", "loss", "difference")
+    assert out.split() == [str(tmp_path / f"{name}.{ending}") for name in names for ending in ("png", "svg")]
+    for said in (">150<", ">+50 %, loss left the band<", ">baseline<", ">tokens/s per device (thin lines: quartiles)<"):
         assert said in text(tmp_path / "throughput.svg")
     for said in (">7.5<", "\N{MINUS SIGN}25.00 %", "GiB"):
         assert said in text(tmp_path / "memory.svg")
-    for said in (">base (baseline)<", ">wrong<", ">step 1<", "nats per token"):
+    for said in (">base (baseline)<", ">wrong<", ">nats per token<", ">step<"):
         assert said in text(tmp_path / "loss.svg")
+    assert ">wrong: left at step 1, +100.00 % (more than 0.10 %)<" in text(tmp_path / "difference.svg")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for name in names:
+        origin = "  \N{MIDDLE DOT}  ".join(("table", "llama3_debug, 1 rank, H100, commit 0123456", "python launch.py +sweeps=table"))
+        assert f">{origin}<" in text(tmp_path / f"{name}.svg")
+
+
+def test_the_largest_difference_is_a_number(sweep, capsys, tmp_path):
+    sweep.cell("base", losses=CURVE, result=RESULT)
+    sweep.cell("near", losses=[loss * (1 + 3e-8 * (step == 5)) for step, loss in enumerate(CURVE)], result=RESULT)
+    sweep.cell("twin", losses=CURVE, result=RESULT)
+    sweep.report(capsys, "--plots", "-o", str(tmp_path))
+    assert ">near: at most 5.0e-09<" in text(tmp_path / "difference.svg")  # 3e-8 in a mean over six rows
+    assert ">twin: the same bits<" in text(tmp_path / "difference.svg")
+
+
+def test_lines_over_tokens_and_seconds_with_logarithms(sweep, capsys, tmp_path):
+    sweep.cell("base", {"data.global_batch": 8, "data.seq_len": 128}, losses=CURVE, result=RESULT)
+    for axis, said in (("tokens", "10,000"), ("seconds", "seconds of training")):
+        assert sweep.report(capsys, "--plots", "--x", axis, "--log", "-o", str(tmp_path / axis))[0] == 0
+        assert f">{said}<" in text(tmp_path / axis / "loss.svg")
+
+
+def test_lines_of_neighbours_differ_in_colour_and_dashes():
+    looks = [line(number) for number in range(28)]
+    assert len(set(looks)) == 28 and len(set(LINES)) == 7
+    assert all(a[0] != b[0] and a[1] != b[1] for a, b in pairwise(looks))
 
 
 def test_the_same_report_draws_the_same_bytes(sweep, capsys, tmp_path):
@@ -50,38 +77,6 @@ def test_scaling_is_drawn_against_the_ideal(sweep, capsys, tmp_path):
     sweep.report(capsys, "--plots", "-o", str(tmp_path))
     assert ">fsdp, weak: 75%<" in text(tmp_path / "scaling.svg")
     assert ">ideal<" in text(tmp_path / "scaling.svg")
-
-
-class Page(html.parser.HTMLParser):
-    """Every address that a page would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fetched = []
-
-    def handle_starttag(self, tag, attributes):
-        self.fetched += [value for name, value in attributes if name in ("src", "href", "xlink:href") and not value.startswith("#")]
-
-
-def test_the_page_has_everything_and_fetches_nothing(sweep, capsys, tmp_path):
-    sweep.cell("a <b> & c", losses=CURVE, result=RESULT)
-    sweep.cell("pipelined", {"parallelism.pp": 2, "data.local_batch": 4}, losses=CURVE, result=RESULT | {"tokens_per_second": 120.0})
-    status, out, _ = sweep.report(capsys, "--html", "-o", str(tmp_path))
-    assert (status, out) == (0, f"{tmp_path / 'report.html'}\n")
-    page = text(tmp_path / "report.html")
-    parser = Page()
-    parser.feed(page)
-    assert parser.fetched == []
-    assert "url(http" not in page
-    assert "@import" not in page
-    for said in ("a &lt;b&gt; &amp; c", "+20.00 %", "parallelism.pp", "H100", "sweep.cell=pipelined parallelism.pp=2 data.local_batch=4<",
-                 "git checkout 0123456", "prefers-color-scheme: dark", ">1f1b: pipelined<"):
-        assert said in page, said
-    pictures = page.split("<figure>")[1:]
-    assert len(pictures) == 4  # throughput, memory, loss, pipeline
-    assert not any(colour in picture for picture in pictures for colour in LIGHT.values())  # the page's own instead
-    identifiers = [part.split('"')[0] for part in page.split(' id="')[1:]]
-    assert len(identifiers) == len(set(identifiers))
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib says so when a plot does not fit
@@ -121,13 +116,6 @@ def test_the_bubble_is_the_textbooks():
 def test_the_order_can_be_asked_for_by_a_program_without_torch(sweep):
     directory = sweep.cell("pp", {"parallelism.pp": 2, "data.local_batch": 4})
     gone = sweep.cell("gone", {"parallelism.pp": 2, "pp_schedule.name": "csv", "pp_schedule.csv": "gone.csv"})
-    order, missing = ask([str(directory / "config.json"), str(gone / "config.json")])
+    order, missing = ask(str(directory / "config.json"), str(gone / "config.json"))
     assert order[0][:3] == [(0, "F", 0), (0, "F", 1), (0, "B", 0)]
     assert missing is None
-
-
-def test_names_that_would_touch_are_moved_apart():
-    assert spread([5.0, 1.0, 5.1], 1.0, 0, 10) == pytest.approx([4.55, 1.0, 5.55])
-    assert spread([0.0, 0.1], 1.0, 0, 10) == pytest.approx([0.0, 1.0])
-    assert spread([9.9, 10.0], 1.0, 0, 10) == pytest.approx([9.0, 10.0])
-    assert spread([], 1.0, 0, 10) == []

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -30,6 +32,14 @@ def as_typed(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))  # one line, whatever it holds
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Words as they are typed into a shell."""
+    def one(word: str) -> str:
+        return f'"{word}"' if "'" in word and not re.search(r'[$`"\\!]', word) else shlex.quote(word)
+
+    return " ".join(map(one, words))
 
 
 def below_one(job: Any, *keys: str) -> Iterator[Fault]:

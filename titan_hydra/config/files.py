@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .schema import Tokenizer
+from .shapes import intact
 
 ASSETS = Path(__file__).parent.parent / "assets"
 LLAMA3_SPECIALS = 256  # appended to the ranks of every Llama 3 tokenizer.model
@@ -70,11 +71,32 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict | None:
-    """The object in a file; None when there is none yet, or the file was left half-written."""
+    """Read the object in a file. None if there is no such file, or if it is damaged: half-written, or not what such a file holds."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
+    return content if isinstance(content, dict) and intact(path.name, content) else None
+
+
+def read_rows(path: Path) -> tuple[list[dict], int]:
+    """Read the rows of a .jsonl file. Returns those that are intact, and how many are not; a last row without its end is still written."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return [], int(path.exists())
+    rows, damaged = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):
+            damaged += bool(line) and number < len(lines)
+            continue
+        if intact(path.name, row):
+            rows.append(row)
+        else:
+            damaged += 1
+    return rows, damaged
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:

@@ -14,7 +14,7 @@ from titan_hydra import cli
 from titan_hydra.config.status import ConfigError, Exit
 
 from . import find
-from .view import newest_sweeps, short_names
+from .view import short_names
 
 SCRIPTS = {
     "bash": """_titan() { mapfile -t COMPREPLY < <(titan completion --words="${COMP_WORDS[*]:1:COMP_CWORD}" 2>/dev/null); }
@@ -78,7 +78,7 @@ def runs_of(words: list[str]) -> Path:
 
 def names(runs: Path) -> list[str]:
     """Sweeps, the cells of the newest one, and the runs by their hashes and their names."""
-    manifests = newest_sweeps(runs)
+    manifests = find.sweeps(runs)
     cells = short_names(find.sweep(manifests[0]).cells) if manifests else []
     directories = [run.name for run in find.all_runs(runs)]
     return [*(file.parent.name for file in manifests), *cells, *(name.rpartition("-")[2] for name in directories), *directories]

@@ -57,12 +57,12 @@ def main(args: argparse.Namespace) -> int:
 
 def side(directory: Path) -> Side:
     """Read a run. One that is not done has the numbers of its last logged step."""
-    state = rundir.state(directory)
+    state = rundir.inspect(directory)
     result = read_json(directory / "result.json") if state.kind == "done" else None
     last = last_record(directory / "metrics.jsonl")
     numbers = result or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
     environment = read_json(directory / "env.json") or {}
-    return Side(directory.name, flat(read_json(directory / "config.json") or {}), environment, state.kind, numbers)
+    return Side(directory.name, flat(read_json(directory / "config.json") or {}), environment, state.damage or state.kind, numbers)
 
 
 def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
@@ -112,8 +112,15 @@ def results(a: Side, b: Side) -> Iterable[tuple[str, ...]]:
         if values == [None, None]:
             continue
         shown = ["-" if value is None else format(value, form) for value in values]
-        change = f"{values[1] / values[0] - 1:+.1%}" if None not in values and values[0] else ""
-        yield name, *shown, "=" if values[0] == values[1] else change
+        change = values[1] / values[0] - 1 if None not in values and values[0] else None
+        yield name, *shown, "=" if values[0] == values[1] else signed(change)
+
+
+def signed(change: float | None) -> str:
+    """A relative difference in percent, with a digit that is not zero."""
+    if change is None:
+        return ""
+    return f"{change:+.1%}" if abs(change) >= 5e-4 else f"{100 * change:+.1g}%"
 
 
 def grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *further: str) -> None:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
-from titan_hydra.config.fault import as_typed
+from titan_hydra.config.fault import as_typed, quoted
 from titan_hydra.config.redact import redact
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.config.sweep import named
@@ -213,7 +213,7 @@ def run_all(cells: list[Cell]) -> int:
     interrupts = Interrupts()
     for number, cell in enumerate(cells, start=1):
         if len(cells) > 1:
-            print(f"\n[{number}/{len(cells)}] {cell.directory.name}   {' '.join(cell.overrides)}", flush=True)
+            print(f"\n[{number}/{len(cells)}] {cell.directory.name}   {quoted(cell.overrides)}", flush=True)
         states.append(settle(cell, interrupts))
         status = status or rundir.result_status(states[-1])
         if interrupts.received:

@@ -245,7 +245,7 @@ def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
 def _out_of_memory(rank: int, error: dict) -> str:
     """One line: which rank, at which step, and of how much memory."""
     where = f"rank {rank}, step {error['step']}:"
-    if "peak_gib" in error:
+    if error.keys() >= {"peak_gib", "capacity_gib"}:
         return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"
     return f"{where} {error['type']}: {_first_line(error['message'])}"  # on a CPU
 

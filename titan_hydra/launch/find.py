@@ -50,7 +50,7 @@ def select(target: str | None, runs: Path) -> Selection:
         return Selection(path.absolute().name, [run_cell(path.absolute())])
     if path.is_dir() and (any(map(is_run, path.iterdir())) or (path / SWEEPS).is_dir()):
         return folder_of_runs(path.absolute())
-    named = sorted(sweeps(runs), key=lambda file: file.stat().st_mtime)
+    named = sweeps(runs)[::-1]
     latest = [file for file in named if (read_json(file) or {}).get("name") == target]
     if latest:
         return sweep(latest[-1])
@@ -71,7 +71,7 @@ def sweep(manifest: Path) -> Selection:
     """The cells of one manifest."""
     content = read_json(manifest)
     if content is None:
-        raise ConfigError(f"{manifest}: not a sweep's manifest")
+        raise ConfigError(f"{manifest} cannot be read: it is no sweep's manifest")
     runs = manifest.parents[2]
     cells = [RunCell(cell["name"], runs / cell["directory"], cell["overrides"]) for cell in content["cells"]]
     return Selection(content["name"], cells, content["baseline"], manifest.parent)
@@ -85,7 +85,7 @@ def folder_of_runs(runs: Path) -> Selection:
 def run_cell(directory: Path) -> RunCell:
     """A run by itself."""
     file = directory / "overrides.txt"
-    return RunCell(directory.name, directory, file.read_text().splitlines() if file.exists() else [])
+    return RunCell(directory.name, directory, file.read_text(errors="replace").splitlines() if file.is_file() else [])
 
 
 def all_runs(runs: Path) -> list[Path]:
@@ -93,11 +93,17 @@ def all_runs(runs: Path) -> list[Path]:
     return sorted(path for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
 
 
+def manifests(runs: Path) -> list[Path]:
+    """Every manifest of a folder of runs, the one that was written last first."""
+    return sorted(runs.glob(f"{SWEEPS}/*/manifest.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+
+
 def sweeps(runs: Path) -> list[Path]:
-    """Every manifest of a folder of runs."""
-    return list(runs.glob(f"{SWEEPS}/*/manifest.json"))
+    """The manifests that can be read, the one that was written last first."""
+    return [file for file in manifests(runs) if read_json(file)]
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run directory."""
-    return not path.name.startswith((".", "_")) and (path / "config.json").is_file()
+    """Whether a folder is a run directory, whatever became of its files."""
+    ours = path.name.isprintable() and not path.name.startswith((".", "_"))
+    return ours and ((path / "config.json").is_file() or (path / "attempts").is_dir())

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print to stdout; what is not the log itself goes to stderr."""
     directory = choose_one(args.cell, args.runs).directory
-    state = rundir.state(directory)
+    state = rundir.inspect(directory)
     if args.guilty:
         return guilty(directory, state)
     number = args.attempt or state.attempt

@@ -30,6 +30,8 @@ def main(args: argparse.Namespace) -> int:
         kinds = Counter(state.kind for state in states)
         alone = next(iter(kinds), "new") if len(kinds) == 1 else ""
         counts = [kind if len(states) == 1 else f"{kinds[kind]} {kind}" for kind in ORDER if kinds[kind]]
+        if len(states) == 1 and states[0].damage:
+            counts = [f"damaged: {states[0].damage}"]
         rows.append([name, str(len(states)), ", ".join(counts), ago(when)])
         colours.append({"state": COLOURS[alone]} if alone else {})
     if rows:
@@ -42,10 +44,12 @@ def main(args: argparse.Namespace) -> int:
 def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
     """When it was started (last), what it is called, and the states of its cells: of every sweep, and of every run in no sweep."""
     sweeps = [(file, find.sweep(file)) for file in find.sweeps(runs)]
+    damaged = [file for file in find.manifests(runs) if file not in dict(sweeps)]
     swept = [cell.directory for _, sweep in sweeps for cell in sweep.cells]
     directories = list(dict.fromkeys([*find.all_runs(runs), *swept]))
-    states = dict(zip(directories, rundir.states(directories), strict=True))
+    states = dict(zip(directories, rundir.inspect_all(directories), strict=True))
     found = [(file.stat().st_mtime, file.parent.name, [states[cell.directory] for cell in sweep.cells]) for file, sweep in sweeps]
+    found += [(file.stat().st_mtime, file.parent.name, [State("damaged", damage="manifest.json cannot be read")]) for file in damaged]
     for directory in directories:
         if directory not in set(swept):
             owner = read_json(directory / "attempts" / str(states[directory].attempt) / "attempt.json") or {}

@@ -1,11 +1,14 @@
 """What several commands read: dotted keys of a configuration, the end of a log, and who is still alive."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
+
+from titan_hydra.config.shapes import intact
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
@@ -27,12 +30,11 @@ def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
 
 
 def last_record(path: Path) -> dict:
-    """The last whole line of a .jsonl file; {} when there is none."""
+    """The last intact line of a .jsonl file, of its last two; {} when there is none. The trainer may be writing the last one."""
     for line in reversed(last_lines(path, 2, 8192).splitlines()):
-        try:
-            return json.loads(line)
-        except json.JSONDecodeError:  # the trainer is writing it right now
-            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            if intact(path.name, row := json.loads(line)):
+                return row
     return {}
 
 
@@ -48,7 +50,9 @@ def process(pid: int) -> dict:
 
 def alive(record: dict | None) -> bool:
     """Whether a process recorded with `process` still runs, on this host. A process that has since taken its id does not count."""
-    return bool(record) and record["host"] == socket.gethostname() and record["born"] is not None and _born(record["pid"]) == record["born"]
+    if not record or record.get("host") != socket.gethostname():
+        return False
+    return record.get("born") is not None and _born(record["pid"]) == record["born"]
 
 
 def _born(pid: int) -> str | None:

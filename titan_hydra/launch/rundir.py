@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -40,13 +40,14 @@ SILENCE = 120  # seconds without a sign of life after which a run on another hos
 @dataclass(frozen=True)
 class State:
     """Where a run stands: new, queued, running, done, interrupted, failed, or unknown (a SLURM that does not answer); its newest
-    attempt (0: none), and why it failed."""
+    attempt (0: none), and why it failed. For those who look at it (`inspect`) also damaged."""
 
     kind: str
     attempt: int = 0
     failure: Failure | None = None
     host: str | None = None  # where it runs: a host, or SLURM's list of nodes
     job: SlurmJob | None = None  # what SLURM says of it
+    damage: str = ""  # of a damaged run: which of its files cannot be read
 
     @property
     def here(self) -> bool:
@@ -80,6 +81,36 @@ def states(directories: list[Path]) -> list[State]:
     """The states of many runs, with one squeue call for all that SLURM has."""
     queue = queue_of(directories)
     return [state(directory, queue) for directory in directories]
+
+
+def inspect(directory: Path, queue: Queue | None = None) -> State:
+    """The state of a run for those who only look at it: damaged where a file that says what it is, or how it ended, cannot be read.
+
+    The launcher asks `state`, to which a file that cannot be read is one that is not there: the run goes on, and writes it again.
+    """
+    try:
+        now = state(directory, queue)
+        damage = "" if now.kind in ("new", "queued", "running", "unknown") else damage_of(directory, now)
+    except OSError as error:  # no permission, a broken disk
+        now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
+    return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
+
+
+def inspect_all(directories: list[Path]) -> list[State]:
+    """The states of many runs for those who only look at them, with one squeue call."""
+    queue = queue_of(directories)
+    return [inspect(directory, queue) for directory in directories]
+
+
+def damage_of(directory: Path, now: State) -> str:
+    """The first file that is needed to know a run, or how it ended, and cannot be read, in words; "" if all can."""
+    names = ["config.json"]
+    if now.kind != "done":
+        names += ["result.json", *(f"attempts/{now.attempt}/{file}.json" for file in ("attempt", "ranks", "rank_0"))]
+    for name in names:
+        if read_json(directory / name) is None and (name == "config.json" or os.path.lexists(directory / name)):
+            return f"{name} cannot be read" if os.path.lexists(directory / name) else f"{name} is missing"
+    return ""
 
 
 def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
@@ -159,10 +190,10 @@ def host_of_running(attempt: Path) -> str | None:
     if owner and owner.get("executor") == "slurm":
         return None  # SLURM knows: see slurm_state
     if owner and "ended" not in owner:
-        if owner["host"] == socket.gethostname():
+        if owner.get("host") == socket.gethostname():
             return owner["host"] if alive(owner) or processes(attempt) else None
         heard = max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0)
-        return owner["host"] if time.time() - heard < SILENCE else None
+        return owner.get("host") if time.time() - heard < SILENCE else None
     return socket.gethostname() if processes(attempt) else None
 
 

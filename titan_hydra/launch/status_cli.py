@@ -17,13 +17,14 @@ from .find import Selection, all_runs
 from .slurm import Queue
 from .view import ACTIVE, Row, add_target, choose, look, moment
 
-COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "unknown": "dim",
-           "new": "dim"}
-ORDER = ("done", "running", "queued", "failed", "interrupted", "unknown", "new")
-SHOWN_FIRST = ("running", "failed", "unknown", "queued", "interrupted", "new", "done")  # where the terminal has not lines enough
+COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "damaged": "red",
+           "unknown": "dim", "new": "dim"}
+ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "new")
+SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "new", "done")  # where the terminal has not lines enough
 REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for which there are plainer words
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # of so many the reason is shown
+NAME = 56  # characters of a cell's name; its hash stands beside it
 REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
 
 
@@ -93,7 +94,8 @@ def table(rows: list[Row]) -> list[str]:
     """One line a run."""
     titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
     cells = [[
-        row.cell, row.hash, row.state.kind, f"{'-' if row.step is None else row.step}/{row.steps}" if row.steps else "-",
+        row.cell if len(row.cell) <= NAME else f"{row.cell[:NAME - 1]}\N{HORIZONTAL ELLIPSIS}",
+        row.hash, row.state.kind, f"{'-' if row.step is None else row.step}/{row.steps}" if row.steps else "-",
         number(row.tokens_per_second, ",.0f"), number(row.loss, ".4f"), row.where or "-", clock(row.seconds), note(row),
     ] for row in rows]
     colours = [{"state": COLOURS[row.state.kind]} | ({"": "red"} if row.silent else {}) for row in rows]
@@ -105,6 +107,8 @@ def note(row: Row) -> str:
     state, job, parts = row.state, row.state.job, []
     if state.kind == "failed":
         parts.append(str(state.failure.kind))
+    if state.damage:
+        parts.append(state.damage)
     if row.cancelled:
         parts.append(f"cancelled by {row.cancelled}")
     if state.kind == "queued" and job:
@@ -175,7 +179,8 @@ def as_json(row: Row) -> dict:
     """A row with everything that is known."""
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
-        "cell": row.cell, "hash": row.hash, "directory": str(row.directory), "state": state.kind, "attempt": state.attempt,
+        "cell": row.cell, "hash": row.hash, "directory": str(row.directory), "state": state.kind, "damage": state.damage or None,
+        "attempt": state.attempt,
         "step": row.step, "steps": row.steps, "tokens_per_second": row.tokens_per_second, "loss": row.loss, "where": row.where,
         "seconds": row.seconds, "to_go_seconds": row.to_go, "silent_seconds": row.silent, "phase": row.phase, "cancelled_by": row.cancelled,
         "job": {"id": job.id, "state": job.state, "reason": job.reason, "start": job.start} if job else None,

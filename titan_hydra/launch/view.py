@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -70,7 +71,10 @@ def choose(target: str | None, runs: Path) -> Selection:
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()
-    newest = newest_sweeps(runs)
+    newest = find.sweeps(runs)
+    for file in find.manifests(runs):
+        if file not in newest:
+            print(f"{file} cannot be read: its sweep is left out", file=sys.stderr)
     if target is None:
         target = str(newest[0] if newest else runs)
     if not Path(target).exists():
@@ -99,16 +103,11 @@ def choose_one(target: str, runs: Path) -> RunCell:
     return selection.cells[0]
 
 
-def newest_sweeps(runs: Path) -> list[Path]:
-    """All manifests of a folder of runs, the one that was started last first."""
-    return sorted(find.sweeps(runs), key=lambda file: file.stat().st_mtime, reverse=True)
-
-
 def look(cells: list[RunCell]) -> tuple[list[Row], Queue]:
     """All that is known of these runs now."""
     queue = rundir.queue_of([cell.directory for cell in cells])
     names = short_names(cells)
-    return [row(name, cell.directory, rundir.state(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
+    return [row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
@@ -147,7 +146,7 @@ def identities() -> dict[str, bool]:
 
 def row(cell: str, directory: Path, state: State) -> Row:
     """Read the few files that say how far a run is."""
-    if state.kind == "new":
+    if state.kind in ("new", "damaged"):
         return Row(cell, directory, state)
     attempt = directory / "attempts" / str(state.attempt)
     result = (read_json(directory / "result.json") if state.kind == "done" else None) or {}
@@ -160,10 +159,10 @@ def row(cell: str, directory: Path, state: State) -> Row:
     if state.kind == "running":
         beat = read_json(attempt / "beat_0.json") or {}
         logged = directory / "metrics.jsonl"
-        steady = bool(last) and bool(rank) and logged.stat().st_mtime > rank["started"]  # this attempt has done a step
+        steady = bool(last.get("step_seconds")) and logged.stat().st_mtime > rank.get("started", now)  # this attempt has done a step
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
-        if phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
+        if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
             phase = "step"
         to_go = (steps - step) * last["step_seconds"] if steady and steps and step is not None else None
     return Row(
@@ -191,8 +190,9 @@ def where(state: State, rank: dict, config: dict) -> str | None:
         return None
     if named := state.host or (state.job.nodes if state.job else None):
         return named
-    more = math.ceil(config["gpus"] / (config["cluster"]["gpus_per_node"] or config["gpus"])) - 1 if config else 0
-    return f"{rank['host']} +{more}" if more and rank else rank.get("host")
+    ranks, per_node = config.get("gpus"), config.get("cluster", {}).get("gpus_per_node")
+    more = math.ceil(ranks / per_node) - 1 if ranks and per_node else 0
+    return f"{rank['host']} +{more}" if more and "host" in rank else rank.get("host")
 
 
 def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) -> float | None:

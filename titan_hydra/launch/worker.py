@@ -59,7 +59,7 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
     attempt_folder.mkdir(parents=True, exist_ok=True)
     if not inline:
         own_process(attempt_folder / f"rank_{place.rank}.log")
-    record = {**this_process(), "started": time.time()}
+    record = {**this_process(), "started": time.time(), "load": {"cores": os.cpu_count(), "start": os.getloadavg()[0]}}
     record_file = attempt_folder / f"rank_{place.rank}.json"
     write_json(record_file, record)
     error, before = None, signal.getsignal(signal.SIGTERM)
@@ -71,6 +71,7 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
         if not inline:
             _say_why(status, error)
     with contextlib.suppress(OSError):  # a full disk: the exit status still says how it ended
+        record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if status == Exit.REQUEUED and place.rank == 0:
         (attempt_folder / "stopped").touch()  # the batch script requeues the job, however the other ranks end now

@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, pstdev
 
-from .cells import Cell
+from .cells import Cell, mean
 
 WINDOW = 10  # rows whose mean difference is looked at: one odd step is not a trend
 NEIGHBOURS = 25  # rows on either side from which the noise of the baseline's loss is taken
@@ -55,8 +54,8 @@ def band(baseline: Cell, cell: Cell) -> Band | None:
 
 def off_by(reference: list[float], own: list[float]) -> list[float]:
     """For each row the difference of the losses, as a fraction, a mean over it and the rows before; of the first row by itself."""
-    relative = [(b - a) / a for a, b in zip(reference, own, strict=True)]
-    return [fmean(relative[max(0, row - WINDOW + 1):row + 1]) for row in range(len(relative))]
+    relative = [(b - a) / (a or 1.0) for a, b in zip(reference, own, strict=True)]
+    return [mean(relative[max(0, row - WINDOW + 1):row + 1]) for row in range(len(relative))]
 
 
 def tolerances(reference: list[float], precision: str) -> list[float]:
@@ -66,17 +65,18 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
     batch: where differences end up after they have been amplified. The first row comes before any update and gets no such share.
     """
     noise = [0.0, *(local_noise(reference, row) for row in range(1, len(reference)))]
-    return [ROUNDING[precision] + SHARE * sigma / loss for sigma, loss in zip(noise, reference, strict=True)]
+    return [ROUNDING[precision] + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
 
 
 def local_noise(losses: list[float], row: int) -> float:
     """Standard deviation of the loss from row to row, less its trend: that of neighbours' differences, by the root of two."""
     near = losses[max(0, row - NEIGHBOURS):row + NEIGHBOURS + 1]
-    steps = [after - before for before, after in pairwise(near)]
-    return pstdev(steps) / math.sqrt(2) if len(steps) > 1 else 0.0
+    steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
+    trend = mean(steps)
+    return math.sqrt(sum((step - trend) * (step - trend) for step in steps) / len(steps) / 2) if steps else 0.0
 
 
 def coarser(*cells: Cell) -> str:
     """The number format with the largest rounding that the cells compute in."""
-    names = ("float8" if cell.config.get("precision.converter") else cell.config["precision.compute_dtype"] for cell in cells)
-    return max(names, key=ROUNDING.get)
+    names = ("float8" if cell.config.get("precision.converter") else cell.config.get("precision.compute_dtype") for cell in cells)
+    return max((name if name in ROUNDING else "bfloat16" for name in names), key=ROUNDING.get)

@@ -3,24 +3,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import sqrt
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from titan_hydra.config.files import read_json
+from titan_hydra.config.fault import as_typed
+from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.config.status import Kind
-from titan_hydra.launch.find import Selection
+from titan_hydra.launch.find import RunCell, Selection
 from titan_hydra.launch.records import flat
-from titan_hydra.launch.rundir import State, states
+from titan_hydra.launch.rundir import State, inspect_all
+from titan_hydra.launch.view import short_names
 
 SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are called what they are called elsewhere
+FEW = 10  # measured steps below which a rate says little
+LAST, ROWS = 0.1, 5  # a mean loss is of the rows of this last share of the steps, and of so many rows at least
+BUSY = 1.25  # load by cores above which others have taken part of the machine
+OUTSIDE = ("name", "notes", "cluster", "launch", "paths", "sweep", "metrics", "profiling")  # groups that do not say what is learned
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run directory. `config` is flat (dotted key to value); files that do not exist are empty."""
+    """One run directory. `config` is flat (dotted key to value); files that do not exist, or cannot be read, are empty."""
 
     name: str
     directory: Path
@@ -30,6 +38,9 @@ class Cell:
     env: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)  # only of a run that is done
     rows: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
+    events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
+    load: dict[str, float] = field(default_factory=dict)  # of the machine: cores, and load averages at start and end
+    unreadable: tuple[str, ...] = ()  # what was left out: env.json, rows of metrics.jsonl
     repeat: bool = False  # the baseline once more, at the end of a packed sweep
 
     @property
@@ -38,7 +49,7 @@ class Cell:
 
     @property
     def word(self) -> str:
-        """The state in a word or two: done, running, queued, OOM, hang, ..."""
+        """The state in a word or two: done, running, queued, OOM, hang, damaged, ..."""
         if self.state.failure:
             kind = self.state.failure.kind
             return "failed" if kind is Kind.UNKNOWN else SHORT.get(kind, str(kind))
@@ -46,69 +57,88 @@ class Cell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the rows that are not the first of a process, which pay for its warm-up."""
-        every, last = self.config.get("metrics.log_every", 1), self.config.get("steps")
-        rows = [row for row in self.rows[1:] if row["step"] % every == 0 or row["step"] == last]
-        return [row["tokens_per_second"] for row in rows]
+        """Tokens per second of the rows that are not the first of a process, which pay for its warm-up, nor slowed by a profiler."""
+        every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
+        rows = [row for row in self.rows[1:] if (row["step"] % every == 0 or row["step"] == last) and "profiled_steps" not in row]
+        return [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
 
     @property
     def partial(self) -> bool:
         """Whether the numbers are of a run that is not over, or was stopped; a failed one has none."""
         return not self.done and not self.state.failure and bool(self.steady)
 
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second and device: the median of the steady steps."""
-        return self.result.get("tokens_per_second") if self.done else median(self.steady) if self.partial else None
+    @cached_property
+    def numbers(self) -> dict[str, Any]:
+        """What result.json says, or the rows so far where the run is not over, each a mean over `metrics.log_every` steps."""
+        if not self.partial:
+            return self.result
+        known = {name: [row[name] for row in self.rows if row.get(name) is not None] for name in ("memory_reserved_gib", "mfu")}
+        quarters = quantiles(self.steady, n=4) if len(self.steady) > 1 else None
+        return {"tokens_per_second": median(self.steady), "tokens_per_second_iqr": quarters and quarters[2] - quarters[0],
+                "measured_steps": len(self.steady), "memory_gib": max(known["memory_reserved_gib"], default=None),
+                "mfu": median(known["mfu"]) if known["mfu"] else None}
+
+    rate = property(lambda self: self.numbers.get("tokens_per_second"))  # per device: the median of the steady steps
+    iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # distance of the same steps' quartiles
+    noise = iqr  # difference of rates below which nothing is known
+    measured = property(lambda self: self.numbers.get("measured_steps"))  # steps, or rows, behind the rate
+    memory = property(lambda self: self.numbers.get("memory_gib"))  # peak reserved, the largest over all ranks
+    mfu = property(lambda self: self.numbers.get("mfu"))
 
     @property
-    def iqr(self) -> float | None:
-        """Distance of the rate's quartiles; of means over `metrics.log_every` steps where the run is not done."""
-        if self.done:
-            return self.result.get("tokens_per_second_iqr")
-        if not self.partial or len(self.steady) < 2:
-            return None
-        quarters = quantiles(self.steady, n=4)
-        return quarters[2] - quarters[0]
+    def busy(self) -> bool:
+        """Whether more wanted to run on its machine than there are cores."""
+        return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get("cores", 1)
 
-    @property
-    def measured(self) -> int | None:
-        """Steps (rows, where the run is not done) behind the rate."""
-        return self.result.get("measured_steps") if self.done else len(self.steady) if self.partial else None
-
-    @property
-    def memory(self) -> float | None:
-        """Peak GiB reserved, the largest over all ranks."""
-        if self.done:
-            return self.result.get("memory_gib")
-        return max(self._known("memory_reserved_gib", self.rows), default=None)
-
-    @property
-    def mfu(self) -> float | None:
-        if self.done:
-            return self.result.get("mfu")
-        shares = self._known("mfu", self.rows[1:])
-        return median(shares) if shares else None
-
-    def _known(self, name: str, rows: list[dict]) -> list[float]:
-        """A column as far as it was measured, of a run that is not over."""
-        return [row[name] for row in rows if row.get(name) is not None] if self.partial else []
+    def column(self, name: str, first: int = 0) -> dict[int, float]:
+        """A column of metrics.jsonl by step, from some row on."""
+        return {row["step"]: row[name] for row in self.rows[first:] if row.get(name) is not None}
 
     @cached_property
     def losses(self) -> dict[int, float]:
         """Loss of each logged step."""
-        return {row["step"]: row["loss"] for row in self.rows}
+        return self.column("loss")
+
+    @cached_property
+    def loss(self) -> float | None:
+        """Mean loss of the last rows, each the mean of the steps since the row before (of version 0.1: one step's): one step's is noise."""
+        rows = [row for row in self.rows if row["loss"] is not None and not self.state.failure]
+        last = [row for row in rows if row["step"] > (1 - LAST) * self.step]
+        return mean([row.get("loss_mean") or row["loss"] for row in max(last, rows[-ROWS:], key=len)])
+
+    @cached_property
+    def validation(self) -> dict[int, float]:
+        """Held-out loss of each step that was validated."""
+        return {event["step"]: event["validation_loss"] for event in self.events
+                if event["event"] == "validation" and event.get("validation_loss") is not None}
 
     @property
-    def final_loss(self) -> float | None:
-        if self.done and self.result.get("final_loss") is not None:
-            return self.result["final_loss"]
-        return self.rows[-1]["loss"] if self.rows and not self.state.failure else None
+    def held_out(self) -> float | None:
+        """The last held-out loss."""
+        if self.state.failure:
+            return None
+        return self.result.get("validation_loss") or next(reversed(self.validation.values()), None)
 
     @property
     def step(self) -> int:
         """The last logged step."""
         return self.rows[-1]["step"] if self.rows else 0
+
+    def places(self, axis: str) -> dict[int, float]:
+        """Where each logged step lies on an axis: step, tokens (seen by the whole job), seconds (of training)."""
+        tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
+        places, seconds, before = {}, 0.0, 0
+        for row in self.rows:
+            seconds += (row.get("step_seconds") or 0.0) * (row["step"] - before)
+            before = row["step"]
+            places[before] = {"step": before, "tokens": row.get("tokens_seen") or tokens * before, "seconds": seconds}[axis]
+        return places
+
+    def on(self, axis: str, steps: list[int]) -> list[float]:
+        """Steps as places on an axis; steps that were not logged in proportion to the last one that was."""
+        places = self.places(axis)
+        last = places[self.step] / self.step if self.step else 0.0
+        return [places.get(step, step * last) for step in steps]
 
     @property
     def gpus(self) -> int | None:
@@ -140,48 +170,121 @@ class Cell:
         return self.result.get("device")
 
 
+@dataclass(frozen=True)
+class Mean(Cell):
+    """Cells that differ in one key alone, a seed say, as one: their numbers are means, and the noise is what the cells differ by."""
+
+    members: dict[str, Cell] = field(default_factory=dict)  # by the key's value
+
+    def of(self, name: str) -> list[float]:
+        """What the members have of a number."""
+        return [value for cell in self.members.values() if (value := getattr(cell, name)) is not None]
+
+    rate = property(lambda self: mean(self.of("rate")))
+    mfu = property(lambda self: mean(self.of("mfu")))
+    loss = property(lambda self: mean(self.of("loss")))
+    held_out = property(lambda self: mean(self.of("held_out")))
+    measured = property(lambda self: min(self.of("measured"), default=None))
+    memory = property(lambda self: max(self.of("memory"), default=None))
+    partial = property(lambda self: any(self.of("partial")))
+    busy = property(lambda self: any(self.of("busy")))
+    iqr = None
+
+    @property
+    def noise(self) -> float | None:
+        error = error_of(self.of("rate"))
+        return None if error is None else 2 * error
+
+    def column(self, name: str, first: int = 0) -> dict[int, float]:
+        """The members' mean of each step that all of them have logged."""
+        return self._merged(lambda cell: cell.column(name, first), mean)
+
+    @cached_property
+    def validation(self) -> dict[int, float]:
+        return self._merged(lambda cell: cell.validation, mean)
+
+    @property
+    def errors(self) -> dict[int, float]:
+        """Standard error of the mean loss of each step; {} of one member."""
+        errors = self._merged(lambda cell: cell.losses, error_of)
+        return {} if None in errors.values() else errors
+
+    def _merged(self, curve_of: Callable[[Cell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
+        curves = [curve for cell in self.members.values() if not cell.state.failure and (curve := curve_of(cell))]
+        steps = set.intersection(*map(set, curves)) if curves else set()
+        return {step: by([curve[step] for curve in curves]) for step in sorted(steps)}
+
+
+def mean(values: list[float]) -> float | None:
+    """Their mean, also of numbers that are not finite; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def error_of(values: list[float]) -> float | None:
+    """Standard error of their mean; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    squares = [(value - mean(values)) * (value - mean(values)) for value in values]
+    return sqrt(sum(squares) / (len(values) - 1) / len(values))
+
+
 def gather(selection: Selection) -> list[Cell]:
     """Read every cell of a selection."""
     manifest = read_json(selection.manifest / "manifest.json") if selection.manifest else None
-    entries = manifest["cells"] if manifest else [{}] * len(selection.cells)
-    cells = []
-    now_of = states([chosen.directory for chosen in selection.cells])
-    for chosen, now, entry in zip(selection.cells, now_of, entries, strict=False):
-        directory = chosen.directory
-        result = read_json(directory / "result.json") if now.kind == "done" else None
-        cells.append(Cell(chosen.name, directory, chosen.overrides, now, flat(read_json(directory / "config.json") or {}),
-                          read_json(directory / "env.json") or {}, result or {}, read_rows(directory / "metrics.jsonl"),
-                          bool(entry.get("repeat"))))
-    return cells
+    repeats = [bool(entry.get("repeat")) for entry in manifest["cells"]] if manifest else [False] * len(selection.cells)
+    now_of = inspect_all([chosen.directory for chosen in selection.cells])
+    return [replace(read(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of metrics.jsonl; the trainer may be writing the last one."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+def read(chosen: RunCell, now: State) -> Cell:
+    """Read one run. A damaged one has no numbers."""
+    cell = Cell(chosen.name, chosen.directory, chosen.overrides, now)
+    if now.damage:
+        return cell
+    content = {name: read_json(chosen.directory / name) for name in ("config.json", "env.json", "result.json")}
+    rows, damaged = read_rows(chosen.directory / "metrics.jsonl")
+    events, other = read_rows(chosen.directory / "events.jsonl")
+    rank = read_json(chosen.directory / "attempts" / str(now.attempt) / "rank_0.json") or {}
+    unreadable = [f"rows of {file}: {count}" for file, count in (("metrics.jsonl", damaged), ("events.jsonl", other)) if count]
+    if content["env.json"] is None and (chosen.directory / "env.json").exists():
+        unreadable.append("env.json")
+    ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
+    return replace(cell, config=flat(content["config.json"] or {}), env=content["env.json"] or {},
+                   result=(content["result.json"] or {}) if now.kind == "done" else {}, rows=list(ascending.values()), events=events,
+                   load=rank.get("load") or {}, unreadable=tuple(unreadable))
 
 
-def labels(names: list[str], sweep: bool) -> list[str]:
-    """Names less what all of them share: `llama3_8b-fsdp-bf16-<hash>` loses model and hash where precision alone differs.
+def averaged(cells: list[Cell], over: str) -> list[Cell]:
+    """Cells that differ in nothing but one key as one cell."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        rest = {key: value for key, value in cell.config.items() if key != over and key.partition(".")[0] not in OUTSIDE}
+        groups.setdefault(json.dumps(rest, sort_keys=True) if rest else cell.name, []).append(cell)
+    return [mean_of(group, over) for group in groups.values()]
 
-    A sweep's own names lose only whole `key=value` words, as somebody may have chosen the others.
-    """
-    if len(names) < 2:
-        return names
-    if sweep:
-        words = [name.split() for name in names]
-        shared = {word for word in set.intersection(*map(set, words)) if "=" in word}
-        short = [" ".join(word for word in own if word not in shared) for own in words]
-    else:
-        words = [name.split("-")[:-1] for name in names]
-        shared = set.intersection(*map(set, words)) if words else set()
-        short = ["-".join(word for word in own if word not in shared) for own in words]
-        twice = {label for label in short if short.count(label) > 1}
-        short = [f"{label or '-'.join(own)} {name.rpartition('-')[2]}" if label in twice else label
-                 for label, own, name in zip(short, words, names, strict=True)]
-    return [label or name for label, name in zip(short, names, strict=True)]
+
+def mean_of(cells: list[Cell], over: str) -> Mean:
+    """One cell for all of a group; what they have in common is its name."""
+    first = next((cell for cell in cells if cell.done), cells[0])
+    swept = (over, over.rpartition(".")[2])
+    names = [" ".join(word for word in cell.name.split() if word.partition("=")[0] not in swept) for cell in cells]
+    name = " ".join(common(names)) or (first.name if first.name == first.directory.name else f"over {over}")
+    config = {key: value for key, value in first.config.items() if key != over}
+    overrides = [override for override in first.overrides if override.lstrip("+").partition("=")[0] != over]
+    unreadable = tuple(f"{what} ({cell.name})" for cell in cells for what in cell.unreadable)
+    return Mean(name, first.directory, overrides, first.state, config, first.env, first.result, first.rows, first.events, first.load,
+                unreadable, members={as_typed(cell.config.get(over)): cell for cell in cells})
+
+
+def labels(cells: list[Cell], sweep: bool) -> list[str]:
+    """Names less what all of them share. A sweep's own lose only whole `key=value` words, as somebody may have chosen the others."""
+    if not sweep:
+        return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])
+    names = [cell.name for cell in cells]
+    shared = {word for word in common(names) if "=" in word} if len(names) > 1 else set()
+    return [" ".join(word for word in name.split() if word not in shared) or name for name in names]
+
+
+def common(names: list[str]) -> Iterator[str]:
+    """The words that all names have."""
+    return (word for word in names[0].split() if all(word in name.split() for name in names))

@@ -7,34 +7,44 @@ from pathlib import Path
 
 from titan_hydra.config.files import write_text
 from titan_hydra.config.status import ConfigError, Exit
-from titan_hydra.launch.find import select
+from titan_hydra.launch.view import add_target, choose
 
 from . import write
 from .cells import gather
-from .table import build
+from .table import Report, build
 
 TEXTS = {"md": ("report.md", write.markdown), "csv": ("report.csv", write.comma_separated), "latex": ("report.tex", write.latex)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked for."""
-    parser.add_argument("target", nargs="?", help="sweep, manifest, folder of runs, run, or the start of a hash; all runs without it")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run directories (default: runs)")
+    """Options of `titan report`."""
+    add_target(parser)
     parser.add_argument("--baseline", metavar="CELL", help="cell to compare with; else the sweep's own, else its first")
     parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells though they differ in these keys")
+    parser.add_argument("--over", metavar="KEY", help="average cells that differ in this key alone, as seed, with standard errors")
     for name, (file, _) in TEXTS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
     parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")
+    parser.add_argument("--serve", action="store_true", help="show the page on this machine alone, live while the sweep runs")
+    parser.add_argument("--port", type=int, default=8321, metavar="N", help="for --serve (default: 8321; 0: any that is free)")
     parser.add_argument("--plots", action="store_true", help="write the plots, PNG and SVG")
+    parser.add_argument("--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)")
+    parser.add_argument("--log", action="store_true", help="logarithmic losses in the plots")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write; else into the sweep's folder, or here")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print or write what was asked for."""
-    selection = select(args.target, args.runs)
-    cells = gather(selection)
-    report = build(selection, cells, args.baseline, {key.strip() for key in args.allow.split(",") if key.strip()})
-    folder = args.output or selection.manifest or Path()
+    """Print, write or serve the report."""
+    if args.serve:
+        from .serve import serve
+
+        serve(lambda: made(args), args.port)
+        return Exit.DONE
+    report = made(args)
+    if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
+        states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (", ..." if len(report.rows) > 6 else "")
+        raise ConfigError(f"{report.name}: no cell has numbers yet ({states})")
+    folder = args.output or report.selection.manifest or Path()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         texts = [name for name in TEXTS if getattr(args, name)]
@@ -50,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         if args.plots:
             from . import plots
 
-            for file in plots.write(report, folder):
+            for file in plots.write(report, folder, args.x, args.log):
                 print(file)
         if args.html:
             from . import page
@@ -62,3 +72,10 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"-o {folder}: cannot be written: {error.strerror}") from error
     return Exit.DONE
+
+
+def made(args: argparse.Namespace) -> Report:
+    """Read the runs and compare them."""
+    selection = choose(args.target, args.runs)
+    allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
+    return build(selection, gather(selection), args.baseline, allowed, args.over)

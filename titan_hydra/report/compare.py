@@ -56,7 +56,7 @@ def value_of(cell: Cell, key: str) -> object:
         return UNKNOWN if (value := PLACE[key](cell)) is None else value
     if key in cell.config:
         value = cell.config[key]
-        return tuple(value) if isinstance(value, list | dict) else value
+        return as_typed(value) if isinstance(value, list | dict) else value
     own = ((name, repr(value)) for name, value in cell.config.items() if name.startswith(f"{key}.") and name not in TECHNIQUE)
     return tuple(own) or UNKNOWN
 

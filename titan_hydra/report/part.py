@@ -2,18 +2,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.config.load import DEGREES
 from titan_hydra.config.run import attempts_of, rank_files
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.launch.records import flat
 from titan_hydra.launch.view import add_runs, choose_one
-
-from .cells import read_rows
 
 MEASURED = ("loss", "grad_norm")
 SHOWN = 8  # keys that differ
@@ -45,7 +43,10 @@ def directory_of(target: str, runs: Path) -> Path:
 
 def configurations(a: Path, b: Path) -> Iterator[str]:
     """The keys in which the configurations differ, of those that can change a loss."""
-    first, second = (flat(json.loads((run / "config.json").read_text())) for run in (a, b))
+    first, second = (flat(read_json(run / "config.json") or {}) for run in (a, b))
+    if not first or not second:
+        yield f"configurations: {a if not first else b}/config.json cannot be read"
+        return
     differ = [key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key) and not key.startswith(IGNORED)]
     for key in differ[:SHOWN]:
         yield f"  {key}: {first.get(key)} and {second.get(key)}"
@@ -56,14 +57,14 @@ def configurations(a: Path, b: Path) -> Iterator[str]:
 
 def curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     """For losses and gradient norms the first logged step with other bits, and the first that is off by more than the tolerance."""
-    first, second = ({row["step"]: row for row in read_rows(run / "metrics.jsonl")} for run in (a, b))
+    first, second = ({row["step"]: row for row in read_rows(run / "metrics.jsonl")[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     if not steps:
         yield "no step was logged by both"
         return
     yield f"{len(steps)} steps logged by both, {steps[0]} to {steps[-1]}"
     for name in MEASURED:
-        pairs = [(step, first[step][name], second[step][name]) for step in steps]
+        pairs = [(step, first[step].get(name), second[step].get(name)) for step in steps]
         parted = [pair for pair in pairs if not same(pair[1], pair[2])]
         far = [pair for pair in pairs if distance(pair[1], pair[2]) > tolerance]
         if not parted:
@@ -89,8 +90,8 @@ def modules(a: Path, b: Path) -> Iterator[str]:
         without = " and ".join(name for name, run in (("A", first), ("B", second)) if not run)
         yield f"modules: {without} traced no activations; run both again with debug.trace_activations=true to find the module"
         return
-    layouts = [json.loads((run / "config.json").read_text()) for run in (a, b)]
-    if any(layouts[0]["parallelism"][degree] != layouts[1]["parallelism"][degree] for degree in DEGREES):
+    layouts = [(read_json(run / "config.json") or {}).get("parallelism", {}) for run in (a, b)]
+    if any(layouts[0].get(degree) != layouts[1].get(degree) for degree in DEGREES):
         yield "modules: the runs are split in different ways, so their ranks hold different parts"
         return
     steps = sorted(first.keys() & second.keys())
@@ -125,7 +126,7 @@ def traces(run: Path) -> dict[int, dict[tuple, dict]]:
     for attempt in attempts_of(run):
         for rank, file in rank_files(run / "attempts" / str(attempt), "activations", ".jsonl").items():
             own: dict[int, dict] = {}
-            for row in read_rows(file):
+            for row in read_rows(file)[0]:
                 own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
             for step, rows in own.items():
                 found.setdefault(step, {}).update(rows)

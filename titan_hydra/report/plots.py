@@ -1,125 +1,134 @@
-"""The plots of a report: bars of throughput and memory, loss curves, scaling, and what a pipeline does when. matplotlib is imported here
-only when something is drawn."""
+"""The diagrams of a report as PNG and SVG files. matplotlib is imported here, and only when something is drawn."""
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import timeline
-from .curves import losses
-from .scaling import scaling
-from .style import LIGHT, figure, settings, short
-from .table import Report, Row, percent, rate
+from . import charts, timeline
+from .charts import AXES, Bars, Lines
+from .style import LIGHT, line, settings, short
+from .table import Report
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-def write(report: Report, folder: Path) -> Iterator[Path]:
-    """Draw every plot that the report has something for, as PNG and as SVG. Yields the files."""
-    for name, drawn in draw(report):
-        for ending in ("png", "svg"):
-            drawn.savefig(folder / f"{name}.{ending}", metadata={"Date": None} if ending == "svg" else None, facecolor="white")
-            yield folder / f"{name}.{ending}"
+WIDTH = 7.2  # inches
+FILES = ("loss", "difference", "validation", "scaling")  # diagrams of lines that become files; the page has more
 
 
-def svgs(report: Report) -> list[tuple[str, str]]:
-    """The same as names and SVG text without a background."""
-    found = []
-    for name, drawn in draw(report):
-        text = io.StringIO()
-        drawn.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
-        found.append((name, text.getvalue()))
-    return found
-
-
-def draw(report: Report) -> Iterator[tuple[str, Figure]]:
-    """Every plot, by name; each is to be saved before the next is asked for, as settings are in force until then."""
+def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
+    """Draw every diagram that the report has something for, lines over an axis of `Cell.places`, losses on logarithms. Yields the files."""
     import matplotlib
 
-    plots = [("throughput", throughput), ("memory", memory), ("loss", losses), ("scaling", scaling)]
-    plots += [(f"pipeline-{number}", lambda _, one=one: timeline.draw(one)) for number, one in
-              enumerate(timeline.pipelines(report), start=1)]
-    for name, make in plots:
+    makers = [(chart.name, lambda chart=chart: bars(report, chart)) for chart in charts.bars(report)]
+    makers += [(chart.name, lambda chart=chart: lines(report, chart, axis, log)) for chart in charts.drawn(report) if chart.name in FILES]
+    makers += [(f"pipeline-{number}", lambda one=one: timeline.draw(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
+               enumerate(timeline.pipelines(report), start=1)]
+    for name, make in makers:
         with matplotlib.rc_context(settings(name)):
-            drawn = make(report)
-            if drawn is not None:
-                yield name, drawn
+            drawn = make()
+            below(drawn, report.origin)
+            for ending in ("png", "svg"):
+                drawn.savefig(folder / f"{name}.{ending}", metadata={"Date": None} if ending == "svg" else None, facecolor="white")
+                yield folder / f"{name}.{ending}"
 
 
-def throughput(report: Report) -> Figure | None:
-    """Tokens per second and device of each cell, quartiles as a thin line, the baseline's as a dashed one through all."""
-    if all(row.cell.rate is None for row in report.rows):
-        return None
-    values = [(row.cell.rate, f"{rate(row.cell.rate)}{'*' if row.cell.partial else ''}" if row.cell.rate is not None else row.cell.word,
-               percent(row.difference)) for row in report.rows]
-    return bars(report, "Throughput", "tokens/s per device", values, [row.cell.iqr for row in report.rows])
+def figure(height: float) -> tuple[Figure, Axes]:
+    """A figure and its axes, without pyplot, which would keep it and look for a screen."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(WIDTH, height), layout="constrained")
+    return made, made.subplots()
 
 
-def memory(report: Report) -> Figure | None:
-    """Peak memory of each cell, and what the device has where the configuration says so."""
-    if all(row.cell.memory is None for row in report.rows):
-        return None
-    reference = report.baseline.cell.memory
-    values = []
-    for row in report.rows:
-        own = row.cell.memory
-        change = percent(own / reference - 1) if own and reference and not row.baseline else None
-        values.append((own, f"{own:.1f}" if own is not None else row.cell.word, change))
-    drawn = bars(report, "Peak memory", "GiB reserved, the largest over all ranks", values)
-    capacity = {row.cell.config.get("cluster.device_memory_gib") for row in report.rows} - {None}
-    if len(capacity) == 1:
-        (axes,), limit = drawn.axes, capacity.pop()
-        axes.axvline(limit, color=LIGHT["red"], linewidth=1)
-        axes.text(limit, -0.62, f"a device has {limit:g} ", ha="right", va="bottom", color=LIGHT["red"], fontsize=8.5)
-        axes.set_xlim(0, max(axes.get_xlim()[1], limit * 1.01))
-    return drawn
+def below(drawn: Figure, origin: str) -> None:
+    """Under the axes, the names of lines in the table's order, as lines may lie on each other, and where the figure is from."""
+    handles, names = drawn.axes[0].get_legend_handles_labels()
+    columns = 2 if max(map(len, names), default=0) < 56 else 1
+    rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
+    room = (0.24 + 0.185 * rows) * inch
+    drawn.get_layout_engine().set(rect=(0, room, 1, 1 - room))
+    if names:
+        drawn.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 0.2 * inch), ncols=columns)
+    drawn.text(0.01, 0.06 * inch, short(origin, 150), fontsize=6.5, color=LIGHT["soft"])
 
 
-def bars(report: Report, title: str, unit: str, values: list[tuple], spreads: list | None = None) -> Figure:
-    """A horizontal bar a cell; beside it, in columns, its value and the difference to the baseline."""
-    drawn, axes = figure(height=1.5 + 0.36 * len(values))
-    longest = max(value for value, *_ in values if value is not None)
-    spreads = spreads or [None] * len(values)
-    width = 8 + 6.5 * max(len(text) for _, text, _ in values)  # points of the column of values
-    for place, (row, (value, text, change), spread) in enumerate(zip(report.rows, values, spreads, strict=True)):
-        colour, flagged = _colour(row), row.band is not None and not row.band.inside
-        if value is not None:
-            axes.barh(place, value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1,
+def bars(report: Report, chart: Bars) -> Figure:
+    """A horizontal bar a cell; beside it, in columns, its value and what is said of it. The baseline's value is a dashed line."""
+    drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
+    width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
+    for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
+        flagged, known = row.band is not None and not row.band.inside, bar.value is not None and isfinite(bar.value)
+        if known:
+            colour = LIGHT["base" if row.baseline else "red" if flagged else "blue"]
+            axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1,
                       **({"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}))
-        if spread and value:
-            axes.plot([value - spread / 2, value + spread / 2], [place, place], color=LIGHT["ink"], linewidth=1.1, solid_capstyle="butt")
+        if known and bar.spread and isfinite(bar.spread):
+            axes.plot([bar.value - bar.spread, bar.value + bar.spread], [place, place], color=LIGHT["ink"], linewidth=1.1)
         beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-        axes.annotate(text, (1, place), (width, 0), ha="right", fontweight="bold" if value is not None else "normal",
-                      color=LIGHT["ink" if value is not None else "soft" if row.cell.state.failure is None else "red"], **beside)
-        said = [change, "baseline" if row.baseline else None, "loss left the band" if flagged else None]
-        axes.annotate(", ".join(part for part in said if part), (1, place), (width + 10, 0), fontsize=8.5,
-                      color=LIGHT["red" if flagged else "soft"], **beside)
-    reference = values[report.rows.index(report.baseline)][0]
-    if reference:
-        axes.axvline(reference, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-    axes.set_yticks(range(len(values)), [short(row.label) for row in report.rows], color=LIGHT["ink"])
-    axes.set_ylim(len(values) - 0.4, -0.6)
-    furthest = max((value or 0) + (spread or 0) / 2 for (value, *_), spread in zip(values, spreads, strict=True))
-    axes.set_xlim(0, max(longest, furthest) * 1.01)
-    axes.set_xticks(_ticks(longest), [f"{tick:,.10g}" for tick in _ticks(longest)])
-    axes.spines["left"].set_visible(False)
-    axes.set_title(title, loc="left")
-    axes.set_xlabel(unit, loc="left")
+        axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight="bold" if known else "normal",
+                      color=LIGHT["ink" if known else "red" if row.cell.state.failure or row.cell.state.damage else "soft"], **beside)
+        axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=LIGHT["red" if flagged else "soft"], **beside)
+        if row.baseline and known:
+            axes.axvline(bar.value, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    if chart.limit:
+        axes.axvline(chart.limit, color=LIGHT["red"], linewidth=1)
+        axes.text(chart.limit, -0.62, f"a device has {chart.limit:g} ", ha="right", va="bottom", color=LIGHT["red"], fontsize=8.5)
+    axes.set_yticks(range(len(chart.bars)), [short(row.label) for row in report.rows], color=LIGHT["ink"])
+    axes.set_ylim(len(chart.bars) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.set_title(chart.title, loc="left")
+    axes.set_xlabel(chart.unit, loc="left")
     return drawn
 
 
-def _colour(row: Row) -> str:
-    if row.baseline:
-        return LIGHT["base"]
-    return LIGHT["red"] if row.band and not row.band.inside else LIGHT["blue"]
+def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
+    """A line a cell, the baseline's broad and pale under the others."""
+    drawn, axes = figure(3.4 + 0.1 * (len(chart.lines) + len(chart.bands)))
+    for name, steps, limit in chart.bands:
+        axes.fill_between(report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name)
+    for one in chart.lines:
+        row = report.rows[one.row] if one.row >= 0 else None
+        colour, dashes = line(one.row) if row else ("base", "dash")
+        look = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
+        if row and row.baseline:
+            look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}
+        elif row and row.band and not row.band.inside:
+            look["color"] = LIGHT["red"]
+        x = row.cell.on(axis, one.x) if row and chart.over == "step" else one.x
+        marker = "o" if len(one.x) < 12 and row else None
+        y = [float("nan") if value is None else value for value in one.y]
+        axes.plot(x, y, label=short(one.label, 60), marker=marker, markersize=3.5, **look)
+        if one.low:
+            axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, linewidth=0)
+    scale(axes, chart, log)
+    axes.set_title(chart.title, loc="left", pad=22)
+    axes.annotate(chart.unit, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", color=LIGHT["soft"], fontsize=8.5)
+    axes.set_xlabel(AXES[axis] if chart.over == "step" else chart.over, loc="left")
+    axes.grid(axis="y")
+    return drawn
 
 
-def _ticks(longest: float) -> list[float]:
-    """0 and a few round numbers up to the longest bar."""
-    step = 10 ** math.floor(math.log10(longest))
-    step = next(size * step for size in (0.2, 0.25, 0.5, 1, 2) if longest / (size * step) <= 5)
-    return [step * number for number in range(int(longest / step + 1e-9) + 1)]
+STYLES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1, 1.5)), "dashdot": (0, (6, 2, 1, 2))}
+
+
+def scale(axes: Axes, chart: Lines, log: bool) -> None:
+    """Logarithmic axes where they help: powers of two for devices, so that ideal scaling is a straight line."""
+    if chart.over == "devices":
+        counts = sorted({count for one in chart.lines for count in one.x})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1e3 else f"{value / 1e3:,.4g}k")
+    else:
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        if chart.log or (log and all(value is None or value > 0 for one in chart.lines for value in one.y)):
+            axes.set_yscale("log")
+        if log and not chart.log:
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")

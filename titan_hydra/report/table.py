@@ -1,38 +1,52 @@
 """The table of a report: a row a cell with the paper's columns, what all cells share beside it, and what must be said under it."""
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
+from math import hypot
 from typing import Any
 
-from titan_hydra.config.fault import suggest
+from titan_hydra.config.fault import quoted, suggest
+from titan_hydra.config.files import read_json
 from titan_hydra.config.status import ConfigError
 from titan_hydra.launch.find import Selection
 
 from . import compare
 from .band import Band, band
-from .cells import Cell, labels
+from .cells import FEW, Cell, Mean, averaged, error_of, labels, mean
 from .compare import Difference
+from .digits import MINUS, cut, digits_of, percent, rate, with_error
 
-MINUS, NONE = "\N{MINUS SIGN}", "\N{EN DASH}"
+NONE = "\N{EN DASH}"
+FEW_STEPS, NOISE = "few steps", "noise"  # why a difference says nothing
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell against the baseline. `why` says why it has no difference or band, "" if it has them."""
+    """One cell against the baseline."""
 
     cell: Cell
     label: str
-    baseline: bool
-    difference: float | None  # of tokens/s to the baseline's, as a fraction
-    band: Band | None
+    baseline: bool = False
+    difference: float | None = None  # of tokens/s to the baseline's, as a fraction
+    noise: float | None = None  # what that is worth: a difference must be larger
+    doubt: str = ""  # why the difference says nothing
+    change: tuple[float, float | None] | None = None  # of a mean's loss to the baseline's, and its standard error
+    band: Band | None = None
 
     @property
     def rate(self) -> str:
         """Tokens/s, marked if the run is not over; the state where there is none."""
-        text = rate(self.cell.rate)
+        if isinstance(self.cell, Mean):
+            return with_error(self.cell.rate, error_of(self.cell.of("rate")), 0) or self.cell.word
+        text = rate(self.cell.rate, self.cell.iqr)
         return self.cell.word if text is None else f"{text}*" if self.cell.partial else text
+
+    @property
+    def told(self) -> str | None:
+        """The difference with as many digits as the noise leaves, and why it may say nothing."""
+        text = percent(self.difference, digits_of(self.noise))
+        return f"{text} ({self.doubt})" if text and self.doubt else text
 
     @property
     def verdict(self) -> str | None:
@@ -40,16 +54,26 @@ class Row:
             return "baseline" if self.cell.losses else None
         return str(self.band) if self.band else None
 
+    def loss(self, name: str) -> str | None:
+        """A loss of the cell: of a mean with its standard error."""
+        value = getattr(self.cell, name)
+        if isinstance(self.cell, Mean):
+            return with_error(value, error_of(self.cell.of(name)), 4)
+        return _number(value, ".4f")
+
 
 # Title, machine name (for csv), text of a row, raw value of a row. What is None in every row is left out.
 COLUMNS = (
     ("technique", "technique", lambda row: row.label, lambda row: row.label),
+    ("runs", "runs", lambda row: _text(_members(row)), lambda row: _members(row)),
     ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
-    ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr), lambda row: row.cell.iqr),
+    ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
     ("steps", "measured_steps", lambda row: _text(row.cell.measured), lambda row: row.cell.measured),
-    ("difference", "difference_percent", lambda row: percent(row.difference), lambda row: _cut(row.difference)),
+    ("difference", "difference_percent", lambda row: row.told, lambda row: cut(row.difference)),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
-    ("loss", "final_loss", lambda row: _number(row.cell.final_loss, ".4f"), lambda row: row.cell.final_loss),
+    ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
+    ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
+    ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
     ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
     ("MFU", "mfu", lambda row: _number(row.cell.mfu, ".1%"), lambda row: row.cell.mfu),
     ("GPUs", "gpus", lambda row: _text(row.cell.gpus), lambda row: row.cell.gpus),
@@ -71,6 +95,7 @@ class Report:
     found: list[Difference]
     allowed: set[str]
     selection: Selection
+    over: str | None = None  # the key over whose values the rows are means
 
     @property
     def baseline(self) -> Row:
@@ -97,6 +122,13 @@ class Report:
                 parts.append("1 rank" if (title, self.shared[title]) == ("GPUs", "1") else said.format(self.shared[title]))
         return ", ".join(parts)
 
+    @property
+    def origin(self) -> str:
+        """Where this is from, for a figure that is shown elsewhere."""
+        file = self.selection.manifest and read_json(self.selection.manifest / "manifest.json")
+        command = f"python launch.py {quoted(file['command'])}" if file else f"titan report {self.name}"
+        return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, command)))
+
     @cached_property
     def texts(self) -> list[list[str]]:
         """The table's cells as they are shown."""
@@ -105,16 +137,37 @@ class Report:
     @cached_property
     def notes(self) -> list[str]:
         """What must be said under the table."""
-        return [*self._states(), *self._bands(), *self._drift(), *self._mixed()]
+        return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._mixed()]
 
     def _states(self) -> list[str]:
         notes = []
         for row in self.rows:
             cell, steps = row.cell, row.cell.config.get("steps")
-            if cell.partial:
+            if isinstance(cell, Mean):
+                notes += [f"{row.label}: {self.over}={value}: {one.word}" + (", and left out" if one.rate is None else " so far")
+                          for value, one in cell.members.items() if not one.done]
+            elif cell.partial:
                 notes.append(f"* {row.label}: {cell.word} at step {cell.step} of {steps}; over {cell.measured} logged rows so far")
             elif cell.state.failure:
                 notes.append(f"{row.label}: {cell.word} after step {cell.step}: {cell.state.failure.line}")
+            elif cell.state.damage:
+                notes.append(f"{row.label}: damaged: {cell.state.damage}")
+            if cell.unreadable:
+                notes.append(f"{row.label}: cannot be read, and left out: {', '.join(cell.unreadable)}")
+        return notes
+
+    def _noise(self) -> list[str]:
+        notes, doubts = [], {row.doubt for row in self.rows}
+        if NOISE in doubts:
+            what = "twice a mean's standard error" if self.over else "the larger of the two IQRs"
+            notes.append(f"({NOISE}): a difference smaller than {what}: nothing is known of it")
+        if FEW_STEPS in doubts:
+            notes.append(f"({FEW_STEPS}): fewer than {FEW} steps were measured: more steps make it a result")
+        for row in self.rows:
+            if row.cell.busy:
+                loads = [one.load for one in getattr(row.cell, "members", {0: row.cell}).values() if one.busy]
+                most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
+                notes.append(f"{row.label}: the machine was busy with more than this (load {most:.1f} on {loads[0]['cores']:.0f} cores)")
         return notes
 
     def _bands(self) -> list[str]:
@@ -144,61 +197,93 @@ class Report:
         return notes
 
 
-def build(selection: Selection, cells: list[Cell], baseline: str | None = None, allowed: set[str] = frozenset()) -> Report:
-    """Compare the cells of a selection. Raises ConfigError where there is nothing to compare, or what may not be."""
+def build(selection: Selection, cells: list[Cell], baseline: str | None = None, allowed: set[str] = frozenset(),
+          over: str | None = None) -> Report:
+    """Compare the cells of a selection. Raises ConfigError where there are none, or what may not be compared."""
     repeats = [cell for cell in cells if cell.repeat]
     cells = [cell for cell in cells if not cell.repeat]
     if not cells:
         raise ConfigError(f"{selection.name}: no runs")
-    if all(cell.rate is None and cell.final_loss is None for cell in cells):
-        states = ", ".join(f"{cell.name}: {cell.word}" for cell in cells[:6]) + (", ..." if len(cells) > 6 else "")
-        raise ConfigError(f"{selection.name}: no cell has numbers yet ({states})")
-    shown = labels([cell.name for cell in cells], selection.manifest is not None)
-    chosen = choose(cells, shown, baseline or selection.baseline)
-    with_numbers = [(cell, label) for cell, label in zip(cells, shown, strict=True) if cell.rate is not None or cell.final_loss is not None]
-    swept = compare.swept_keys([cell.overrides for cell in cells]) if selection.manifest else set()
-    found = compare.differences(*map(list, zip(*with_numbers, strict=True)), swept)
+    if over and not any(over in cell.config for cell in cells):
+        close = suggest(over, dict.fromkeys(key for cell in cells for key in cell.config))
+        raise ConfigError(f"--over {over}: no cell has such a key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    sweep = selection.manifest is not None
+    swept = compare.swept_keys([cell.overrides for cell in cells]) if sweep else set()
+    known = [(cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True)
+             if cell.rate is not None or cell.loss is not None]
+    found = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
+    allowed = allowed | ({over} if over else set())
     compare.refuse(found, allowed)
-    rows = [Row(cell, label, cell is chosen, *_against(cell, chosen, allowed)) for cell, label in zip(cells, shown, strict=True)]
-    return Report(selection.name, rows, repeats, found, allowed, selection)
+    if over:
+        cells, found = averaged(cells, over), [difference for difference in found if difference.key != over]
+    shown = labels(cells, sweep)
+    chosen = choose(cells, shown, baseline or selection.baseline)
+    drift = max((abs(cell.rate / chosen.rate - 1) for cell in repeats if cell.rate and chosen.rate), default=0.0)
+    rows = [against(cell, label, chosen, allowed, drift) for cell, label in zip(cells, shown, strict=True)]
+    return Report(selection.name, rows, repeats, found, allowed, selection, over)
 
 
 def choose(cells: list[Cell], shown: list[str], name: str | None) -> Cell:
-    """The baseline: the cell of that name, label or hash; the first without a name."""
+    """The baseline: the cell of that name, label or hash, or the mean that it is part of; the first without a name."""
     if name is None:
         return cells[0]
     for cell, label in zip(cells, shown, strict=True):
-        if name in (cell.name, label, cell.directory.name, cell.directory.name.rpartition("-")[2]):
-            return cell
+        for one in (cell, *getattr(cell, "members", {}).values()):
+            if name in (one.name, label, one.directory.name, one.directory.name.rpartition("-")[2]):
+                return cell
     names = [cell.name for cell in cells]
     close = suggest(name, dict.fromkeys([*names, *shown]))
     hint = f"did you mean {' or '.join(close)}?" if close else f"cells: {', '.join(names)}"
     raise ConfigError(f"--baseline {name}: no such cell; {hint}")
 
 
-def _against(cell: Cell, baseline: Cell, allowed: set[str]) -> tuple[float | None, Band | None]:
-    """Difference in tokens/s and the loss's band, where a cell can be compared with the baseline."""
+def against(cell: Cell, label: str, baseline: Cell, allowed: set[str], drift: float) -> Row:
+    """A cell's row: its difference in tokens/s and the loss's band, where it can be compared with the baseline."""
     if cell is baseline:
-        return None, None
+        return Row(cell, label, baseline=True)
     work = [key for key in compare.WORK if not compare.is_allowed(key, allowed)]
-    difference = cell.rate / baseline.rate - 1 if cell.rate and baseline.rate and compare.same(cell, baseline, work) else None
-    comparable = compare.same(cell, baseline, compare.LEARNING) and not cell.state.failure
-    return difference, band(baseline, cell) if comparable else None
+    difference = noise = None
+    if cell.rate and baseline.rate and compare.same(cell, baseline, work):
+        difference = cell.rate / baseline.rate - 1
+        sizes = [abs(one.noise / baseline.rate) for one in (cell, baseline) if one.noise is not None]
+        noise = max(*sizes, drift) if len(sizes) == 2 else None
+    few = any(one.measured is not None and one.measured < FEW for one in (cell, baseline))
+    doubt = "" if difference is None else FEW_STEPS if few else NOISE if noise is not None and abs(difference) < noise else ""
+    comparable = compare.same(cell, baseline, compare.LEARNING) and not cell.state.failure and set(_values(cell)) == set(_values(baseline))
+    return Row(cell, label, False, difference, noise, doubt, change(cell, baseline), band(baseline, cell) if comparable else None)
 
 
-def rate(value: float | None) -> str | None:
-    """Tokens per second: whole, or three digits of what is less than 100."""
-    return None if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def change(cell: Cell, baseline: Cell) -> tuple[float, float | None] | None:
+    """By how much a mean's loss (held-out where all have one) differs from the baseline's, and the standard error of that: of the pairs
+    where both are means over the same values, seed by seed."""
+    if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
+        return None
+    every = [*cell.members.values(), *baseline.members.values()]
+    name = "held_out" if all(one.held_out is not None for one in every) else "loss"
+    a, b = ({value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None} for side in (cell, baseline))
+    if not a or not b:
+        return None
+    if a.keys() == b.keys():
+        pairs = [a[value] - b[value] for value in a]
+        return mean(pairs), error_of(pairs)
+    errors = [error_of(list(side.values())) for side in (a, b)]
+    return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
 
 
-def percent(fraction: float | None) -> str | None:
-    """A difference with its sign, cut after two digits and not rounded: never more than was measured, as the paper does."""
-    cut = _cut(fraction)
-    return None if cut is None else f"{'+' if cut >= 0 else MINUS}{abs(cut):.2f} %"
+def _change(row: Row) -> str | None:
+    if row.change is None:
+        return None
+    value, error = row.change
+    text = f"{'+' if value >= 0 else MINUS}{with_error(abs(value), error, 4)}"
+    return f"{text} ({NOISE})" if error is not None and abs(value) < 2 * error else text
 
 
-def _cut(fraction: float | None) -> float | None:
-    return None if fraction is None else math.floor(round(fraction * 1e4, 6)) / 100
+def _members(row: Row) -> int | None:
+    return len(row.cell.members) if isinstance(row.cell, Mean) else None
+
+
+def _values(cell: Cell) -> dict:
+    return getattr(cell, "members", {})
 
 
 def _number(value: float | None, form: str) -> str | None:

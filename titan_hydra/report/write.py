@@ -6,6 +6,7 @@ import io
 import re
 import sys
 
+from .digits import cut
 from .table import COLUMNS, WORDS, Report
 
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -18,14 +19,17 @@ def terminal(report: Report) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False)
     grid = Table(title=report.name, caption=report.caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
     for title, *_ in report.columns:
         grid.add_column(title, justify="left" if title in WORDS else "right", overflow="fold")
     for row, texts in zip(report.rows, report.texts, strict=True):
-        flagged = row.cell.state.failure or (row.band and not row.band.inside)
-        grid.add_row(*texts, style="red" if flagged else "bold" if row.baseline else None)
+        flagged = row.cell.state.failure or row.cell.state.damage or (row.band and not row.band.inside)
+        shown = [Text(text, "dim" if row.doubt and title == "difference" else "") for (title, *_), text in
+                 zip(report.columns, texts, strict=True)]
+        grid.add_row(*shown, style="red" if flagged else "bold" if row.baseline else None)
     console.print(grid)
     for note in report.notes:
         console.print(note, soft_wrap=True)
@@ -46,11 +50,14 @@ def comma_separated(report: Report) -> str:
     """All columns, also those that are empty or the same in every row, with full digits; the state of the run and its hash beside them."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([machine for _, machine, *_ in COLUMNS] + ["baseline", "state", "partial", "reason", "directory"])
+    further = ("baseline", "state", "partial", "reason", "directory", "doubt", "noise_percent", "load", "cores")
+    writer.writerow([machine for _, machine, *_ in COLUMNS] + [*further])
     for row in report.rows:
-        failure = row.cell.state.failure
+        state, load = row.cell.state, row.cell.load
         values = [value(row) for *_, value in COLUMNS]
-        values += [row.baseline, row.cell.word, row.cell.partial, failure.line if failure else None, row.cell.directory.name]
+        reason = state.failure.line if state.failure else state.damage
+        values += [row.baseline, row.cell.word, row.cell.partial, reason, row.cell.directory.name, row.doubt,
+                   cut(row.noise), max(load.get("start", 0), load.get("end", 0)) if load else None, load.get("cores")]
         writer.writerow(["" if value is None else value for value in values])
     return out.getvalue()
 

@@ -1,0 +1,167 @@
+"""What a report draws, as numbers: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import isfinite
+
+from .band import WINDOW, coarser, off_by, tolerances
+from .cells import OUTSIDE, Cell, Mean, common, error_of
+from .digits import percent
+from .style import short
+from .table import Report, Row
+
+# What grows with the devices; cells that agree in all else are one curve of scaling.
+GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
+AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
+ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
+    ("grad_norm", "Gradient norm", "before clipping", "grad_norm"), ("lr", "Learning rate", "", "lr"),
+    ("rate", "Throughput over time", "tokens/s per device", "tokens_per_second"),
+    ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
+    ("step_seconds", "Step times", "seconds", "step_seconds"),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Numbers over steps (or devices) of one row of the table; `low` and `high` are the limits of an area around it."""
+
+    row: int
+    label: str
+    x: list[float]
+    y: list[float | None]
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A diagram of lines. `bands` are areas (label, steps, limit) in which the lines should stay."""
+
+    name: str
+    title: str
+    unit: str
+    lines: list[Line]
+    over: str = "step"  # or devices
+    log: bool = False
+    bands: list[tuple[str, list[float], list[float]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row's bar: its value and quartiles or standard error, the text beside it, and what is said of it."""
+
+    row: int
+    value: float | None
+    text: str
+    said: str
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A diagram with a bar for each row of the table."""
+
+    name: str
+    title: str
+    unit: str
+    bars: list[Bar]
+    limit: float | None = None
+
+
+def bars(report: Report) -> Iterator[Bars]:
+    """Throughput and peak memory, where they are known."""
+    reference = report.baseline.cell.memory
+    speeds, memory = [], []
+    for number, row in enumerate(report.rows):
+        cell, flagged = row.cell, row.band is not None and not row.band.inside
+        what = [row.told, "baseline" if row.baseline else None, "loss left the band" if flagged else None]
+        spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
+        speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
+        change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
+        memory.append(Bar(number, cell.memory, cell.word if cell.memory is None else f"{cell.memory:.1f}", change))
+    if any(bar.value is not None and isfinite(bar.value) for bar in speeds):
+        spreads = "thin lines: " + ("standard errors" if report.over else "quartiles")
+        unit = "tokens/s per device" + (f" ({spreads})" if any(bar.spread for bar in speeds) else "")
+        yield Bars("throughput", "Throughput", unit, speeds)
+    if any(bar.value is not None and isfinite(bar.value) for bar in memory):
+        limits = {row.cell.config.get("cluster.device_memory_gib") for row in report.rows} - {None}
+        yield Bars("memory", "Peak memory", "GiB reserved, the largest over all ranks", memory, limits.pop() if len(limits) == 1 else None)
+
+
+def curves(report: Report) -> Iterator[Lines]:
+    """Everything over the steps, where at least one row has it twice: first the losses, and how far they are from the baseline's."""
+    learned = [difference.key for difference in report.found if difference.learning]
+    unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
+    yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.losses)
+    yield distances(report)
+    yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
+    for name, title, unit, key in ROWS:
+        first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process pays for its start
+        yield lines_of(report, name, title, unit, lambda cell, key=key, first=first: cell.column(key, first))
+    yield scaling(report)
+
+
+def drawn(report: Report) -> list[Lines]:
+    """Those with something to see."""
+    return [chart for chart in curves(report) if chart.lines]
+
+
+def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[Cell], dict]) -> Lines:
+    """A line for each row that has two values."""
+    lines = []
+    for number, row in enumerate(report.rows):
+        found = {step: value for step, value in values(row.cell).items() if isfinite(value)}
+        if len(found) < 2 or row.cell.state.failure:
+            continue
+        errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
+        low, high = ([loss + sign * errors.get(step, 0) for step, loss in found.items()] if errors else [] for sign in (-1, 1))
+        lines.append(Line(number, row.label + (" (baseline)" if row.baseline else ""), list(found), list(found.values()), low, high))
+    return Lines(name, title, unit, lines)
+
+
+def distances(report: Report) -> Lines:
+    """How far each loss is from the baseline's: the mean that is held against the band, with the bands; Float8's is the wider one."""
+    reference, lines, bands = report.baseline.cell.losses, [], {}
+    for number, row in enumerate(report.rows):
+        if row.band is None or row.band.compared < 2:
+            continue
+        steps = sorted(reference.keys() & row.cell.losses.keys())
+        base = [reference[step] for step in steps]
+        off = [abs(share) for share in off_by(base, [row.cell.losses[step] for step in steps])]
+        most = max((share for share in off if isfinite(share)), default=0.0)
+        said = f"at most {most:.1e}" if most else "the same bits"
+        lines.append(Line(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", steps,
+                          [share if share and isfinite(share) else None for share in off]))
+        precision = coarser(report.baseline.cell, row.cell)
+        bands.setdefault(precision, (f"the baseline's band ({precision})", steps, tolerances(base, precision)))
+    return Lines("difference", "Loss against the baseline's", f"difference by the loss, means over {WINDOW} rows", lines, log=True,
+                 bands=list(bands.values()))
+
+
+def scaling(report: Report) -> Lines:
+    """Tokens per second of all devices over their number; each label says what share of the ideal is left at its end."""
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(report.rows):
+        if row.cell.rate and row.cell.gpus:
+            rest = {key: value for key, value in row.cell.config.items() if key not in GROWS and key.partition(".")[0] not in OUTSIDE}
+            found.setdefault(json.dumps(rest, sort_keys=True), []).append(number)
+    lines = []
+    for curve in found.values():
+        rows = sorted((report.rows[number] for number in curve), key=lambda row: row.cell.gpus)
+        devices, totals = [row.cell.gpus for row in rows], [row.cell.rate * row.cell.gpus for row in rows]
+        if len(set(devices)) < 2:
+            continue
+        ideal = [totals[0] * count / devices[0] for count in devices]
+        name = short(" ".join(common([row.label for row in rows])) or rows[0].label, 26)
+        lines += [Line(curve[0], f"{name}, {kind(rows)}: {totals[-1] / ideal[-1]:.0%}", devices, totals),
+                  Line(-1, "ideal", devices, ideal)]
+    return Lines("scaling", "Scaling", "tokens/s of all devices", lines, over="devices", log=True)
+
+
+def kind(curve: list[Row]) -> str:
+    """Strong scaling keeps the global batch, weak scaling what a device has of it."""
+    batches = {row.cell.config.get("data.global_batch") for row in curve}
+    shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}
+    return "strong" if len(batches) == 1 else "weak" if len(shares) == 1 else "mixed"

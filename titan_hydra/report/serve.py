@@ -1,0 +1,59 @@
+"""`titan report --serve`: the page on this machine alone, brought up to date while a sweep runs."""
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from titan_hydra.config.status import ConfigError, RunError
+
+from .page import news, page
+from .table import Report
+
+LOOPBACK = "127.0.0.1"
+EVERY = 3  # seconds between two questions of a page
+
+
+def serve(make: Callable[[], Report], port: int) -> None:
+    """Answer until Ctrl-C. `make` reads the runs anew. The address has a word that other users of this machine cannot guess."""
+    make()  # what is wrong with the request is said before anything is served
+    word = secrets.token_urlsafe(9)
+    pages = {f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
+             f"/{word}/data.json": ("application/json", lambda: json.dumps(news(make())))}
+
+    class Handler(BaseHTTPRequestHandler):
+        """One request. Only this machine's own names are answered to, so that no other site's page can ask."""
+
+        def do_GET(self) -> None:
+            host, kind, content = self.headers.get("Host", "").rpartition(":")[0], *pages.get(self.path, ("", None))
+            if content is None or host not in (LOOPBACK, "localhost"):
+                return self.answer(404, "text/plain", "no such page\n")
+            try:
+                return self.answer(200, kind, content())
+            except RunError as error:  # a cell that must not stand beside the others has been added
+                return self.answer(503, "text/plain", f"{error}\n")
+
+        def answer(self, status: int, kind: str, text: str) -> None:
+            body = text.encode()
+            self.send_response(status)
+            for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": len(body), "Cache-Control": "no-store",
+                                "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    try:
+        server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port={port}: {getattr(error, 'strerror', None) or error}; --port 0 takes one that is free") from error
+    with server:
+        server.daemon_threads = True
+        print(f"http://{LOOPBACK}:{server.server_port}/{word}/   (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print("ended")
