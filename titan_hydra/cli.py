@@ -14,6 +14,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "logs": ("titan_hydra.launch.logs_cli", "what a rank has printed; -f follows it; --guilty: why the run failed"),
     "cancel": ("titan_hydra.launch.cancel_cli", "stop what runs or waits"),
     "retry": ("titan_hydra.launch.retry_cli", "run failed cells again, all or by the class of their failure"),
+    "extend": ("titan_hydra.launch.extend_cli", "train a run longer: a new run from its right checkpoint, with steps=N"),
     "report": ("titan_hydra.report.cli", "the table of a sweep, its plots and its page"),
     "flight": ("titan_hydra.launch.flight_cli", "after a hang: which rank is late, in which collective, at which step"),
     "compare": ("titan_hydra.report.part", "the first step, and the first module, at which two runs part"),

@@ -82,9 +82,13 @@ def dispatch(composed: list[tuple]) -> int:
         print(f"{'left out: ' if skip else ''}{fault}", file=sys.stderr)
     if not cells or (faults and not skip):
         return Exit.CONFIG
-    launch = cells[0].job.launch
+    return begin(cells)
+
+
+def begin(cells: list[Cell]) -> int:
+    """Show, or start where the place allows it, cells that passed the checks. Returns the exit status."""
     states = rundir.states([cell.directory for cell in cells])
-    if launch.mode == "dry":
+    if cells[0].job.launch.mode == "dry":
         show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
         if on_slurm(cells):
             from . import submit  # submitit
@@ -195,6 +199,8 @@ def run_all(cells: list[Cell]) -> int:
     rest = [rundir.state(cell.directory) for cell in cells[len(states):]]
     if len(cells) > 1:
         show.results(cells, states + rest)
+    elif states[0].kind == "done":
+        show.longer(cells[0])
     if interrupts.received and any(state.kind != "done" for state in [states[-1], *rest]):
         return interrupts.status
     return status
