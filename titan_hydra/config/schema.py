@@ -213,6 +213,8 @@ class Metrics:
     peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: known from its name, else MFU is null",
                                    identity=False)
     wandb_project: str = key("titan_hydra", "wandb project", identity=False)
+    wandb_entity: str | None = key(None, "wandb user or team; null: the default of the account", identity=False)
+    wandb_tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
     wandb_mode: str = key("offline", "wandb: offline writes beside the run, online sends", identity=False, choices=("offline", "online"))
 
 
