@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from titan_hydra.config import from_dict, to_dict
-from titan_hydra.config.schema import Model
+from titan_hydra.config.files import read_json
+from titan_hydra.config.schema import Model, Tokenizer
 from titan_hydra.config.status import CheckpointError, ConfigError
 from titan_hydra.models.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
 
+from . import tokenizer_export
 from .checkpoint import safe
 from .checkpoint.folder import newest
 
@@ -66,13 +69,36 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     files = [_shard_name(i, len(shards)) for i in range(len(shards))]
     for file, names in zip(files, shards, strict=True):
         tensors = {hf_name(name): reader.tensor(name, shapes[name], dtype) for name in names}
+        (target / file).touch()
+        mode = (target / file).stat().st_mode  # by the umask; safetensors would let nobody else read it
         save_file(tensors, target / file, metadata={"format": "pt"})
+        (target / file).chmod(mode)
     if len(files) > 1:
         weight_map = {hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         _write_json(target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(target / "config.json", to_hf_config(config, dtype))
+    ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len)
+    _write_json(target / "config.json", to_hf_config(config, dtype) | ids)
     return files
+
+
+def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
+    """Write the run's tokenizer and generation_config.json. Returns the token ids; none, and a warning, where there is no tokenizer."""
+    folders = [checkpoint, *checkpoint.absolute().parents[:2]]  # an imported checkpoint, a run's export, a run's step
+    candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
+    file = next((file for file in candidates if "tokenizer" in (read_json(file) or {})), None)
+    try:
+        if file is None:
+            raise ConfigError(f"{candidates[0]}: names no tokenizer")
+        config = from_dict(Tokenizer, _read_json(file)["tokenizer"])
+        if config.path:  # relative to where the run was started
+            config.path = str(Path((read_json(file.with_name("env.json")) or {}).get("folder", ""), Path(config.path).expanduser()))
+        ids = tokenizer_export.write(config, target, max_length)
+    except ConfigError as error:
+        print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
+        return {}
+    _write_json(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
+    return ids
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
@@ -94,7 +120,9 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> N
             return file.get_tensor(name).to(state[key].dtype)
 
     _make_target(target)
-    _write_json(target / "config.json", {"model": to_dict(config)})
+    words = source / "tokenizer.json"
+    tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
+    _write_json(target / "config.json", {"model": to_dict(config)} | tokenizer)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
 
 
