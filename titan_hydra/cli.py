@@ -25,6 +25,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "verify": ("titan_hydra.train.verify_cli", "prove that layouts learn what one process learns"),
     "checkpoint": ("titan_hydra.launch.checkpoints", "list, verify, prune and convert the checkpoints of a run"),
     "convert": ("titan_hydra.train.convert", "checkpoints to and from Hugging Face safetensors"),
+    "generate": ("titan_hydra.launch.generate_cli", "let the model of a run or checkpoint continue a text"),
     "tokenizer": ("titan_hydra.train.tokenizer_cli", "train a tokenizer, or encode text files to a .bin"),
     "completion": ("titan_hydra.launch.completion_cli", "let bash, zsh or fish complete all this"),
 }

@@ -1,4 +1,4 @@
-"""What transformers makes of an export: the same ids as our tokenizer, text from pipeline(), the same continuation as titan generate."""
+"""What transformers makes of an export: our ids, text from pipeline(), and what titan generate makes of the run itself."""
 import json
 import os
 import shutil
@@ -14,7 +14,7 @@ from titan_hydra.config import schema, to_dict
 from titan_hydra.config.schema import Model, RopeScaling
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
-from titan_hydra.train import tokenizer
+from titan_hydra.train import generate, tokenizer
 from titan_hydra.train.data.embedded import Embedded
 
 transformers = pytest.importorskip("transformers")
@@ -78,6 +78,56 @@ def test_pipeline_generates_until_the_end_of_text(exported, capfd):
         hidden = pipe.model.model(torch.tensor([[3840, 5]])).last_hidden_state[0, -1]
     pipe.model.lm_head.weight.data[3841] = 1000 * hidden
     assert pipe.model.generate(torch.tensor([[3840, 5]]), max_new_tokens=50, do_sample=False).tolist() == [[3840, 5, 3841]]
+
+
+PROMPT = "The function returns naïve"
+
+
+def generated(run, capsys, *words, status=0):
+    assert cli.main(["generate", str(run), *words]) == status
+    return capsys.readouterr()[status != 0]
+
+
+def test_greedy_text_is_that_of_transformers(run, exported, capsys):
+    theirs, words = transformers.AutoModelForCausalLM.from_pretrained(exported), transformers.AutoTokenizer.from_pretrained(exported)
+    made = theirs.generate(**words(PROMPT, return_tensors="pt"), max_new_tokens=60, do_sample=False)[0]
+    assert len(made) > 60, "no end of text on the way"
+    text = words.decode(made[1:], clean_up_tokenization_spaces=False)
+    assert generated(run, capsys, "--prompt", PROMPT, "--max-tokens", "60", "--temperature", "0") == text + "\n"
+    assert generated(run, capsys, "--prompt", PROMPT, "--max-tokens", "60", "--top-k", "1", "--seed", "3") == text + "\n"
+    step = run / "checkpoints/step-00000010"
+    assert generated(step, capsys, "--prompt", PROMPT, "--max-tokens", "60", "--temperature", "0") == text + "\n"
+
+
+def test_draws_are_those_of_the_seed(run, capsys):
+    texts = [generated(run, capsys, "--max-tokens", "20", "--seed", seed) for seed in "112"]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_tokens_are_drawn_by_their_probability():
+    generator, logits = torch.Generator().manual_seed(0), torch.tensor([1.0, 3.0, 2.0, -1.0])
+    for temperature, top_k in ((2.0, 0), (1.0, 2)):
+        counts = torch.bincount(torch.tensor([generate.pick(logits, temperature, top_k, generator) for _ in range(4_000)]), minlength=4)
+        expected = (logits / temperature).where(logits >= 2, -torch.inf if top_k else logits / temperature).softmax(-1)
+        torch.testing.assert_close(counts / 4_000, expected, atol=0.025, rtol=0)
+
+
+def test_text_ends_where_the_model_ends_it(run, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "continuation", lambda *_: iter([5, 6, 3841, 7]))
+    assert generated(run, capsys, "--prompt", "a") == "a" + tokenizer.load(EMBEDDED).decode([5, 6]) + "\n"
+    monkeypatch.setattr(generate, "continuation", lambda *_: iter([3841]))
+    assert generated(run, capsys, "--prompt", "a") == "a\n"
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--max-tokens", "0"], "--max-tokens=0: must be at least 1"),
+    (["--temperature", "nan"], "--temperature=nan"),
+    (["--top-k", "-1"], "--top-k=-1"),
+    (["--max-tokens", "300"], "1 tokens of the prompt and 300 more are over model.max_seq_len 256"),
+])
+def test_what_cannot_be_generated_is_one_line(run, words, message, capsys):
+    err = generated(run, capsys, *words, status=2)
+    assert message in err and err.count("\n") == 1
 
 
 def test_files_may_be_read_by_whom_the_umask_lets(exported):

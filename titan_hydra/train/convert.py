@@ -84,16 +84,8 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
 
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
     """Write the run's tokenizer and generation_config.json. Returns the token ids; none, and a warning, where there is no tokenizer."""
-    folders = [checkpoint, *checkpoint.absolute().parents[:2]]  # an imported checkpoint, a run's export, a run's step
-    candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
-    file = next((file for file in candidates if "tokenizer" in (read_json(file) or {})), None)
     try:
-        if file is None:
-            raise ConfigError(f"{candidates[0]}: names no tokenizer")
-        config = from_dict(Tokenizer, _read_json(file)["tokenizer"])
-        if config.path:  # relative to where the run was started
-            config.path = str(Path((read_json(file.with_name("env.json")) or {}).get("folder", ""), Path(config.path).expanduser()))
-        ids = tokenizer_export.write(config, target, max_length)
+        ids = tokenizer_export.write(read_tokenizer_config(checkpoint, config_file), target, max_length)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
@@ -148,6 +140,26 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
         return from_dict(Model, _read_json(file)["model"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
+
+
+def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint's run, its path no longer relative to where the run was started."""
+    file, section = find_section("tokenizer", checkpoint, config_file)
+    if not section:
+        raise ConfigError(f"{file}: names no tokenizer")
+    config = from_dict(Tokenizer, section)
+    if config.path:
+        started = (read_json(file.with_name("env.json")) or {}).get("folder", "")
+        config.path = str(Path(started, Path(config.path).expanduser()))
+    return config
+
+
+def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
+    """A section of the first config.json that has it, or {}: that of an imported checkpoint, or of the run of an export or a step."""
+    folders = [checkpoint, *checkpoint.absolute().parents[:2]]
+    candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
+    found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
+    return next(((file, section) for file, section in found if section), (candidates[-1], {}))
 
 
 class Reader:
