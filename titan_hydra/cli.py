@@ -27,6 +27,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "convert": ("titan_hydra.train.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.launch.generate_cli", "let the model of a run or checkpoint continue a text"),
     "tokenizer": ("titan_hydra.train.tokenizer_cli", "train a tokenizer, or encode text files to a .bin"),
+    "from-torchtitan": ("titan_hydra.launch.torchtitan_cli", "the command line for one of TorchTitan's files, and what it leaves out"),
     "completion": ("titan_hydra.launch.completion_cli", "let bash, zsh or fish complete all this"),
 }
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         except TypeError:  # not where a command has commands of its own
             args = parser.parse_args(argv[1:])
     else:
-        listing = "\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())
+        listing = "\n".join(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())
         parser = argparse.ArgumentParser(
             prog="titan", formatter_class=argparse.RawDescriptionHelpFormatter, usage="titan COMMAND ...   (titan COMMAND --help)",
             description=f"Follows, compares and prepares the runs of launch.py.\n\n{listing}")
