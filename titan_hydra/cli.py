@@ -24,7 +24,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "cluster": ("titan_hydra.launch.cluster_cli", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.train.verify_cli", "prove that layouts learn what one process learns"),
     "checkpoint": ("titan_hydra.launch.checkpoints", "list, verify, prune and convert the checkpoints of a run"),
-    "convert": ("titan_hydra.train.convert", "checkpoints to and from Hugging Face safetensors"),
+    "convert": ("titan_hydra.launch.convert_cli", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.launch.generate_cli", "let the model of a run or checkpoint continue a text"),
     "tokenizer": ("titan_hydra.train.tokenizer_cli", "train a tokenizer, or encode text files to a .bin"),
     "from-torchtitan": ("titan_hydra.launch.torchtitan_cli", "the command line for one of TorchTitan's files, and what it leaves out"),

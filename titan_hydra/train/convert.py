@@ -1,14 +1,12 @@
-"""`titan convert`: a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
+"""A checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
 
 Both ways stream: an export holds one file's tensors in memory, an import one tensor. The marker of completeness comes last: config.json
 of an export, `.metadata` of a checkpoint. This way a folder whose writing was cut short is never taken for a whole one.
 """
-import argparse
 import json
 import os
 import pickle
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,30 +29,6 @@ from .checkpoint.folder import newest
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """titan convert CHECKPOINT --to hf DIR, titan convert HF_DIR --from hf DIR"""
-    parser.add_argument("source", type=Path, help="checkpoint or run directory (--to), Hugging Face folder (--from)")
-    direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--to", choices=["hf"], help="export to this format")
-    direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
-    parser.add_argument("target", type=Path, help="folder to write; new or empty")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="number format to write; default: bfloat16 (--to), unchanged (--from)")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
-    parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Convert and say what was written. Raises ConfigError or CheckpointError with one line."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    if args.to:
-        files = export_hf(args.source, args.target, DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
-        print(f"{args.target}: {len(files)} file{'s' * (len(files) > 1)} of weights; load with AutoModelForCausalLM.from_pretrained")
-    else:
-        import_hf(args.source, args.target, DTYPES.get(args.dtype))
-        print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")
-    return 0
 
 
 def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: float = 5.0, config_file: Path | None = None) -> list[str]:
