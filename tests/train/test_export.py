@@ -174,6 +174,15 @@ def test_the_weights_at_the_end_of_a_run_find_its_tokenizer(run, tmp_path):
     assert (tmp_path / "hf/tokenizer.json").exists()
 
 
+def test_a_run_is_found_by_its_hash(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/name-12345678").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", "1234", "--to", "hf", "hf"]) == 0 and (tmp_path / "hf/config.json").exists()
+    assert generated("name-12345678", capsys, "--max-tokens", "3")
+    assert "no such run" in generated("99", capsys, status=2)
+
+
 def test_an_export_without_its_tokenizer_says_so(run, tmp_path, capsys):
     source = hf_run(run, tmp_path, "gone/tokenizer.json")
     assert cli.main(["convert", str(source), "--to", "hf", str(tmp_path / "hf")]) == 0

@@ -128,7 +128,7 @@ class Optimizer:
 @dataclass
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=("wsd", "cosine", "constant"))
-    warmup_steps: int = key(200, "steps of linear warm-up from 0")
+    warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate")
     decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end")
     decay_type: str = key("linear", "wsd: shape of the decay", choices=("linear", "sqrt", "cosine"))
     min_factor: float = key(0.0, "the rate ends at this share of its peak")

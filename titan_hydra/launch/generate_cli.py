@@ -4,12 +4,11 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
-from pathlib import Path
 
 from titan_hydra.config import Fault
 from titan_hydra.config.status import ConfigError, Exit
 
-from .view import add_runs, choose_one
+from .view import add_runs, place_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +31,12 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(str(Fault("--top-k", args.top_k, "must not be negative", legal=(0,))))
     if not (args.temperature >= 0 and math.isfinite(args.temperature)):
         raise ConfigError(str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1))))
-    source = Path(args.cell) if Path(args.cell).is_dir() else choose_one(args.cell, args.runs).directory
     from titan_hydra.train.convert import find_checkpoint  # torch
     from titan_hydra.train.generate import generate
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    pieces = generate(find_checkpoint(source), args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype)
+    checkpoint = find_checkpoint(place_of(args.cell, args.runs))
+    pieces = generate(checkpoint, args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype)
     first = next(pieces)  # what cannot be is said before the prompt is printed
     print(args.prompt, first, sep="", end="", flush=True)
     for piece in pieces:

@@ -99,6 +99,11 @@ def choose_one(target: str, runs: Path) -> RunCell:
     return selection.cells[0]
 
 
+def place_of(target: str, runs: Path) -> Path:
+    """The folder that was typed, or the directory of the run that `target` means."""
+    return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
+
+
 def newest_sweeps(runs: Path) -> list[Path]:
     """All manifests of a folder of runs, the one that was started last first."""
     return sorted(find.sweeps(runs), key=lambda file: file.stat().st_mtime, reverse=True)
