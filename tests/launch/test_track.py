@@ -66,9 +66,21 @@ def test_what_cannot_be_is_one_line(run, capsys, monkeypatch):
         assert err.count("\n") == 1
         return int(status), err
 
-    assert refused("--to", "wandb", "seed=3") == (2, "seed=3: is part of the experiment, which stays the same; launch.py with "
+    assert refused("--to", "wandb", "seed=3") == (2, f"{run.name}: seed=3: is part of the experiment, which stays the same; launch.py with "
                                                   "checkpoint.initial_load_path starts another one from its checkpoint\n")
     monkeypatch.setattr("wandb.init", lambda **_: 1 / 0)
     assert refused("--to", "wandb") == (1, f"{run.name}: wandb took nothing: division by zero\n")
     (run / "metrics.jsonl").unlink()
-    assert refused("--to", "tensorboard") == (1, f"{run.name}: has recorded nothing yet\n")
+    assert refused("--to", "tensorboard") == (2, f"{run.name}: has recorded nothing yet\n")
+
+
+def test_a_damaged_run_does_not_stop_the_others(run, capsys):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    damaged = run.with_name("other-12345678")
+    damaged.mkdir()
+    (damaged / "config.json").write_text("{")
+    assert cli.main(["track", str(run.parent), "--to", "tensorboard"]) == 2
+    out, err = capsys.readouterr()
+    assert f"{run.name}: copied to tensorboard" in out and err.startswith("other-12345678: ") and err.count("\n") == 1
+    assert scalars(run)["loss"] == [(1, 8.0), (2, 7.0), (4, 5.0)]

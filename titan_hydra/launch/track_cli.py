@@ -7,10 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from titan_hydra.config import Job
 from titan_hydra.config.change import change
 from titan_hydra.config.run import Run
-from titan_hydra.config.status import ConfigError, Exit
+from titan_hydra.config.status import ConfigError, Exit, RunError
 from titan_hydra.train import trackers
 
 from . import rundir
@@ -29,33 +28,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 when the tracker has taken all of them, else 1."""
-    selection = choose(args.target, args.runs)
-    jobs = [(cell.directory, change(load_job(cell.directory), args.values)) for cell in selection.cells]
-    failed = [copy(directory, job, args.to) for directory, job in jobs].count(False)
-    if failed == len(jobs):
-        return Exit.BUG
-    if args.to == "tensorboard":
-        print(f"  look: tensorboard --logdir {shlex.quote(str(jobs[0][0].parent))}")
-    elif jobs[0][1].metrics.wandb_mode == "offline":
-        print(f"  send: titan sync {shlex.quote(args.target)}")
-    return Exit.BUG if failed else Exit.DONE
+    """Exit status 0 when the tracker has taken all of them, else 1; 2 where a run, or the line, is not as it should be."""
+    directories = [cell.directory for cell in choose(args.target, args.runs).cells]
+    errors = [error for directory in directories if (error := copy(directory, args.values, args.to))]
+    if len(errors) < len(directories):
+        place = shlex.quote(str(directories[0].parent))
+        print({"tensorboard": f"  look: tensorboard --logdir {place}", "wandb": f"  send what is offline: titan sync {place}"}[args.to])
+    return max((error.status for error in errors), default=Exit.DONE)
 
 
-def copy(directory: Path, job: Job, name: str) -> bool:
-    """Copy one run; False, and a line that says why, where that is not possible."""
-    state = rundir.state(directory)
-    if state.kind == "running":
-        raise ConfigError(f"{directory.name}: is running; track it when it is over")
-    if not any(directory.glob("metrics.jsonl")):
-        print(f"{directory.name}: has recorded nothing yet", file=sys.stderr)
-        return False
-    if name == "tensorboard":
-        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+def copy(directory: Path, values: list[str], name: str) -> RunError | None:
+    """Copy one run and print that, or why not. Returns the error."""
     try:
-        trackers.open_tracker(name, job, Run(directory, directory / "attempts" / str(state.attempt))).close()
-    except Exception as error:  # a tracker's own, of any kind
-        print(f"{directory.name}: {name} took nothing: {error}", file=sys.stderr)
-        return False
+        job, state = change(load_job(directory), values), rundir.state(directory)
+        if state.kind == "running":
+            raise ConfigError("is running; track it when it is over")
+        if not (directory / "metrics.jsonl").is_file():
+            raise ConfigError("has recorded nothing yet")
+        if name == "tensorboard":
+            shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+        try:
+            trackers.open_tracker(name, job, Run(directory, directory / "attempts" / str(state.attempt))).close()
+        except Exception as error:  # a tracker's own, of any kind
+            raise RunError(f"{name} took nothing: {error}") from error
+    except RunError as error:
+        print(f"{directory.name}: {error}", file=sys.stderr)
+        return error
     print(f"{directory.name}: copied to {name}")
-    return True
+    return None

@@ -1,6 +1,7 @@
 """TensorBoard and wandb: copies of metrics.jsonl for those who like to watch. A tracker that fails never stops a run."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -101,10 +102,13 @@ def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
 
 
 def recorded(directory: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl and events.jsonl as trackers take them, by step."""
+    """The rows of metrics.jsonl and events.jsonl as trackers take them, by step; a line that a kill has cut off is left out."""
     files = [directory / name for name in ("metrics.jsonl", "events.jsonl")]
-    lines = itertools.chain.from_iterable(file.read_text().splitlines() for file in files if file.exists())
-    return iter(sorted(map(trackable, map(json.loads, lines)), key=lambda row: row["step"]))
+    rows = []
+    for line in itertools.chain.from_iterable(file.read_text().splitlines() for file in files if file.exists()):
+        with contextlib.suppress(ValueError):
+            rows.append(trackable(json.loads(line)))
+    return iter(sorted(rows, key=lambda row: row["step"]))
 
 
 def trackable(row: dict[str, Any]) -> dict[str, Any]:
