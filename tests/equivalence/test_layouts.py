@@ -27,3 +27,6 @@ def test_layout_learns_what_one_process_learns(case, outcomes):
     assert outcome.loss <= case.loss
     assert outcome.norm <= case.norm
     assert outcome.gradients <= case.gradients, outcome.worst
+    assert outcome.weights <= case.weights, outcome.worst
+    assert outcome.rounded == 0, "gradients were summed in bfloat16"
+    assert outcome.passed

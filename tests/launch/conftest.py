@@ -32,11 +32,11 @@ sys.meta_path.insert(0, Finder)
 AT_STEP_3 = """
 update = trainer.Trainer.update
 count = []
-def sabotaged(self):
+def sabotaged(self, *given):
     count.append(1)
     if len(count) == 3 and rank == {rank}:
         {action}
-    update(self)
+    update(self, *given)
 trainer.Trainer.update = sabotaged
 """
 

@@ -101,8 +101,8 @@ def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, statu
 
 def test_peers_of_a_dead_rank_are_gone_within_five_seconds(launcher):
     """Also peers that would wait in a collective for ever: these hold on to nothing but time."""
-    launcher.sabotage("import time\nif rank != 1: trainer.Trainer.update = lambda self: time.sleep(1000)\n"
-                      "else: trainer.Trainer.update = lambda self: time.sleep(1) or os._exit(1)")
+    launcher.sabotage("import time\nif rank != 1: trainer.Trainer.update = lambda self, *given: time.sleep(1000)\n"
+                      "else: trainer.Trainer.update = lambda self, *given: time.sleep(1) or os._exit(1)")
     process = launcher.start(*launcher.ENDLESS, "gpus=3", "data.global_batch=6")
     launcher.wait(lambda: (launcher.attempt() / "rank_1.json").exists())
     launcher.wait(lambda: not os.path.exists(f"/proc/{launcher.rank(1)['pid']}"))
@@ -187,7 +187,7 @@ def test_time_limit_saves_and_stops(launcher):
 def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     line = (*launcher.TINY, "metrics=wandb", "metrics.log_every=1", "steps=60", "checkpoint.interval=8")
     launcher.sabotage("import time; update = trainer.Trainer.update\n"
-                      "trainer.Trainer.update = lambda self: (time.sleep(0.05), update(self))")  # to be killed on its way
+                      "trainer.Trainer.update = lambda self, *given: (time.sleep(0.05), update(self, *given))")  # to be killed on its way
     for attempt in range(1, kills + 1):
         process = launcher.start(*line)
         launcher.wait_for_step(14 * attempt, attempt)

@@ -14,10 +14,10 @@ import time
 if os.path.exists("killed"):
     time.sleep(8)
 update = trainer.Trainer.update
-def slowly(self):
+def slowly(self, *given):
     if not os.path.exists("seen"):
         time.sleep(0.4)
-    update(self)
+    update(self, *given)
 trainer.Trainer.update = slowly
 """
 # In one group, amid an exchange of gradients, so that each of the others is somewhere else in the same exchange.

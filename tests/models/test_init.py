@@ -82,7 +82,7 @@ def test_a_stage_starts_as_the_whole_does(tiny):
     assert set(stage.layers) == {"1", "2"}
     for name, parameter in stage.named_parameters():
         assert torch.equal(parameter, whole.get_parameter(name)), name
-    assert torch.equal(stage.layers["1"].attention.rotary.table, build(config, 32).layers["1"].attention.rotary.table)
+    assert torch.equal(stage.rotary, build(config, 32).rotary)
 
 
 def test_wrappers_do_not_change_the_weights(tiny):

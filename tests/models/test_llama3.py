@@ -9,11 +9,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra.config.status import ConfigError
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
-from titan_hydra.models.llama3 import SDPA, document_positions, rotary_frequencies
+from titan_hydra.models.llama3 import SDPA, document_positions, rotary_frequencies, rotate
 
 
 def model_of(config, seq_len=32):
@@ -130,16 +131,32 @@ def test_rope_scaling_keeps_fast_frequencies_and_stretches_slow_ones(factor, tin
     assert len(between) and ((between > 1) & (between < factor)).all()
 
 
-def test_rotary_table_is_shared_fp32_and_in_no_checkpoint(tiny):
-    model = model_of(tiny()).to(torch.float64).to(torch.float32)
-    tables = {id(buffer) for block in model.layers.values() for buffer in block.buffers()}
-    assert len(tables) == 1
+def test_rotary_table_is_one_and_in_no_checkpoint(tiny):
+    model = model_of(tiny())
+    assert [name for name, _ in model.named_buffers()] == ["rotary"]
     assert not any("rotary" in name for name in model.state_dict())
-    rotary = model.layers["0"].attention.rotary
-    x = torch.randn(1, 32, 4, 16)
-    rounded = rotary(x.bfloat16())
+
+
+def test_positions_are_gathered_once_for_all_layers(tiny):
+    """Every layer would gather twice from the table (maths.md, P6)."""
+    model, tokens, gathered = model_of(tiny()), some_tokens(), []
+
+    class Gathers(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            gathered.extend([function] * (function is torch.ops.aten.index.Tensor))
+            return function(*args, **(kwargs or {}))
+
+    with Gathers():
+        model(tokens, torch.arange(32).expand(2, 32))
+    assert len(gathered) == 1
+
+
+def test_rotation_is_in_fp32_and_rounds_once(tiny):
+    table, x = model_of(tiny()).rotary, torch.randn(1, 32, 4, 16)
+    rounded = rotate(x.bfloat16(), table)
     assert rounded.dtype == torch.bfloat16
-    assert torch.equal(rounded, rotary(x.bfloat16().float()).bfloat16())  # turned in fp32, rounded once
+    assert torch.equal(rounded, rotate(x.bfloat16().float(), table).bfloat16())
+    assert torch.equal(rotate(x[:, :8], table), rotate(x, table)[:, :8])
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -150,8 +167,8 @@ def test_a_block_compiles_whole(masked, tiny):
     mask = torch.ones(2, 1, 32, 32, dtype=torch.bool).tril() if masked else None
     x = torch.randn(2, 32, 64)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    block(a, None, mask).square().sum().backward()
-    compiled(b, None, mask).square().sum().backward()
+    block(a, model.rotary, mask).square().sum().backward()
+    compiled(b, model.rotary, mask).square().sum().backward()
     torch.testing.assert_close(a.grad, b.grad)
 
 

@@ -13,11 +13,13 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.parallel.plans import PLANS, Linears
 from titan_hydra.train import data
+from titan_hydra.train.acceptance import BASE, later_wins
 from titan_hydra.train.checkpoint.checkpointer import Checkpointer
-from titan_hydra.train.trainer import build
-from titan_hydra.train.verify import BASE, later_wins, trace
+from titan_hydra.train.trainer import Agreement, build
+from titan_hydra.train.verify import trace
 
 EMULATED = ("precision=float8_emulate", "precision.compute_dtype=float32")
+GRADIENT = Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step's norm and loss, both finite
 TENSORWISE = ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")
 
 
@@ -169,7 +171,7 @@ def test_scales_are_computed_once_a_step_and_change_nothing(on_ranks, monkeypatc
         device = torch.device("cpu")
         precomputed = trace(job, device)
         trainer = build(job, device)
-        trainer.update()
+        trainer.update(GRADIENT)
         weights = [p._local_tensor for name, p in trainer.model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
         assert len(weights) == 28 and all(weight._precomputed_scale is not None for weight in weights)
         monkeypatch.setattr(float8, "after_step", lambda model: None)
@@ -198,7 +200,7 @@ def test_a_checkpoint_of_float8_weights_loads_in_every_format(on_ranks, tmp_path
             if number == 0:
                 loader = data.build(job, rank, 2)
                 trainer.forward_backward(loader.next())
-                trainer.update()
+                trainer.update(GRADIENT)
                 checkpointer.save(1, loader.state())
             else:
                 checkpointer.start_from(str(tmp_path / "checkpoints" / "step-00000001"), job.model)

@@ -101,7 +101,8 @@ def test_controller_dies_during_a_sweep(submit):
     """Jobs go on without it; nothing is submitted twice meanwhile; it takes them up again. One whose end it has missed it may start once
     more: that start sees that all is done."""
     line = submit.line("-m", "gpus=1", "steps=40", "seed=1,2,3", "cluster.max_parallel=2")
-    submit.sabotage("import time\nupdate = trainer.Trainer.update\ntrainer.Trainer.update = lambda self: time.sleep(0.3) or update(self)")
+    submit.sabotage("import time\nupdate = trainer.Trainer.update\n"
+                    "trainer.Trainer.update = lambda self, *given: time.sleep(0.3) or update(self, *given)")
     assert submit.run(*line).returncode == 0
     running = [run for run in submit.cells() if "seed=3" not in (run / "overrides.txt").read_text()]
     submit.wait(lambda: all(submit.step(run) > 0 for run in running))

@@ -13,14 +13,14 @@ ACTS = {
 FAIL = """
 import time
 update, count = trainer.Trainer.update, []
-def act(self):
+def act(self, *given):
     count.append(1)
     if len(count) == 3:
         for kind, (who, what) in {acts!r}.items():
             if self.job.optimizer.max_norm == 1000 + kind and eval(who):
                 open(f"struck_{{kind}}", "w").write(str(time.time()))
                 exec(what)
-    update(self)
+    update(self, *given)
 trainer.Trainer.update = act
 if os.environ.get("UNFIT_RANK") == str(rank):
     import torch

@@ -11,9 +11,9 @@ from .conftest import desk, running
 SLOW = """
 import time
 update, listen = trainer.Trainer.update, trainer.listen
-def slow(self):
+def slow(self, *given):
     time.sleep({seconds})
-    update(self)
+    update(self, *given)
 def with_child(self):
     listen(self)
     if 2 <= self.job.optimizer.max_norm % 100 < 3 and os.fork() == 0:

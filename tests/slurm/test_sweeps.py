@@ -9,13 +9,13 @@ from .conftest import desk, running
 HARM = """
 import time
 update, count = trainer.Trainer.update, []
-def harmed(self):
+def harmed(self, *given):
     count.append(1)
     if len(count) == 3 and self.job.optimizer.max_norm == 1002:
         os.kill(os.getpid(), 9)
     if self.job.optimizer.max_norm == 1003:
         time.sleep(len(count) - 1 and 0.5)
-    update(self)
+    update(self, *given)
 trainer.Trainer.update = harmed
 """
 

@@ -15,6 +15,7 @@ from titan_hydra.train.checkpoint import folder
 from titan_hydra.train.checkpoint.checkpointer import Checkpointer
 from titan_hydra.train.checkpoint.writer import Writer
 
+NOTHING = trainer.Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
 DAMAGES = {
     "cut short": (lambda file: os.truncate(file, file.stat().st_size // 2), "bytes instead of"),
     "a bit flipped": (lambda file: flip(file), "does not match its checksum"),
@@ -160,7 +161,7 @@ def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
         checkpointer.save(1, state)
         assert time.perf_counter() - began < 0.4, "the copy is not overlapped"
         assert checkpointer.wait_for_staging() > 0.1
-        built.update()
+        built.update(NOTHING)
         checkpointer.after_step(2, [0.0, 0.0], state, last=True, stop=False)
         checkpointer.start_from(str(tmp_path / "checkpoints/step-00000001"), built.job.model)
         assert all(torch.equal(before[name], p.detach()) for name, p in built.model.named_parameters())

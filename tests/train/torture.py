@@ -127,7 +127,7 @@ def fill_disk(ballast: Path, free_again: bool) -> None:
     """Fill the disk at step 4; perhaps make room again at step 8, when the save of step 6 has failed twice."""
     update, count = trainer.Trainer.update, [0]
 
-    def noted(self):
+    def noted(self, *given):
         count[0] += 1
         if count[0] == 4:
             with ballast.open("wb") as file:
@@ -140,7 +140,7 @@ def fill_disk(ballast: Path, free_again: bool) -> None:
                         file.truncate(max(os.fstat(file.fileno()).st_size - 2**17, 0))
         if free_again and count[0] == 8:
             ballast.unlink()
-        update(self)
+        update(self, *given)
 
     trainer.Trainer.update = noted
 

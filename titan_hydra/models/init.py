@@ -54,7 +54,7 @@ def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
     if not isinstance(distribution, Normal):
         local.fill_(distribution)
         return
-    offsets = local_offsets(parameter)
+    offsets, _ = local_box(parameter)
     strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim())]
     rows = max(1, CHUNK // max(1, math.prod(local.shape[1:])))
     for start in range(0, local.shape[0] if local.numel() else 0, rows):
@@ -96,18 +96,22 @@ def signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def local_offsets(parameter: Tensor) -> list[int]:
-    """Where this rank's part starts in each dimension of the full tensor. Every split is torch.chunk's, so parts are contiguous."""
+def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[list[int], list[int]]:
+    """Offsets and sizes of a rank's part in each dimension of the full tensor; of this rank, or that at a coordinate of the mesh.
+
+    Every split is torch.chunk's, so parts are contiguous.
+    """
     offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return offsets
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+        return offsets, sizes
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     for mesh_dim, dim in split_order(parameter):
         chunk = -(-sizes[dim] // mesh.size(mesh_dim))
         start = min(coordinate[mesh_dim] * chunk, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
-    return offsets
+    return offsets, sizes
 
 
 def split_order(parameter: DTensor) -> list[tuple[int, int]]:

@@ -22,15 +22,19 @@ class Llama3(nn.Module):
 
     def __init__(self, config: Model, seq_len: int):
         super().__init__()
-        self.config = config
-        rotary = Rotary(config, seq_len)
+        self.config, self.seq_len = config, seq_len
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config, rotary) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         if config.tie_embeddings:
             self.output = TiedOutput(self.tok_embeddings)
         else:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("rotary", rotary_table(config, seq_len), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Compute the rotary table again: after `to_empty` it holds garbage."""
+        self.rotary.copy_(rotary_table(self.config, self.seq_len, self.rotary.device))
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, targets: Tensor | None = None,
@@ -45,9 +49,10 @@ class Llama3(nn.Module):
         if documents is not None:
             mask = document_mask(documents)
             positions = document_positions(documents) if positions is None else positions
+        rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
-            h = block(h, positions, mask)
+            h = block(h, rotary, mask)
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
@@ -74,36 +79,36 @@ class Llama3(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
-    def __init__(self, config: Model, rotary: "Rotary"):
+    def __init__(self, config: Model):
         super().__init__()
-        self.attention = Attention(config, rotary)
+        self.attention = Attention(config)
         self.feed_forward = FeedForward(config.dim, ffn_width(config))
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions, mask)
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`rotary` is what `rotate` takes; `mask` is None (causal) or says who sees whom."""
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Attention(nn.Module):
     """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head."""
 
-    def __init__(self, config: Model, rotary: "Rotary"):
+    def __init__(self, config: Model):
         super().__init__()
         self.head_dim = config.dim // config.n_heads
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.rotary = rotary
         self.sdpa = SDPA(config.attention)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         # -1 heads: under tensor parallelism the linears return only this rank's.
-        q = self.rotary(self.wq(x).view(batch, seq, -1, self.head_dim), positions)
-        k = self.rotary(self.wk(x).view(batch, seq, -1, self.head_dim), positions)
+        q = rotate(self.wq(x).view(batch, seq, -1, self.head_dim), rotary)
+        k = rotate(self.wk(x).view(batch, seq, -1, self.head_dim), rotary)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
         h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
@@ -170,27 +175,15 @@ class TiedOutput(nn.Linear):
         return self.embedding[0].weight
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding (arXiv 2104.09864): one table of cosines and sines that all layers share.
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864) of x [batch, seq, heads, head_dim], in fp32; back in the dtype of x.
 
-    Blocks hold the table instead of receiving it, since FSDP's mixed precision would round an argument to bf16. After `to_empty` the
-    table holds garbage until `reset_buffers`.
+    `rotary` holds cosines and sines: the table [seq or more, 2, head_dim / 2], or its rows at positions [batch, seq, 2, head_dim / 2].
     """
-
-    def __init__(self, config: Model, seq_len: int):
-        super().__init__()
-        self.config, self.seq_len = config, seq_len
-        self.register_buffer("table", rotary_table(config, seq_len), persistent=False)
-
-    def reset_buffers(self) -> None:
-        self.table.copy_(rotary_table(self.config, self.seq_len, self.table.device))
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turn x [batch, seq, heads, head_dim] by its positions, in fp32; back in the dtype of x."""
-        table = self.table[: x.shape[1]] if positions is None else self.table[positions]
-        cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    table = rotary[: x.shape[1]] if rotary.dim() == 3 else rotary
+    cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
 def rotary_table(config: Model, seq_len: int, device: torch.device | None = None) -> Tensor:

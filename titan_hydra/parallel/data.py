@@ -1,8 +1,6 @@
 """Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards), of which DDP and HSDP are cases."""
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,7 +20,9 @@ def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Para
         return
     options = {
         "mesh": mesh.fsdp,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(precision.compute_dtype), reduce_dtype=_dtype(precision.reduce_dtype)),
+        # Inputs are not cast: what is computed in fp32 (the rotary table) is the same fp32 with and without FSDP.
+        "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(precision.compute_dtype), reduce_dtype=_dtype(precision.reduce_dtype),
+                                          cast_forward_inputs=False),
     }
     default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once for each
     reshard = {"always": True, "never": False, "default": default}[parallelism.reshard_after_forward]
@@ -47,13 +47,6 @@ def last_microbatch(module: nn.Module, last: bool) -> None:
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
         module.set_requires_all_reduce(last)
-
-
-def autocast(mesh: Mesh, precision: Precision, device: torch.device) -> contextlib.AbstractContextManager:
-    """Mixed precision where no FSDP does it: on one data-parallel rank parameters stay as they are and autocast casts what is used."""
-    if mesh.fsdp is not None or precision.compute_dtype == precision.param_dtype:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=_dtype(precision.compute_dtype))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -54,13 +54,9 @@ class Vocabulary:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
     """Summed cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab] for targets [batch, seq]; negative ones do not count.
 
-    Matmuls run in the dtype of the arguments, or autocast's; softmax and sums in float32.
+    Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden, weight = hidden.to(torch.get_autocast_dtype(device)), weight.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
-        return LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled())
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -93,7 +89,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient * gradient, (weight_gradient * gradient).to(ctx.dtype), None, None, None, None
+        # In float32: CUDA would round the scalar tensor to the other factor's bfloat16 first, and bias the whole gradient.
+        return (hidden_gradient.float() * gradient).to(ctx.dtype), (weight_gradient * gradient).to(ctx.dtype), None, None, None, None
 
 
 def softmax(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
@@ -105,9 +102,9 @@ def softmax(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> t
     targets = targets.where(here, 0)
     logits = logits.float()
     largest = over_ranks(logits.amax(1, keepdim=True), vocabulary, dist.ReduceOp.MAX)
-    right = over_ranks(logits.gather(1, targets) * here, vocabulary)
+    right = logits.gather(1, targets) * here
     powers = logits.sub_(largest).exp_()
-    sums = over_ranks(powers.sum(1, keepdim=True), vocabulary)
+    right, sums = over_ranks(torch.stack([right, powers.sum(1, keepdim=True)]), vocabulary)
     losses = (sums.log() + largest - right) * counts
     return losses, powers.div_(sums).scatter_add_(1, targets, -here.float()).mul_(counts)
 

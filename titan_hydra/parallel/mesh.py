@@ -4,18 +4,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.schema import Parallelism
 
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # tp innermost: its ranks sit on one node, where links are fastest
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's view of the mesh. `fsdp` is what parameters are sharded (and replicated) over, None if over nothing.
 
-    `batch` joins the ranks that see different samples, `loss` those that see different tokens (batch and cp).
+    `batch` joins the ranks that see different samples, `loss` those that see different tokens (batch and cp), `stage` those that hold
+    the same part of the model, split or copied (all dimensions but pp).
     """
 
     degrees: Parallelism
@@ -23,6 +31,7 @@ class Mesh:
     fsdp: DeviceMesh | None
     batch: dist.ProcessGroup | None
     loss: dist.ProcessGroup | None
+    stage: dist.ProcessGroup | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -73,7 +82,8 @@ def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
         fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp") if degrees.cp > 1 else world["dp_shard"]
         if degrees.dp_replicate > 1:
             fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
-    return Mesh(degrees, world, fsdp, _group(world, ("dp_replicate", "dp_shard")), _group(world, ("dp_replicate", "dp_shard", "cp")))
+    batch, loss, stage = (_group(world, dims) for dims in (ORDER[1:3], ORDER[1:4], ORDER[1:]))
+    return Mesh(degrees, world, fsdp, batch, loss, stage)
 
 
 def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None:

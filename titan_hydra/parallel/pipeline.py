@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import (
 from titan_hydra.config import pipeline as layout
 from titan_hydra.config.schema import Job
 
-from . import data
 from .mesh import Mesh
 
 SCHEDULES = {
@@ -37,20 +36,18 @@ FORWARD = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.R
 
 
 class Stage(PipelineStage):
-    """torch's stage, told the shapes of what comes in and goes out, and with a forward in the job's mixed precision."""
+    """torch's stage, with the shapes of its input and output given."""
 
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device):
         stages = layout.stage_count(job)
-        hidden = hidden_state(mesh, job)
+        hidden = hidden_state(job)
         tokens = torch.empty(hidden.shape[0], job.data.seq_len // job.parallelism.cp, dtype=torch.int64, device="meta")
         # Shapes are known, so nothing need be run to find them out. The last stage's output goes nowhere but into the loss.
         super().__init__(module, index, stages, device, input_args=hidden if index else tokens, output_args=hidden,
                          group=mesh.pipeline)
-        self.mixed_precision = lambda: data.autocast(mesh, job.precision, device)
 
     def forward_one_chunk(self, number: int, *args, **kwargs) -> Tensor:
-        with self.mixed_precision():
-            output = super().forward_one_chunk(number, *args, **kwargs)
+        output = super().forward_one_chunk(number, *args, **kwargs)
         if self.is_last and not self.has_backward:
             self.fwd_cache[number] = ((), ())  # else it would hold the logits of all microbatches until the next step
         return output
@@ -132,14 +129,12 @@ def forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
         schedule.pipeline_order_with_comms = whole
 
 
-def hidden_state(mesh: Mesh, job: Job) -> Tensor:
+def hidden_state(job: Job) -> Tensor:
     """A microbatch of what goes from stage to stage, as this rank holds it, on the meta device.
 
     Without `requires_grad` torch would not send its gradient back, and say nothing.
     """
-    degrees, precision = job.parallelism, job.precision
+    degrees = job.parallelism
     parts = degrees.cp * (degrees.tp if degrees.sequence_parallel else 1)
-    # Where autocast does the mixed precision, the residual stream keeps the dtype of the embedding.
-    dtype = precision.compute_dtype if mesh.fsdp is not None else precision.param_dtype
     shape = (job.data.local_batch // layout.microbatches(job), job.data.seq_len // parts, job.model.dim)
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=True)
+    return torch.empty(shape, dtype=getattr(torch, job.precision.compute_dtype), device="meta", requires_grad=True)

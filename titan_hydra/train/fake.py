@@ -62,9 +62,8 @@ def step(job: Job) -> Trainer:
             skip_vote(trainer.step)
         samples = job.data.global_batch // trainer.mesh.data_ranks
         tokens = torch.zeros(samples, job.data.seq_len, dtype=torch.int64)
-        trainer.forward_backward(Batch(tokens, tokens))
-        trainer.clip()
-        trainer.update()
+        share = trainer.forward_backward(Batch(tokens, tokens))
+        trainer.update(trainer.agree(share, trainer.measure()))
     return trainer
 
 

@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from titan_hydra.config.schema import LrSchedule, Optimizer
+from titan_hydra.parallel.mesh import Mesh, local_part
+
+from .muon import Muon
 
 
-def build_optimizers(model: nn.Module, config: Optimizer) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
     """The optimizers of a model's parameters: AdamW or SGD alone, or Muon for the matrices of the blocks and AdamW for everything else."""
     muon, others = [], []
     for name, parameter in model.named_parameters():
@@ -17,7 +20,7 @@ def build_optimizers(model: nn.Module, config: Optimizer) -> list[torch.optim.Op
         (muon if config.name == "muon" and is_hidden_matrix else others).append(parameter)
     optimizers = [_sgd(others, config) if config.name == "sgd" else _adamw(others, config)]
     if muon:
-        optimizers.append(torch.optim.Muon(muon, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))
+        optimizers.append(Muon(muon, mesh.stage, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
@@ -44,6 +47,23 @@ def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
+def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite: torch.Tensor) -> None:
+    """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device.
+
+    torch's fused optimizers, and Muon, do both in their own pass over the gradients and ask the host nothing. For others the gradients
+    are divided in place, and the host waits for `finite`.
+    """
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
+        elif finite:
+            gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+            torch._foreach_div_([local_part(gradient) for gradient in gradients if gradient is not None], divisor)
+        else:
+            continue
+        optimizer.step()
+
+
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
     """Give every group its peak rate times `factor`; returns the rate of the first group, the one that is logged."""
     for optimizer in optimizers:
@@ -53,12 +73,12 @@ def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
 
 
 def lr_factor(step: int, steps: int, config: LrSchedule) -> float:
-    """The share of the peak rate at a step, counted from 1: linear warm-up, then the schedule's shape.
+    """The share of the peak rate at a step, counted from 1: linear warm-up, then the schedule's shape, as TorchTitan 0.2.2 has them.
 
-    Decays are laid out as if one more step followed, so that the last step still learns (TorchTitan's convention).
+    The last warm-up step has the whole rate. Decays are laid out as if one more step followed, so that the last step still learns.
     """
     if step <= config.warmup_steps:
-        return step / (config.warmup_steps + 1)
+        return step / config.warmup_steps
     if config.name == "constant":
         return 1.0
     decay_steps = steps - config.warmup_steps if config.name == "cosine" else round(steps * config.decay_ratio)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Debug
+from titan_hydra.parallel.mesh import local_part
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,8 +42,9 @@ class Look(NamedTuple):
 class Probes:
     """What a rank sees in a step. Does nothing, and hooks nothing, unless the configuration asks for it."""
 
-    def __init__(self, config: Debug, run: Run, model: nn.Module) -> None:
-        self.config, self.run, self.model = config, run, model
+    def __init__(self, config: Debug, run: Run, model: nn.Module, weights: nn.Module) -> None:
+        """Watch the modules of `model`; `weights` holds the parameters that the optimizers have."""
+        self.config, self.run, self.weights = config, run, weights
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.seen: dict[Look, Tensor] = {}
         if config.nan_hunt or config.trace_activations:
@@ -53,7 +54,7 @@ class Probes:
     @torch.no_grad()
     def look(self, when: str, what: str, name: str, tensor: Tensor) -> None:
         """Note what is to be known of a tensor, in a tensor."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         call = self.calls[when, what, name]
         self.calls[when, what, name] += 1
         self.seen[Look(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
@@ -62,7 +63,7 @@ class Probes:
         """Look at the gradients too; then write down what was seen, or keep it for `culprit`."""
         if not (self.config.nan_hunt or self.config.trace_activations):
             return
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.weights.named_parameters():
             if parameter.grad is not None:
                 self.look("gradient", "", name, parameter.grad)
         looks, found = list(self.seen), torch.stack(list(self.seen.values())).tolist()
@@ -73,7 +74,7 @@ class Probes:
                        "order": order(look, index)}
                 self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}  # clipping by NaN makes all of one NaN
+        gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}  # clipping by NaN makes all of one NaN
         self.bad = {look: count(gradients.get(look.name)) for look, values in zip(looks, found, strict=True)
                     if not math.isfinite(values[0])}
         self.seen.clear()
@@ -83,7 +84,7 @@ class Probes:
         """What was not finite first, in words that begin with a semicolon; nothing unless debug=nan_hunt. All ranks call it alike."""
         if not self.config.nan_hunt:
             return ""
-        bad = {Look("parameter", "", name, 0): count(value) for name, value in self.model.named_parameters()} | self.bad
+        bad = {Look("parameter", "", name, 0): count(value) for name, value in self.weights.named_parameters()} | self.bad
         first = min(((order(look, index), look, note) for index, (look, note) in enumerate(bad.items())
                      if note is not None), key=lambda one: one[0], default=None)
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -101,7 +102,7 @@ def count(value: Tensor | None) -> str | None:
     """How much of a parameter or its gradient is not finite on this rank, in words; None if all of it is finite."""
     if value is None:
         return ""
-    local = local_part(value)
+    local = local_part(value.detach())
     bad = int((~torch.isfinite(local)).sum())
     return f" ({bad:,} of {local.numel():,} values there)" if bad else None
 
@@ -144,11 +145,6 @@ def _counts(module: nn.Module) -> bool:
 
 def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def local_part(value: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
 def finite(local: Tensor) -> Tensor:

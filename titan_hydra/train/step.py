@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel import compile
 from titan_hydra.parallel import data as data_parallel
-from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel.mesh import Mesh, local_part
 from titan_hydra.parallel.pipeline import Pipeline
 
 
@@ -19,12 +18,11 @@ def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.devi
     summed = compile.function(loss_function, job.compile)
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
-        total = summed(output, labels)
-        return total.to_local() if isinstance(total, DTensor) else total
+        return local_part(summed(output, labels))
 
     if mesh.degrees.pp > 1:
         return Pipeline(stages, mesh, job, device, loss)
-    return Plain(stages[0], mesh, job, device, loss)
+    return Plain(stages[0], loss)
 
 
 class Plain:
@@ -32,8 +30,8 @@ class Plain:
 
     has_loss = True  # on every rank; a pipeline knows it only where its last stage is
 
-    def __init__(self, model: nn.Module, mesh: Mesh, job: Job, device: torch.device, loss: Callable[[Tensor, Tensor], Tensor]):
-        self.model, self.mesh, self.job, self.device, self.loss = model, mesh, job, device, loss
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):
+        self.model, self.loss = model, loss
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, tokens: Tensor, last: bool, **context: Tensor) -> Tensor:
         """Add a local batch's gradients of its summed loss / `tokens`, and return that loss. Replicas add up theirs at the `last`."""
@@ -44,6 +42,4 @@ class Plain:
 
     def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
         """The summed loss of a local batch."""
-        with data_parallel.autocast(self.mesh, self.job.precision, self.device):
-            output = self.model(inputs, **context)
-        return self.loss(output, labels)
+        return self.loss(self.model(inputs, **context), labels)

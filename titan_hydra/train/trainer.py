@@ -25,17 +25,19 @@ from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import converters
 from titan_hydra.parallel import tensor as tensor_parallel
-from titan_hydra.parallel.gradients import clip_gradients
+from titan_hydra.parallel.gradients import gradient_norm
+from titan_hydra.parallel.masters import Masters, separate
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.stages import whole
 
 from .checkpoint.checkpointer import Checkpointer
-from .data.loader import Batch, Loader, report_bad_shards
+from .data.loader import Batch, Loader, onto, report_bad_shards
 from .fault_tolerance.replicas import Replicas
 from .loss import IGNORED, TARGETS_IN_FORWARD
 from .metrics import Metrics
 from .optimizer import set_lr
+from .optimizer import step as optimizer_step
 from .probes import Probes
 from .profiling import Profiler
 from .spec import TrainSpec, spec_of
@@ -47,6 +49,23 @@ if TYPE_CHECKING:
     from .fault_tolerance.per_step import PerStep  # which imports torchft
 
 
+class Agreement:
+    """What all ranks know of a step once its gradients are there: on the device at once, on the host when it is read."""
+
+    def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
+        """`sums` over all ranks: the loss, the ranks that were asked to stop, votes; float64."""
+        self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
+        self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)  # waits for nothing that is queued later
+        self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
+
+    def read(self) -> tuple[float, float, bool, list[float]]:
+        """Loss, norm, whether any rank was asked to stop, and the sums of the votes: the step's one wait for the device."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        norm, loss, stop, *votes = self.host.tolist()
+        return loss, norm, stop > 0, votes
+
+
 @dataclass
 class Trainer:
     """What a step needs. `build` makes one; the equivalence harness steps it just as `train` does."""
@@ -55,7 +74,8 @@ class Trainer:
     spec: TrainSpec
     mesh: Mesh
     device: torch.device
-    model: nn.Module  # all that this rank holds, under the plain names
+    model: nn.Module  # the modules of all of this rank's stages, under the plain names
+    masters: Masters  # the parameters as the optimizers hold them
     step: Plain | Pipeline
     optimizers: list[torch.optim.Optimizer]
     parameters: int  # of the whole model, over all ranks
@@ -70,7 +90,8 @@ class Trainer:
         The loss is the sum over all tokens that count, divided by their number over the whole global batch, counted once
         before the first microbatch: true under accumulation, uneven masks and replica groups alike.
         """
-        tokens = (batch.labels != IGNORED).sum().to(self.device)
+        self.masters.cast()
+        tokens = onto(self.device, (batch.labels != IGNORED).sum())
         if self.mesh.batch is not None:
             dist.all_reduce(tokens, group=self.mesh.batch)
         if self.quorum is not None:
@@ -82,6 +103,7 @@ class Trainer:
             inputs, labels, context = self.prepare(part)
             with tensor_parallel.loss_context(self.mesh):
                 total += self.step.forward_backward(inputs, labels, tokens, last=number == len(parts), **context)
+        self.masters.take_gradients()
         if self.quorum is not None:
             self.quorum.add_up([total])
             self.quorum.add_up_gradients()
@@ -96,23 +118,23 @@ class Trainer:
             context["targets"] = batch.labels
         return batch.tokens, batch.labels, {name: value for name, value in context.items() if value is not None}
 
-    def clip(self) -> torch.Tensor:
-        """Clip the whole model's gradient; returns its norm before that."""
-        return clip_gradients(self.model.parameters(), self.job.optimizer.max_norm, self.mesh.pipeline)
+    def measure(self) -> torch.Tensor:
+        """The norm of the whole model's gradient."""
+        return gradient_norm(self.masters.weights.parameters(), self.mesh.pipeline)
 
-    def agree(self, loss: torch.Tensor, grad_norm: torch.Tensor, votes: Sequence[float] = ()) -> tuple[float, float, bool, list[float]]:
-        """The loss over all ranks, the norm, whether any rank was asked to stop, and sums of votes: the step's one synchronization."""
-        share = loss.double() if self.mesh.reports_loss else torch.zeros_like(loss, dtype=torch.float64)
-        said = torch.tensor([float(bool(self.stop_requested)), *votes], dtype=torch.float64, device=self.device)
-        values = torch.cat([share.reshape(1), said])
+    def agree(self, share: torch.Tensor, norm: torch.Tensor, votes: Sequence[float] = ()) -> Agreement:
+        """Sum the loss and the votes over all ranks, one of which may have been asked to stop."""
+        share = share.double() if self.mesh.reports_loss else torch.zeros_like(share, dtype=torch.float64)
+        asked = torch.tensor([float(bool(self.stop_requested)), *votes], dtype=torch.float64)
+        values = torch.cat([share.reshape(1), onto(self.device, asked)])
         dist.all_reduce(values)
-        total, stop, *sums = values.tolist()
-        return total, grad_norm.item(), stop > 0, sums
+        return Agreement(norm, values)
 
-    def update(self) -> None:
-        """Take the optimizer's step and drop the gradients."""
-        for optimizer in self.optimizers:
-            optimizer.step()
+    def update(self, agreement: Agreement) -> None:
+        """Take the optimizer's step, clipped, and drop the gradients. Where loss or norm is not finite, the weights stay."""
+        limit = self.job.optimizer.max_norm
+        divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
+        optimizer_step(self.optimizers, divisor, agreement.finite)
         self.drop_gradients()
         converters.after_step(self.model, self.job)
 
@@ -125,6 +147,7 @@ class Trainer:
     def validate(self, loader: Loader, steps: int) -> float:
         """Mean loss over `steps` held-out global batches, in which every token counts once, whatever the layout."""
         self.model.eval()
+        self.masters.cast()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         loader.rewind()
         for _ in range(steps):
@@ -153,9 +176,10 @@ class Parts:
     def trainer(self, device: torch.device) -> Trainer:
         """The trainer, once the stages have their memory."""
         job, model = self.job, whole(self.stages).train()
+        masters = separate(model, self.mesh, job.precision)
         step = build_step(self.stages, self.mesh, job, device, self.spec.losses[job.loss.name])
-        optimizers = self.spec.optimizers(model, job.optimizer)
-        return Trainer(job, self.spec, self.mesh, device, model, step, optimizers, self.parameters, self.notes)
+        optimizers = self.spec.optimizers(masters.weights, job.optimizer, self.mesh)
+        return Trainer(job, self.spec, self.mesh, device, model, masters, step, optimizers, self.parameters, self.notes)
 
 
 def assemble(job: Job, device: torch.device) -> Parts:
@@ -200,10 +224,10 @@ def train(job: Job, run: Run) -> None:
         if job.fault_tolerance.name == "torchft":
             from .fault_tolerance.per_step import PerStep  # which imports torchft
 
-            replicas = trainer.quorum = PerStep(job, run, trainer.model, trainer.optimizers, trainer.stop_requested)
+            replicas = trainer.quorum = PerStep(job, run, trainer.masters.weights, trainer.optimizers, trainer.stop_requested)
         elif job.fault_tolerance.name != "off":
-            replicas = Replicas(job, run, trainer.model, trainer.optimizers, trainer.stop_requested)
-        checkpointer = Checkpointer(job.checkpoint, run, trainer.model, trainer.optimizers, replicas.tensors if replicas else {})
+            replicas = Replicas(job, run, trainer.masters.weights, trainer.optimizers, trainer.stop_requested)
+        checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, replicas.tensors if replicas else {})
         start, data_state = checkpointer.resume()
         if data_state is None and job.checkpoint.initial_load_path:
             start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
@@ -254,7 +278,7 @@ def loop(
 ) -> float | None:
     """The steps after `start`, up to the last. Returns the last step's loss."""
     job, clock, loss = trainer.job, metrics.clock, None
-    garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model)
+    garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model, trainer.masters.weights)
     profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
     step, first, batch = start, True, None
     while step < job.steps:
@@ -271,22 +295,24 @@ def loop(
         lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
         probes.after_backward(step)
-        votes = [*checkpointer.votes(), len(loader.news())]
-        loss, grad_norm, stop, (*votes, bad_shards) = trainer.agree(share, trainer.clip(), votes)
+        agreement = trainer.agree(share, trainer.measure(), [*checkpointer.votes(), len(loader.news())])
+        stop = None
         if trainer.quorum is not None:
-            counts, stop = trainer.quorum.commits(stop)
+            counts, stop = trainer.quorum.commits(agreement.read()[2])
             if not counts:
                 checkpointer.wait_for_staging()  # other weights may come next
                 trainer.drop_gradients()
                 step -= 1
                 continue
+        watch.at("optimizer")
+        clock.leave_out(checkpointer.wait_for_staging())
+        trainer.update(agreement)
+        loss, grad_norm, asked, (*votes, bad_shards) = agreement.read()
+        stop = asked if stop is None else stop
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             watch.at("checkpoint")
             checkpointer.land()  # what was on its way is worth more now
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made{probes.culprit()}")
-        watch.at("optimizer")
-        clock.leave_out(checkpointer.wait_for_staging())
-        trainer.update()
         clock.stop()
         if bad_shards:
             report_bad_shards(loader, metrics, step)

@@ -1,4 +1,4 @@
-"""Proof that a layout learns what one process learns: the same losses, gradient norms and gradients as a one-process fp32 run.
+"""Proof that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a one-process run.
 
 The cases stand in acceptance.py, one line each. All cases of a size run in one set of gloo ranks, through the same `build` and
 step as a training run.
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import tempfile
@@ -22,23 +23,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
+from titan_hydra.config import pipeline as layout
 from titan_hydra.config.run import Run
-from titan_hydra.models.init import local_offsets
+from titan_hydra.models.init import init_weights, local_box
+from titan_hydra.models.llama3 import document_positions
+from titan_hydra.parallel.mesh import local_part
 
-from .acceptance import Case
+from . import reference
+from .acceptance import BASE, Case, later_wins
 from .data.loader import Batch
 from .loss import IGNORED
 from .optimizer import set_lr
+from .spec import spec_of
 from .trainer import Trainer, build
 from .world import world
 
 STEPS = 10
-# A model of seconds with every feature that splits: grouped-query attention, several blocks, an uneven feed-forward width.
-BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.multiple_of=32",
-        "model.vocab_size=512", "data=synthetic", "data.seq_len=32", "data.global_batch=16", "lr_scheduler.warmup_steps=2",
-        "optimizer.lr=2e-3", "checkpoint=off")
-
-
+# Imported once and not once a rank.
+PRELOADED = ["titan_hydra.train.verify", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
 def job_of(case: Case, steps: int = STEPS) -> Job:
     """The layout's job."""
     return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides))
@@ -46,75 +48,86 @@ def job_of(case: Case, steps: int = STEPS) -> Job:
 
 def reference_of(case: Case, steps: int = STEPS) -> Job:
     """The same job in one process, its global batch in one piece."""
-    job = compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single"))
+    job = compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1"))
     job.data.local_batch = job.data.global_batch
     return job
 
 
-def later_wins(*overrides: str) -> list[str]:
-    """Overrides with one value a key: Hydra refuses a group that is chosen twice."""
-    return list({override.partition("=")[0]: override for override in overrides}.values())
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """How far a layout is from the reference: largest relative differences, and how many initial tensors differ in any bit."""
+    """How far a layout is from the reference. Differences are the largest relative ones, infinite where anything is not finite."""
 
     case: Case
     loss: float
     norm: float
-    gradients: float
-    worst: str  # the parameter whose gradient is farthest off
-    start: int
+    gradients: float  # of the worst parameter at the first step
+    weights: float  # of the worst parameter after the last step, relative to how far it has moved
+    worst: str  # the parameters that these two are of
+    start: int  # initial tensors that differ in any bit
     drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
+    rounded: int  # parameters whose summed gradient has no bit beyond bfloat16: it was summed in that
 
     @property
     def passed(self) -> bool:
         """Whether all differences are within the case's tolerances."""
-        close = self.loss <= self.case.loss and self.norm <= self.case.norm and self.gradients <= self.case.gradients
-        return close and self.start == self.drift == 0
+        case = self.case
+        close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
+        return close and self.start == self.drift == self.rounded == 0
 
 
 @dataclass
 class Trace:
-    """What a run did: loss and gradient norm of each step, whole gradients of the first, whole weights before it, `Outcome.drift`."""
+    """What a run did: loss and gradient norm of each step, whole gradients of the first, whole weights before it and at the end."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, torch.Tensor]
+    start: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
-    drift: int = 0
+    drift: int = 0  # as `Outcome.drift`
+    rounded: int = 0  # as `Outcome.rounded`
 
 
-def trace(job: Job, device: torch.device, uneven_mask: bool = False) -> Trace:
+def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
     """Train a job for its steps, as `train` does, and keep what is compared. A collective; whole tensors are on every rank."""
     trainer = build(job, device)
-    weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
+    result = Trace([], [], {}, _of_all_stages(trainer, lambda parameter: parameter.detach()), {})
     loader = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
-    result = Trace([], [], {}, weights)
     for step in range(1, job.steps + 1):
         batch = loader.next()
-        if uneven_mask:
-            ignore_unevenly(batch, trainer)
+        if case is not None:
+            batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * len(batch.labels))
         set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
         if step == 1:
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
-        loss, norm, *_ = trainer.agree(share, trainer.clip())
-        trainer.update()
+        agreement = trainer.agree(share, trainer.measure())
+        trainer.update(agreement)
+        loss, norm, *_ = agreement.read()
         result.losses.append(loss)
         result.norms.append(norm)
     loader.close()
-    result.drift = drift(trainer)
+    result.weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
+    result.drift, result.rounded = drift(trainer), rounded(trainer, result.gradients)
     return result
+
+
+def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
+    """How many parameters' gradients were summed in bfloat16 although the job asks for float32: a sum has bits that bfloat16 lacks."""
+    job = trainer.job
+    parts = trainer.mesh.data_ranks * job.parallelism.cp * (layout.microbatches(job) if job.parallelism.pp > 1 else 1)
+    parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
+    if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
+        return 0
+    return sum(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients.values())
 
 
 def drift(trainer: Trainer) -> int:
     """How many parts of weights differ between the ranks that hold copies of them. A collective."""
     own = {}
-    for name, parameter in trainer.model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        part = (name, tuple(local_offsets(parameter)), tuple(local.shape))
+    for name, parameter in trainer.masters.weights.named_parameters():
+        local = local_part(parameter)
+        part = (name, *map(tuple, local_box(parameter)))
         own[part] = hashlib.sha256(local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
     everyone: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -127,7 +140,7 @@ def drift(trainer: Trainer) -> int:
 
 def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
     """A whole tensor for each parameter of the whole model, by name. A collective."""
-    own = {name: _whole(value(parameter)).clone() for name, parameter in trainer.model.named_parameters()}
+    own = {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()}
     if trainer.mesh.pipeline is None:
         return own
     parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
@@ -135,49 +148,76 @@ def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def ignore_unevenly(batch: Batch, trainer: Trainer) -> None:
-    """Ignore r * 17 % of the labels in the r-th quarter of the global batch, wherever its samples are."""
-    total = trainer.job.data.global_batch
-    first = trainer.mesh.data_rank * len(batch.labels)
-    for row in range(len(batch.labels)):
-        quarter = (first + row) * 4 // total
-        batch.labels[row, : round(quarter * 0.17 * batch.labels.shape[1])] = IGNORED
+def exact(job: Job, case: Case) -> Trace:
+    """What float64 arithmetic of its own (reference.py) makes of a job, from the same initial weights and batches. In one process."""
+    with torch.device("meta"):
+        model = spec_of(job).model(job.model, job.data.seq_len)
+    model.to_empty(device="cpu")
+    init_weights(model, job.model, job.seed)
+    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loader = spec_of(job).build_data(job, 0, 1)
+    losses, norms, gradients, weights = reference.train(
+        job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
+    loader.close()
+    return Trace(losses, norms, gradients, start, weights)
+
+
+def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
+    """A batch with the case's mask and documents, which depend on slot and step alone; its first sample is in slot `first` of `slots`.
+
+    Up to 80 % of a sample's labels are ignored: no two microbatches count the same number. No label counts in the first quarter of the
+    slots at step 1 and in the first half at step 2, so that whole ranks have none.
+    """
+    shape = batch.labels.shape
+    documents = torch.zeros(shape, dtype=torch.int64)
+    for row in range(shape[0]):
+        slot = first + row
+        dice = torch.Generator().manual_seed(slot * 10007 + step)
+        share = 1.0 if (slot + 1) * 4 <= slots * (step if step < 3 else 0) else (slot * 37 + step * 61) % 81 / 100
+        if case.uneven_mask:
+            batch.labels[row, torch.rand(shape[1], generator=dice) < share] = IGNORED
+        documents[row] = (torch.rand(shape[1], generator=dice) < 0.1).cumsum(0)
+    return dataclasses.replace(batch, documents=documents, positions=document_positions(documents)) if case.documents else batch
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     """Relative differences of a run from its reference."""
-    off = {name: _relative(run.gradients[name], gradient) for name, gradient in reference.gradients.items()}
-    worst = max(off, key=off.get)
-    start = sum(not torch.equal(run.weights[name], weight) for name, weight in reference.weights.items())
-    return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off[worst], worst, start, run.drift)
+    gradients = {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()}
+    weights = {name: _relative(run.weights[name] - weight, weight - reference.start[name]) for name, weight in reference.weights.items()}
+    (worst, off), (last, moved) = (max(values.items(), key=lambda item: item[1]) for values in (gradients, weights))
+    start = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
+    return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off, moved,
+                   f"gradient of {worst}, weight {last}", start, run.drift, run.rounded)
 
 
 def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     """Run cases and their references, one set of processes for each number of ranks. Outcomes are in the order of the cases."""
     cases = list(cases)
-    references: dict[str, tuple[Job, bool]] = {}
+    references: dict[str, tuple[Case, Job]] = {}
     by_ranks: dict[int, list[tuple[int, Job]]] = defaultdict(list)
     for number, case in enumerate(cases):
-        references.setdefault(_key(case), (reference_of(case, steps), case.uneven_mask))
+        references.setdefault(_key(case), (case, reference_of(case, steps)))
         job = job_of(case, steps)
         by_ranks[case.ranks].append((number, job))
     with tempfile.TemporaryDirectory() as folder:
-        _spawn(1, _run_references, folder, [(key, mask, to_dict(job)) for key, (job, mask) in references.items()])
+        _spawn(1, _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
         for ranks, jobs in sorted(by_ranks.items()):
             _spawn(ranks, _run_cases, folder, [(number, cases[number], to_dict(job)) for number, job in jobs])
         outcomes = [json.loads((Path(folder) / f"outcome_{number}.json").read_text()) for number in range(len(cases))]
     return [Outcome(case=case, **outcome) for case, outcome in zip(cases, outcomes, strict=True)]
 
 
-def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, bool, dict]]) -> None:
-    for key, mask, job in jobs:
-        torch.save(dataclasses.asdict(trace(from_dict(Job, job), device, mask)), f"{folder}/{key}.pt")
+def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Case, dict]]) -> None:
+    for key, case, config in jobs:
+        job = from_dict(Job, config)
+        found = exact(job, case) if case.reference == "float64" else trace(job, device, case)
+        torch.save(dataclasses.asdict(found), f"{folder}/{key}.pt")
 
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
     for number, case, job in jobs:
         try:
-            run = trace(from_dict(Job, job), device, case.uneven_mask)
+            run = trace(from_dict(Job, job), device, case)
         except Exception as error:
             error.add_note(f"in the case {case.name}")
             raise
@@ -199,7 +239,7 @@ def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
     Raises Crashed if one was killed by a signal, else RuntimeError with the traceback of the first rank that failed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["titan_hydra.train.verify"])  # torch is imported once, not once a rank
+    context.set_forkserver_preload(PRELOADED)
     store = tempfile.mktemp(dir=folder)
     processes = [context.Process(target=_rank, args=(rank, ranks, store, function, folder, jobs)) for rank in range(ranks)]
     for process in processes:
@@ -234,16 +274,21 @@ def _rank(rank: int, ranks: int, store: str, function: Callable, folder: str, jo
 
 
 def _key(case: Case) -> str:
-    return hashlib.sha256(repr((case.base, case.uneven_mask)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((case.base, case.uneven_mask, case.documents, case.reference)).encode()).hexdigest()[:16]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+def _relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
+    return _finite((difference.double().norm() / reference.double().norm().clamp(min=1e-30)).item())
 
 
 def _largest(values: list[float], references: list[float]) -> float:
-    return max(abs(value - reference) / abs(reference) for value, reference in zip(values, references, strict=True))
+    return max(_finite(abs(value - reference) / max(abs(reference), 1e-30)) for value, reference in zip(values, references, strict=True))
+
+
+def _finite(value: float) -> float:
+    """The value, or infinity: max() would drop a NaN."""
+    return value if math.isfinite(value) else math.inf

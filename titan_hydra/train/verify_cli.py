@@ -1,4 +1,4 @@
-"""`titan verify`: run the acceptance matrix, print it, write docs/acceptance.md."""
+"""`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes docs/acceptance.md."""
 from __future__ import annotations
 
 import argparse
@@ -15,11 +15,15 @@ from titan_hydra.config.status import ConfigError, Exit
 
 from .acceptance import MATRIX
 
+STEPS_OF_RANDOM = 4
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `titan verify`."""
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
+    parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
+    parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the random jobs (default: 0)")
     parser.add_argument("--write", type=Path, metavar="FILE", default=CONF.parent / "docs" / "acceptance.md",
                         help="where the table is written when the whole matrix ran (default: docs/acceptance.md)")
 
@@ -30,26 +34,30 @@ def main(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
+    from .sampler import draw
     from .verify import STEPS, verify
 
-    cases = [case for case in MATRIX if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
-    if not cases:
-        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only or "", [case.name for case in MATRIX]))))
-    outcomes = verify(cases)
-    header = ("case", "ranks", "loss", "norm", "gradient", "start", "copies", "passed")
+    drawn = args.random is not None
+    cases = list(draw(args.random, args.seed)) if drawn else MATRIX
+    chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
+    if not chosen:
+        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only or "", [case.name for case in cases]))))
+    outcomes = verify(chosen, STEPS_OF_RANDOM if drawn else STEPS)
+    header = ("case", "ranks", "loss", "norm", "gradient", "weights", "start", "copies", "rounded", "passed")
     rows = [
-        (o.case.name, *map(str, (o.case.ranks, f"{o.loss:.1e}", f"{o.norm:.1e}", f"{o.gradients:.1e}", o.start, o.drift)),
-         "yes" if o.passed else "NO") for o in outcomes
+        (o.case.name, str(o.case.ranks), *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
+         *map(str, (o.start, o.drift, o.rounded)), "yes" if o.passed else "NO") for o in outcomes
     ]
-    table = Table(*header, title=f"Largest relative difference from one process in fp32, {STEPS} steps", box=None, pad_edge=False)
+    table = Table(*header, title="Largest relative differences from the reference", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row, style=None if row[-1] == "yes" else "red")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for outcome in outcomes:
         if not outcome.passed:
-            print(f"{outcome.case.name}: worst gradient is that of {outcome.worst}; tolerances are loss {outcome.case.loss}, "
-                  f"norm {outcome.case.norm}, gradients {outcome.case.gradients}")
-    if len(cases) == len(MATRIX):
+            case = outcome.case
+            print(f"{case.name}: worst are {outcome.worst}; tolerances are loss {case.loss}, norm {case.norm}, gradients {case.gradients}, "
+                  f"weights {case.weights}; its job: {' '.join((*case.overrides, *case.base))}")
+    if chosen == MATRIX:
         write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
 
@@ -58,10 +66,11 @@ def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], step
     """The table as a page of the docs."""
     lines = [
         "# Acceptance", "",
-        f"Largest relative difference of each layout from one process in fp32, over {steps} steps: loss, gradient norm, and the gradient",
-        "of the worst parameter at the first step. `start` counts initial tensors that differ in any bit, `copies` parts of weights whose",
-        "copies on several ranks differ in any bit after the last step. The cases, their overrides and tolerances stand in",
-        "[acceptance.py](../titan_hydra/train/acceptance.py).", "",
+        f"Largest relative differences of each layout from the same job in one process, over {steps} steps: loss, gradient norm, the",
+        "gradient of the worst parameter at the first step, and the worst parameter after the last, relative to how far it has moved.",
+        "`start` counts initial tensors that differ in any bit, `copies` parts of weights whose copies on several ranks differ in any bit",
+        "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
+        "overrides and tolerances stand in [acceptance.py](../titan_hydra/train/acceptance.py).", "",
         f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
     ]

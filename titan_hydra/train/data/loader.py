@@ -34,10 +34,15 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._each(lambda tensor: onto(device, tensor))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         return Batch(*(None if tensor is None else change(tensor) for tensor in (self.tokens, self.labels, self.documents, self.positions)))
+
+
+def onto(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a host tensor on a device, from pinned memory: from any other the host would wait for all work that is queued there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Samples(Protocol):

@@ -1,0 +1,98 @@
+"""Plants the faults of an audit one by one in a copy of the package: `titan verify --random` must find each.
+
+    python tests/equivalence/planted.py [NAME]
+
+Each line of FAULTS is a file, what stands there, and what is planted in its place.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FAULTS = {
+    "a local batch is divided by its own tokens": (
+        "train/trainer.py", "labels, tokens, last=", "labels, (labels != IGNORED).sum() * len(parts) * self.mesh.data_ranks, last="),
+    "weights become NaN after step 2": (
+        "train/trainer.py", "        self.drop_gradients()\n        converters",
+        "        self.drop_gradients()\n        self.steps = getattr(self, 'steps', 0) + 1\n"
+        "        for weight in self.model.parameters():\n"
+        "            weight.data.mul_(float('nan') if self.steps == 2 else 1)\n        converters"),
+    "FSDP sums gradients in the compute dtype": (
+        "parallel/data.py", "reduce_dtype=_dtype(precision.reduce_dtype)", "reduce_dtype=_dtype(precision.compute_dtype)"),
+    "another epsilon on all layouts": (
+        "models/llama3.py", "self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)",
+        "self.attention_norm = nn.RMSNorm(config.dim, eps=1e-3)"),
+    "the norm misses the last pipeline rank": (
+        "parallel/gradients.py", "    dist.all_reduce(total)\n",
+        "    total *= pipeline is None or pipeline.rank() < pipeline.size() - 1\n    dist.all_reduce(total)\n"),
+    "positions are off by one on a context-parallel rank": (
+        "parallel/context.py", "positions=positions[:, index])", "positions=(positions[:, index] + mesh.coordinate('cp')) % seq_len)"),
+    "rotary positions are shifted on a tensor-parallel rank": (
+        "train/trainer.py", "        init_weights(stage, job.model, job.seed)\n",
+        "        init_weights(stage, job.model, job.seed)\n"
+        "        stage.rotary.copy_(stage.rotary.roll(parts.mesh.coordinate('tp'), 0))\n"),
+    "FSDP averages gradients": (
+        "parallel/data.py", "            part.set_gradient_divide_factor(1.0)\n            part.set_force_sum_reduction_for_comms(True)\n",
+        "            pass\n"),
+    "gradients of norms are not summed over tensor-parallel ranks": (
+        "parallel/norm.py", "(Partial() if self.split else Replicate())", "Replicate()"),
+    "a vocabulary's offset is rounded down": (
+        "parallel/loss_head.py", "* -(-weight.shape[0] // mesh.size())", "* (weight.shape[0] // mesh.size())"),
+    "norms are in no optimizer": (
+        "train/optimizer.py", "        (muon if", "        if parameter.ndim == 1:\n            continue\n        (muon if"),
+    "layouts forget the weight decay": (
+        "train/optimizer.py", "eps=config.eps, weight_decay=config.weight_decay,",
+        "eps=config.eps, weight_decay=config.weight_decay * (torch.distributed.get_world_size() == 1),"),
+    "gradients of norms pile up": (
+        "train/trainer.py", "            optimizer.zero_grad()\n",
+        "            kept = [(p, p.grad) for group in optimizer.param_groups for p in group['params'] if p.ndim == 1]\n"
+        "            optimizer.zero_grad()\n            for p, gradient in kept:\n                p.grad = gradient\n"),
+    "the loss of bfloat16 is 2 % too large": (
+        "train/loss.py", 'ignore_index=IGNORED, reduction="sum")',
+        'ignore_index=IGNORED, reduction="sum") * (1.02 if logits.dtype == torch.bfloat16 else 1)'),
+}
+# Verifies a few random jobs at a time, and ends with status 1 at the first that is wrong.
+VERIFY = """
+import sys
+from titan_hydra.train.sampler import draw
+from titan_hydra.train.verify import verify
+if __name__ == "__main__":
+    cases = list(draw(60, seed=int(sys.argv[1])))
+    for first in range(0, 60, 6):
+        for outcome in verify(cases[first : first + 6], steps=4):
+            if not outcome.passed:
+                print(f"red at {outcome.case.name}: loss {outcome.loss:.1e}, norm {outcome.norm:.1e}, gradients {outcome.gradients:.1e}, "
+                      f"weights {outcome.weights:.1e}, copies {outcome.drift}, rounded {outcome.rounded}")
+                sys.exit(1)
+"""
+
+
+def plant(folder: Path, file: str, right: str, wrong: str) -> None:
+    """A copy of the package in `folder` with one fault."""
+    for name in ("titan_hydra", "conf", "sweeps"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    target = folder / "titan_hydra" / file
+    text = target.read_text()
+    assert text.count(right) == 1, f"{file} has {text.count(right)} places for the fault: {right!r}"
+    target.write_text(text.replace(right, wrong))
+    (folder / "verify_some.py").write_text(VERIFY)
+
+
+def found(fault: tuple[str, str, str], seed: int = 1) -> str:
+    """How the random jobs go red with a fault, in words; empty if they stay green. An exception on the ranks counts as red."""
+    with tempfile.TemporaryDirectory() as name:
+        plant(Path(name), *fault)
+        run = subprocess.run([sys.executable, "verify_some.py", str(seed)], cwd=name, capture_output=True, text=True, check=False,
+                             env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"})
+    return "" if run.returncode == 0 else (run.stdout.strip() or run.stderr.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    for name, fault in FAULTS.items():
+        if all(word in name for word in sys.argv[1:]):
+            print(f"{name}: {found(fault) or 'GREEN'}", flush=True)

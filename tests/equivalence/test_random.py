@@ -1,0 +1,23 @@
+"""Random legal jobs learn what arithmetic of its own, in float64, learns from the same weights and batches."""
+import random
+
+import pytest
+
+from titan_hydra.train.sampler import draw
+from titan_hydra.train.verify import verify
+
+
+def check(cases):
+    wrong = [outcome for outcome in verify(cases, steps=4) if not outcome.passed]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_eight_random_jobs():
+    check(draw(8, seed=0, ranks=(2, 4)))
+
+
+@pytest.mark.slow
+def test_sixty_random_jobs_of_a_new_seed():
+    seed = random.randrange(10**6)
+    print(f"titan verify --random 60 --seed {seed}")
+    check(draw(60, seed))

@@ -1,0 +1,65 @@
+"""Mixed precision where no FSDP does it: the optimizer's weights, and copies of them in the compute dtype for the modules."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from titan_hydra.config.schema import Precision
+
+from .mesh import Mesh, local_part
+
+
+@dataclass
+class Masters:
+    """A rank's parameters as the optimizer holds them, under their plain names, and the copies that the modules compute with.
+
+    The same casts as FSDP2's mixed precision: weights once a step, and each microbatch's gradient, which is in the compute dtype, to
+    the masters' dtype before it is added up. Where FSDP does this itself, or nothing is cast, `weights` is the model and has no copies.
+    """
+
+    weights: nn.Module
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)  # (master, copy)
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Bring the copies up to date, in one pass; before a step's first forward, whoever has changed the masters since."""
+        if self.pairs:
+            masters, copies = zip(*self.pairs, strict=True)
+            torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, masters)))
+
+    def take_gradients(self) -> None:
+        """Move the gradients from the copies to the masters."""
+        for master, copy in self.pairs:
+            master.grad, copy.grad = copy.grad, None
+
+
+def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
+    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast."""
+    dtype = getattr(torch, precision.compute_dtype)
+    if mesh.fsdp is not None or precision.compute_dtype == precision.param_dtype:
+        return Masters(model)
+    masters = Masters(nn.Module())
+    for name, parameter in model.named_parameters():
+        *path, leaf = name.split(".")
+        place = masters.weights
+        for part in path:
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place._modules[part]
+        place.register_parameter(leaf, parameter)
+    copies = {parameter: copy_of(parameter, dtype) for parameter in model.parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = copies[parameter]
+    masters.pairs = list(copies.items())
+    return masters
+
+
+def copy_of(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter in another dtype whose gradients are added up in the master's."""
+    copy = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
+    copy.grad_dtype = master.dtype
+    return copy

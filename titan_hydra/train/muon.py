@@ -1,0 +1,116 @@
+"""Muon on sharded matrices: one rank orthogonalizes a matrix whole, in two exchanges for as many matrices as there are ranks.
+
+torch's own Muon computes on DTensors, where all ranks orthogonalize each matrix together in about 15 collectives.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from titan_hydra.models.init import local_box
+from titan_hydra.parallel.mesh import local_part
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, update for update, of matrices that the ranks of `group` split or copy; None: plain tensors.
+
+    Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing where `found_inf` is 1, without asking the host.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, matrices: Iterable[nn.Parameter], group: dist.ProcessGroup | None, **options: Any) -> None:
+        super().__init__(matrices, **options)
+        self.group = group
+        self.grad_scale: Tensor | float = 1.0
+        self.found_inf: Tensor | float = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every matrix that has a gradient. A collective over the group."""
+        ranks = 1 if self.group is None else self.group.size()
+        keep = 1 - self.found_inf
+        for options in self.param_groups:
+            matrices = [matrix for matrix in options["params"] if matrix.grad is not None]
+            for start in range(0, len(matrices), ranks):
+                batch = matrices[start : start + ranks]
+                directions = self.orthogonal(batch, [self.direction(matrix, options, keep) for matrix in batch], options)
+                for matrix, direction in zip(batch, directions, strict=True):
+                    rate = _adjust_lr(options["lr"], options["adjust_lr_fn"], matrix.shape)
+                    local = local_part(matrix.detach())
+                    local.mul_(1 - keep * options["lr"] * options["weight_decay"]).sub_(direction.float() * (keep * rate))
+
+    def direction(self, matrix: nn.Parameter, options: dict[str, Any], keep: Tensor | float) -> Tensor:
+        """This rank's part of the gradient with Nesterov's momentum, in bfloat16, in which it is orthogonalized."""
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        momentum, gradient = local_part(state["momentum_buffer"]), local_part(matrix.grad) / self.grad_scale
+        gradient = torch.where(torch.as_tensor(keep, device=gradient.device) > 0, gradient, 0)
+        momentum.lerp_(gradient, keep * (1 - options["momentum"]))
+        return gradient.lerp(momentum, options["momentum"]).bfloat16()
+
+    def orthogonal(self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+        """This rank's parts of orthogonalized matrices, at most one for each rank of the group: the i-th is computed by rank i."""
+        def orthogonalize(whole: Tensor) -> Tensor:
+            return _zeropower_via_newtonschulz(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
+
+        if self.group is None:
+            return [orthogonalize(direction) for direction in directions]
+        rank, ranks = self.group.rank(), range(self.group.size())
+        nothing = directions[0].new_empty(0)
+        own = matrices[rank] if rank < len(matrices) else None
+        parts = [] if own is None else [part_of(own, coordinate(own, other)) for other in ranks]
+        # The owner wants each part once, from the ranks that hold the same copy of the matrix as it does.
+        given = [direction.flatten() if same_copy(matrix, rank, owner) else nothing
+                 for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))]
+        sizes = [size_of(part) if same_copy(own, rank, other) else 0 for other, part in enumerate(parts)] or [0] * len(ranks)
+        received = self.exchange([*given, *[nothing] * (len(ranks) - len(given))], sizes)
+        answers = [nothing] * len(ranks)
+        if own is not None:
+            whole = directions[0].new_zeros(own.shape)
+            for part, values in zip(parts, received, strict=True):
+                if values.numel():
+                    whole[part] = values.view_as(whole[part])
+            whole = orthogonalize(whole)
+            answers = [whole[part].flatten() for part in parts]
+        sizes = [direction.numel() for direction in directions] + [0] * (len(ranks) - len(directions))
+        results = self.exchange(answers, sizes)
+        return [result.view_as(direction) for result, direction in zip(results, directions, strict=False)]
+
+    def exchange(self, given: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Give the i-th of `given` to rank i, and receive `sizes[i]` elements from it."""
+        received = given[0].new_empty(sum(sizes))
+        dist.all_to_all_single(received, torch.cat(given), sizes, [part.numel() for part in given], group=self.group)
+        return list(received.split(sizes))
+
+
+def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
+    """The place of the group's `rank` in a matrix's mesh, whose ranks are the group's, the last dimension's running fastest."""
+    place = []
+    for dim in reversed(range(matrix.device_mesh.ndim)):
+        rank, index = divmod(rank, matrix.device_mesh.size(dim))
+        place.insert(0, index)
+    return place
+
+
+def same_copy(matrix: nn.Parameter, one: int, other: int) -> bool:
+    """Whether two ranks of the group hold parts of the same copy of a matrix."""
+    places = zip(coordinate(matrix, one), coordinate(matrix, other), matrix.placements, strict=True)
+    return all(a == b for a, b, placement in places if placement.is_replicate())
+
+
+def part_of(matrix: nn.Parameter, place: list[int]) -> tuple[slice, ...]:
+    """Rows and columns of a matrix that the rank at `place` in its mesh holds."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(*local_box(matrix, place), strict=True))
+
+
+def size_of(part: tuple[slice, ...]) -> int:
+    """Elements of a part."""
+    return math.prod(dim.stop - dim.start for dim in part)
