@@ -8,6 +8,7 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.status import ConfigError
 from titan_hydra.launch import torchtitan_cli as torchtitan
 
 HERE = Path(__file__).parent
@@ -126,6 +127,25 @@ def composed_once():
         if overrides not in known:
             known[overrides] = compose_unchecked(*overrides)
         return known[overrides]
+
+
+JUNK = ("x", "", 5, 0, -1, 1.5, True, False, [], ["a"], [[]], [["a", "b"]], {"a": 1})
+
+
+def test_a_wrong_value_is_one_line_or_is_handed_on(monkeypatch):
+    monkeypatch.setattr(torchtitan, "compose_unchecked", COMPOSED)
+    refused = 0
+    for name in [*THEIRS, *torchtitan.TABLE["earlier"], "parallelism", "checkpoint.async_mode.x"]:
+        for junk in JUNK:
+            content, place = {}, name.split(".")
+            for part in reversed(place):
+                content = {part: content if content or part != place[-1] else junk}
+            try:
+                torchtitan.translate(BESIDE.get(name.rpartition(".")[0], {}) | torchtitan.read(content))
+            except ConfigError as error:
+                assert str(error).count("\n") == 0
+                refused += 1
+    assert refused > 900
 
 
 def test_a_file_of_the_papers_time(tmp_path, capsys):

@@ -29,6 +29,9 @@ WITHOUT = {name: (default, kind, reason) for section, kind in (("missing", MISSI
            for reason, keys in TABLE[section].items() for name, default in keys.items()}
 DEFAULTS = {**{name: row[0] for name, row in TABLE["values"].items()}, **TABLE["choices"],
             **{name: row[0] for name, row in WITHOUT.items()}}
+NONE = {"model_part": "list of lists", "ratio": "number", "steps": "number", "per_stage": "number", "factor": "number", "seed": "number"}
+KINDS = {name: {bool: "bool", int: "number", float: "number", str: "text", list: "list"}.get(
+    type(default), next((kind for end, kind in NONE.items() if name.endswith(end)), "text")) for name, default in DEFAULTS.items()}
 MODELS = {"debugmodel": "llama3_debug", "8B": "llama3_8b", "70B": "llama3_70b", "405B": "llama3_405b"}
 SCHEDULES = {
     "gpipe": "gpipe", "1f1b": "1f1b", "loopedbfs": "looped_bfs", "interleaved1f1b": "interleaved_1f1b", "zbvzerobubble": "zbv",
@@ -75,9 +78,23 @@ def read(content: dict) -> dict[str, Any]:
         if name not in DEFAULTS:
             close = suggest(name, [*DEFAULTS, *TABLE["earlier"]])
             raise ConfigError(f"{name}: TorchTitan 0.2.2 has no such key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
-        listed = isinstance(DEFAULTS[name], list) and isinstance(value, str)
-        values[name] = [part.strip() for part in value.split(",") if part.strip()] if listed else value
+        if isinstance(DEFAULTS[name], list) and isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if name == "activation_checkpoint.selective_ac_option":
+            value = str(value)
+        if not _is(value, KINDS[name]):
+            raise ConfigError(f"{name}={as_typed(value)}: is a {KINDS[name]} in TorchTitan")
+        values[name] = value
     return values
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value of a TOML file is of a kind."""
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind.startswith("list"):
+        return isinstance(value, list) and all(_is(entry, "list" if kind == "list of lists" else "text") for entry in value)
+    return isinstance(value, bool if kind == "bool" else str)
 
 
 def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
@@ -167,9 +184,10 @@ def _layout(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
     elif degree["pp"] > 1:
         yield "pp_schedule", schedule
     if degree["pp"] > 1:
-        yield "pp_schedule.microbatches", max(of["training.local_batch_size"] // of["parallelism.pipeline_parallel_microbatch_size"], 1)
+        size = max(of["parallelism.pipeline_parallel_microbatch_size"], 1)
+        yield "pp_schedule.microbatches", max(of["training.local_batch_size"] // size, 1)
     if parts := of["parallelism.module_fqns_per_model_part"]:
-        yield "pp_schedule.split", [part[0] for part in parts[1:]]
+        yield "pp_schedule.split", [part[0] for part in parts[1:] if part]
 
 
 def _precision(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
@@ -198,7 +216,8 @@ def _precision(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
 def _checkpoint(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
     kinds = {"disabled": "sync", "async": "async", "async_with_pinned_mem": "async_pinned"}
     seed = of["checkpoint.create_seed_checkpoint"]
-    yield "checkpoint", "seed" if seed else kinds[of["checkpoint.async_mode"]] if of["checkpoint.enable"] else "off"
+    mode = of["checkpoint.async_mode"]
+    yield "checkpoint", "seed" if seed else kinds.get(mode, mode) if of["checkpoint.enable"] else "off"
     if not of["checkpoint.enable"]:
         return
     for name, key in (("interval", "interval"), ("keep_latest_k", "keep_latest_k"), ("enable_first_step_checkpoint", "first_step")):
@@ -218,9 +237,11 @@ def _checkpoint(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str
 def _rest(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
     if of["optimizer.name"] != "AdamW":
         yield Without("optimizer.name", MISSING, "AdamW takes its place; there are adamw, muon and sgd")
-    mode, selective = of["activation_checkpoint.mode"], str(of["activation_checkpoint.selective_ac_option"])
+    mode, selective = of["activation_checkpoint.mode"], of["activation_checkpoint.selective_ac_option"]
     yield "ac", mode if mode != "selective" else "op" if selective == "op" else "layer"
     if mode == "selective" and selective != "op":
+        if not selective.isdecimal():
+            raise ConfigError(f"activation_checkpoint.selective_ac_option={selective}: is op or a number in TorchTitan")
         yield "ac.every", int(selective)
     if mode == "memory_budget":
         yield "ac.budget", of["activation_checkpoint.memory_budget"]
