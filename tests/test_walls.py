@@ -16,7 +16,8 @@ ALLOWED = {
     "train": {"train", "parallel", "models", "config"},
 }
 NO_TORCH = ["titan_hydra.config", "titan_hydra.config.checks", "titan_hydra.launch.dispatch", "titan_hydra.launch.worker",
-            "titan_hydra.launch.checkpoints", "titan_hydra.launch.flight_cli", "titan_hydra.cli", "titan_hydra.train.acceptance",
+            "titan_hydra.launch.checkpoints", "titan_hydra.launch.flight_cli", "titan_hydra.launch.extend_cli",
+            "titan_hydra.launch.track_cli", "titan_hydra.cli", "titan_hydra.train.acceptance",
             "titan_hydra.train.verify_cli", "titan_hydra.report.cli", "titan_hydra.report.part"]
 
 

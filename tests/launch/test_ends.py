@@ -5,9 +5,10 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
+
+from tests import wandb_file
 
 
 def rows(launcher):
@@ -183,25 +184,6 @@ def test_time_limit_saves_and_stops(launcher):
     assert "stopped after step" in done.stderr and launcher.processes() == []
 
 
-def wandb_steps(file: Path) -> list[int]:
-    """The steps of the rows in one of wandb's files: blocks of 32 KiB of records (checksum, length, kind: whole, first, middle or last)."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, position, record, steps = file.read_bytes(), 7, b"", []
-    while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # too little for a header
-            position += 32768 - position % 32768
-            continue
-        length, kind = int.from_bytes(content[position + 4:position + 6], "little"), content[position + 6]
-        record += content[position + 7:position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            history = Record.FromString(record).history
-            steps += [int(item.value_json) for item in history.item if "_step" in (item.key, *item.nested_key)]
-            record = b""
-    return steps
-
-
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     line = (*launcher.TINY, "metrics=wandb", "metrics.log_every=1", "steps=60", "checkpoint.interval=8")
@@ -218,7 +200,7 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     assert done.returncode == 0, done.stderr
     (folder,) = (launcher.run_directory / "wandb").glob("offline-run-*")
     assert folder.name.rpartition("-")[2] == launcher.run_directory.name.rpartition("-")[2]
-    steps = [step for file in folder.glob("*.wandb") for step in wandb_steps(file)]
+    steps = [row["_step"] for file in folder.glob("*.wandb") for row in wandb_file.rows(file)]
     assert list(dict.fromkeys(steps)) == list(range(1, 61))  # twice where a checkpoint's row joins
     assert steps == sorted(steps)
     rows = [json.loads(row)["step"] for row in (launcher.run_directory / "metrics.jsonl").read_text().splitlines()]

@@ -15,6 +15,7 @@ from titan_hydra.config import to_dict
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model, RopeScaling
 from titan_hydra.config.status import CheckpointError, ConfigError
+from titan_hydra.launch import convert_cli
 from titan_hydra.models import build
 from titan_hydra.models.hf import from_hf_config, to_hf_config
 from titan_hydra.models.init import init_weights
@@ -61,8 +62,8 @@ def a_run(tmp_path):
 
 def titan_convert(*words):
     parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
-    return convert.main(parser.parse_args([str(word) for word in words]))
+    convert_cli.add_arguments(parser)
+    return convert_cli.main(parser.parse_args([str(word) for word in words]))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

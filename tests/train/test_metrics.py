@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+from tests import wandb_file
 from titan_hydra.config import compose_job
 from titan_hydra.models.flops import flops_per_token
 from titan_hydra.train import data
@@ -105,11 +106,14 @@ def cut_back(directory, step):
 
 
 def test_wandb_offline_goes_on_in_the_same_run(tiny, run_job):
-    job = tiny("metrics=wandb", "checkpoint.interval=1", "checkpoint.keep_latest_k=0")
+    job = tiny("metrics=wandb", "checkpoint.interval=1", "checkpoint.keep_latest_k=0", "validation=on", "validation.interval=2")
     directory = run_job(job)
     cut_back(directory, 3)
     run_job(job, directory)
     (folder,) = (directory / "wandb").glob("offline-run-*")
+    logged = [row for file in folder.glob("*.wandb") for row in wandb_file.rows(file)]
+    assert [row["_step"] for row in logged if "loss" in row] == [1, 2, 3, 4, 5]
+    assert {row["_step"] for row in logged if "validation/validation_loss" in row} == {2, 4, 5}
     assert folder.name.rpartition("-")[2] == directory.name.rpartition("-")[2]
     assert len(run_job.rows(directory)) == 5
 

@@ -67,6 +67,14 @@ def _describe() -> str:
 
 def compose_job(*overrides: str) -> Job:
     """Compose, freeze and check one job from this checkout's conf/, for programs other than launch.py. Raises ConfigError."""
+    job = freeze(compose_unchecked(*overrides))
+    if faults := check(job):
+        raise ConfigError("\n".join(map(str, faults)))
+    return job
+
+
+def compose_unchecked(*overrides: str) -> Job:
+    """Compose and type one job, as it is before it is frozen. Raises ConfigError for keys and options that do not exist."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
@@ -78,9 +86,6 @@ def compose_job(*overrides: str) -> Job:
         if (line := explain(error, overrides)) is None:
             raise
         raise ConfigError(line) from error
-    if job is not None:
-        job = freeze(job)
-        faults = check(job)
     if faults:
         raise ConfigError("\n".join(map(str, faults)))
     return job

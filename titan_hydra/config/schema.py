@@ -128,7 +128,7 @@ class Optimizer:
 @dataclass
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=("wsd", "cosine", "constant"))
-    warmup_steps: int = key(200, "steps of linear warm-up from 0")
+    warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate")
     decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end")
     decay_type: str = key("linear", "wsd: shape of the decay", choices=("linear", "sqrt", "cosine"))
     min_factor: float = key(0.0, "the rate ends at this share of its peak")
@@ -213,6 +213,8 @@ class Metrics:
     peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: known from its name, else MFU is null",
                                    identity=False)
     wandb_project: str = key("titan_hydra", "wandb project", identity=False)
+    wandb_entity: str | None = key(None, "wandb user or team; null: the default of the account", identity=False)
+    wandb_tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
     wandb_mode: str = key("offline", "wandb: offline writes beside the run, online sends", identity=False, choices=("offline", "online"))
 
 

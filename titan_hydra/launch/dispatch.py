@@ -88,10 +88,13 @@ def dispatch(composed: list[tuple]) -> int:
     if line_faults := list(faults_of_the_line(cells)):
         print(*line_faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    cells = list(without_twins(cells))
-    launch = cells[0].job.launch
+    return begin(list(without_twins(cells)))
+
+
+def begin(cells: list[Cell]) -> int:
+    """Show, or start where the place allows it, cells that passed the checks. Returns the exit status."""
     states = rundir.states([cell.directory for cell in cells])
-    if launch.mode == "dry":
+    if cells[0].job.launch.mode == "dry":
         show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
         if on_slurm(cells):
             from . import submit  # submitit
@@ -221,6 +224,8 @@ def run_all(cells: list[Cell]) -> int:
     rest = [rundir.state(cell.directory) for cell in cells[len(states):]]
     if len(cells) > 1:
         show.results(cells, states + rest)
+    elif states[0].kind == "done":
+        show.longer(cells[0])
     if interrupts.received and any(state.kind != "done" for state in [states[-1], *rest]):
         return interrupts.status
     return status

@@ -51,7 +51,8 @@ def main(args: argparse.Namespace) -> int:
         return Exit.DONE
     for row, _ in again:
         print(f"{row.hash}  {row.cell}: {row.state.failure.line if row.state.failure else row.state.kind}")
-    cells = [Cell(number, cell.overrides, job_of(cell.directory, args.runs), cell.directory, len(again)) for number, (_, cell) in enumerate(again, 1)]
+    cells = [Cell(number, cell.overrides, job_of(cell.directory, args.runs), cell.directory, len(again))
+             for number, (_, cell) in enumerate(again, 1)]
     clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # a folder of runs may have several
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)

@@ -1,6 +1,7 @@
 """What launch.py prints: tables of cells, how a run ended, and what to type next."""
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -64,12 +65,16 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
     kinds = [state.kind for state in states]
     print(", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
     target = folder.name if folder else cells[0].directory.name
-    where = "" if cells[0].runs == Path("runs").absolute() else f" --runs {cells[0].job.paths.runs}"
     for command, use in (("status", "how far they are"), ("logs -f", "what rank 0 says"), ("cancel", "stop them"), ("report", "the table")):
         if folder or command != "report":
-            print(f"  titan {command}{where} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
+            print(f"  titan {command}{_where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
     if "failed" in kinds:
         print("  failed cells are not started again by themselves: launch.retry=failed, or titan retry")
+
+
+def _where(cell) -> str:
+    """The option that titan needs to find runs that are not in the folder `runs` of this one."""
+    return "" if cell.runs == Path("runs").absolute() else f" --runs {shlex.quote(cell.job.paths.runs)}"
 
 
 def waiting(state: State) -> str:
@@ -88,6 +93,12 @@ def result_line(directory: Path) -> str:
     held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f})"
     return (f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
             f"({directory}/result.json)")
+
+
+def longer(cell) -> None:
+    """How to train a finished run longer, if it has left a checkpoint."""
+    if any(cell.directory.glob("checkpoints/step-*")) and cell.job.fault_tolerance.name == "off":
+        print(f"  train longer: titan extend{_where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}")
 
 
 def last_word(directory: Path, state: State) -> str:

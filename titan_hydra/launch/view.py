@@ -103,6 +103,11 @@ def choose_one(target: str, runs: Path) -> RunCell:
     return selection.cells[0]
 
 
+def place_of(target: str, runs: Path) -> Path:
+    """The folder that was typed, or the directory of the run that `target` means."""
+    return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
+
+
 def look(cells: list[RunCell]) -> tuple[list[Row], Queue]:
     """All that is known of these runs now."""
     queue = rundir.queue_of([cell.directory for cell in cells])

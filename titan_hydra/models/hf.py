@@ -33,7 +33,7 @@ def parameter_shapes(config: Model) -> dict[str, torch.Size]:
 
 
 def to_hf_config(config: Model, dtype: torch.dtype) -> dict:
-    """The config.json of a LlamaForCausalLM; no token ids in it, since a checkpoint does not know its tokenizer."""
+    """The config.json of a LlamaForCausalLM, without token ids."""
     scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -1,13 +1,12 @@
-"""`titan convert`: a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
+"""A checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
 
 Both ways stream: an export holds one file's tensors in memory, an import one tensor. The marker of completeness comes last: config.json
 of an export, `.metadata` of a checkpoint. This way a folder whose writing was cut short is never taken for a whole one.
 """
-import argparse
 import json
 import os
 import pickle
-import warnings
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,39 +18,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from titan_hydra.config import from_dict, to_dict
-from titan_hydra.config.schema import Model
+from titan_hydra.config.files import read_json
+from titan_hydra.config.schema import Model, Tokenizer
 from titan_hydra.config.status import CheckpointError, ConfigError
 from titan_hydra.models.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
 
+from . import tokenizer_export
 from .checkpoint import safe
 from .checkpoint.folder import newest
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """titan convert CHECKPOINT --to hf DIR, titan convert HF_DIR --from hf DIR"""
-    parser.add_argument("source", type=Path, help="checkpoint or run directory (--to), Hugging Face folder (--from)")
-    direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--to", choices=["hf"], help="export to this format")
-    direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
-    parser.add_argument("target", type=Path, help="folder to write; new or empty")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="number format to write; default: bfloat16 (--to), unchanged (--from)")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
-    parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Convert and say what was written. Raises ConfigError or CheckpointError with one line."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    if args.to:
-        files = export_hf(args.source, args.target, DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
-        print(f"{args.target}: {len(files)} file{'s' * (len(files) > 1)} of weights; load with AutoModelForCausalLM.from_pretrained")
-    else:
-        import_hf(args.source, args.target, DTYPES.get(args.dtype))
-        print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")
-    return 0
 
 
 def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: float = 5.0, config_file: Path | None = None) -> list[str]:
@@ -66,13 +43,28 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     files = [_shard_name(i, len(shards)) for i in range(len(shards))]
     for file, names in zip(files, shards, strict=True):
         tensors = {hf_name(name): reader.tensor(name, shapes[name], dtype) for name in names}
+        (target / file).touch()
+        mode = (target / file).stat().st_mode  # by the umask; safetensors would let nobody else read it
         save_file(tensors, target / file, metadata={"format": "pt"})
+        (target / file).chmod(mode)
     if len(files) > 1:
         weight_map = {hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         _write_json(target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(target / "config.json", to_hf_config(config, dtype))
+    ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len)
+    _write_json(target / "config.json", to_hf_config(config, dtype) | ids)
     return files
+
+
+def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
+    """Write the run's tokenizer and generation_config.json. Returns the token ids; none, and a warning, where there is no tokenizer."""
+    try:
+        ids = tokenizer_export.write(read_tokenizer_config(checkpoint, config_file), target, max_length)
+    except ConfigError as error:
+        print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
+        return {}
+    _write_json(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
+    return ids
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
@@ -94,7 +86,9 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> N
             return file.get_tensor(name).to(state[key].dtype)
 
     _make_target(target)
-    _write_json(target / "config.json", {"model": to_dict(config)})
+    words = source / "tokenizer.json"
+    tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
+    _write_json(target / "config.json", {"model": to_dict(config)} | tokenizer)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
 
 
@@ -120,6 +114,26 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
         return from_dict(Model, _read_json(file)["model"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
+
+
+def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint's run, its path no longer relative to where the run was started."""
+    file, section = find_section("tokenizer", checkpoint, config_file)
+    if not section:
+        raise ConfigError(f"{file}: names no tokenizer")
+    config = from_dict(Tokenizer, section)
+    if config.path:
+        started = (read_json(file.with_name("env.json")) or {}).get("folder", "")
+        config.path = str(Path(started, Path(config.path).expanduser()))
+    return config
+
+
+def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
+    """A section of the first config.json that has it, or {}: that of an imported checkpoint, or of the run of an export or a step."""
+    folders = [checkpoint, *checkpoint.absolute().parents[:2]]
+    candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
+    found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
+    return next(((file, section) for file, section in found if section), (candidates[-1], {}))
 
 
 class Reader:

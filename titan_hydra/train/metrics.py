@@ -22,7 +22,7 @@ from titan_hydra.config.load import all_ranks
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
 
-from .trackers import Tracker, open_trackers
+from .trackers import Tracker, open_trackers, trackable
 
 # Dense bf16 peak of a device, FLOP/s, by a part of its name; the first that matches. Vendors' data sheets.
 PEAK_FLOPS = {
@@ -136,10 +136,10 @@ class Metrics:
         if name == "validation":
             self.validation_loss = values["validation_loss"]
         if self.events:
-            self.events.add({"event": name, "step": step} | values)
+            self.events.add(row := {"event": name, "step": step} | values)
             shown = "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
             print(f"{name:>10}  step {step}  {shown}", flush=True)
-            self._track({"step": step} | {f"{name}/{key}": value for key, value in values.items() if not isinstance(value, str)})
+            self._track(trackable(row))
 
     def result(self, step: int) -> dict[str, Any]:
         """What result.json says of this process: rates over its steady steps, the first step left out."""

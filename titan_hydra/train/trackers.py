@@ -1,10 +1,13 @@
 """TensorBoard and wandb: copies of metrics.jsonl for those who like to watch. A tracker that fails never stops a run."""
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from titan_hydra.config import identity, to_dict
@@ -16,6 +19,7 @@ class Tracker(Protocol):
     """Takes rows: `step` and numbers; None values are left out."""
 
     name: str
+    has: int  # the step up to which it holds the rows that were recorded before
 
     def log(self, row: dict[str, Any]) -> None: ...
 
@@ -30,6 +34,7 @@ class TensorBoard:
     def __init__(self, job: Job, run: Run, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.has = resumed_at
         self.writer = SummaryWriter(run.directory / "tensorboard", purge_step=resumed_at + 1 if resumed_at else None)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -44,11 +49,11 @@ class TensorBoard:
 class WandB:
     """A wandb run whose id is the identity hash, in the group of its sweep: a resumed run goes on in the same one.
 
-    Offline, what a killed process had not written is lost, so each start writes a whole new copy from metrics.jsonl, and the newest
+    Offline, what a killed process had not written is lost, so each start writes a whole new copy of what is recorded, and the newest
     folder under wandb/ holds all rows, each once; folders that it replaces and that nobody has sent go away.
     """
 
-    name = "wandb"
+    name, has = "wandb", 0
 
     def __init__(self, job: Job, run: Run, resumed_at: int) -> None:
         import wandb
@@ -59,16 +64,13 @@ class WandB:
             if not any(folder.glob("*.synced")):
                 shutil.rmtree(folder, ignore_errors=True)
         self.run = wandb.init(
-            project=job.metrics.wandb_project, mode=job.metrics.wandb_mode, id=identity(job), name=run.directory.name, resume="allow",
-            group=job.sweep.name, dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
+            project=job.metrics.wandb_project, entity=job.metrics.wandb_entity, mode=job.metrics.wandb_mode, id=identity(job),
+            name=run.directory.name, resume="allow", group=job.sweep.name, tags=job.metrics.wandb_tags, notes=job.notes or None,
+            dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
         )
-        if offline:
-            rows = (json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines())
-            for row in rows:
-                self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
-        if row["step"] < self.run.step:  # online: the server has it, from before a kill
+        if row["step"] < self.run.step:  # online: the server has it, from before
             return
         self.run.log({key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"])
 
@@ -80,11 +82,36 @@ TRACKERS: dict[str, Callable[[Job, Run, int], Tracker]] = {"tensorboard": Tensor
 
 
 def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
-    """The trackers that the job names; one that cannot start is left out with a warning."""
+    """The trackers that the job names, with all that the run has recorded; one that cannot start is left out with a warning."""
     trackers = []
     for name in job.metrics.trackers:
         try:
-            trackers.append(TRACKERS[name](job, run, resumed_at))
+            trackers.append(open_tracker(name, job, run, resumed_at))
         except Exception as error:
             print(f"warning: {name} could not start and is left out: {error}", flush=True)
     return trackers
+
+
+def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
+    """A tracker that holds what the run has recorded so far."""
+    tracker = TRACKERS[name](job, run, resumed_at)
+    for row in recorded(run.directory):
+        if row["step"] > tracker.has:
+            tracker.log(row)
+    return tracker
+
+
+def recorded(directory: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl and events.jsonl as trackers take them, by step; a line that a kill has cut off is left out."""
+    files = [directory / name for name in ("metrics.jsonl", "events.jsonl")]
+    rows = []
+    for line in itertools.chain.from_iterable(file.read_text().splitlines() for file in files if file.exists()):
+        with contextlib.suppress(ValueError):
+            rows.append(trackable(json.loads(line)))
+    return iter(sorted(rows, key=lambda row: row["step"]))
+
+
+def trackable(row: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a row; those of an event bear its name."""
+    prefix = f"{row['event']}/" if "event" in row else ""
+    return {name if name == "step" else prefix + name: value for name, value in row.items() if isinstance(value, int | float)}

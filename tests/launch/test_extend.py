@@ -1,0 +1,131 @@
+"""`titan extend`: the new run is bitwise the one that had so many steps from its start on, or nothing is started and a line says why."""
+import json
+
+import pytest
+import torch
+
+from titan_hydra import cli
+from titan_hydra.config import compose_job, identity, to_dict
+from titan_hydra.config.change import change
+from titan_hydra.config.status import ConfigError
+from titan_hydra.train.convert import Reader
+
+WSD = ("debug=tiny", "precision=fp32", "lr_scheduler.decay_ratio=0.25", "checkpoint.interval=4", "checkpoint.keep_latest_k=0",
+       "cluster=inline")
+
+
+def learned(directory):
+    """Loss, gradient norm and learning rate by step."""
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows}
+
+
+def weights(step):
+    reader = Reader(step)
+    return {name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
+            for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
+
+
+def test_an_extended_run_is_the_longer_run_bitwise(launcher):
+    assert launcher.run("-m", *WSD, "steps=12,20").returncode == 0
+    short, whole = (file.parent for steps in (12, 20) for file in launcher.folder.glob("runs/*/config.json")
+                    if json.loads(file.read_text())["steps"] == steps)
+    extend = ("-m", "titan_hydra.cli", "extend", short.name, "steps=20")
+    done = launcher.python(*extend)
+    assert done.returncode == 0, done.stderr
+    (longer,) = set(launcher.folder.glob("runs/llama3*")) - {short, whole}
+    assert f"{longer.name}: goes on from step 8 of {short.name}" in done.stdout
+    assert f"train longer: titan extend {longer.name.rpartition('-')[2]} steps=40" in done.stdout
+    after = learned(longer)
+    assert list(after) == list(range(9, 21))
+    assert after == {step: row for step, row in learned(whole).items() if step > 8}
+    ours, theirs = (weights(directory / "checkpoints/step-00000020") for directory in (longer, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = launcher.python(*extend)
+    assert again.returncode == 0 and "done, 20 steps" in again.stdout and len(learned(longer)) == 12
+    typed = (longer / "overrides.txt").read_text().splitlines()
+    assert f"{longer.name}: done" in launcher.run(*typed).stdout, "the overrides that it keeps compose the same run"
+
+
+@pytest.fixture
+def a_run(tmp_path, monkeypatch, capsys):
+    """A function that makes a run directory with checkpoints of these steps, and one that types `titan extend` there."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*overrides, steps=(4, 8, 12)):
+        job = compose_job("debug=tiny", "steps=12", "lr_scheduler.decay_ratio=0.25", *overrides)
+        directory = tmp_path / f"runs/{job.name}-{identity(job)}"
+        for step in steps:
+            folder = directory / f"checkpoints/step-{step:08d}"
+            folder.mkdir(parents=True)
+            for file in (".metadata", "rank_00000.json"):
+                (folder / file).touch()
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(to_dict(job)))
+        (directory / "overrides.txt").write_text("".join(f"{override}\n" for override in overrides))
+        return directory
+
+    def extend(directory, *words):
+        status = cli.main(["extend", str(directory), "launch.mode=dry", *words])
+        return int(status), *capsys.readouterr()
+
+    return make, extend
+
+
+@pytest.mark.parametrize("schedule, steps, origin", [
+    ("wsd", 40, 8),  # the rate of 12 steps falls after step 10
+    ("wsd", 10, 8),  # a decay that begins earlier, from the same checkpoint
+    ("wsd", 8, 4),
+    ("constant", 40, 12),
+    ("constant", 13, 12),
+    ("constant", 12, "steps=12: is what the run has"),
+    ("wsd", 4, "no checkpoint before step 4"),
+    ("wsd", 5, 4),
+    ("cosine", 40, "differ from step 3 on"),
+    ("cosine", 0, "steps=0"),
+])
+def test_the_checkpoint_is_the_newest_with_the_same_rates_before_it(a_run, schedule, steps, origin):
+    make, extend = a_run
+    directory = make(f"lr_scheduler={schedule}")
+    status, out, err = extend(directory, f"steps={steps}")
+    if isinstance(origin, int):
+        assert (status, err) == (0, "") and f"goes on from step {origin} of {directory.name}" in out and "1 to start" in out
+    else:
+        assert status == 2 and origin in err and err.count("\n") == 1
+    assert len(list(directory.parent.iterdir())) == 1, "nothing was written"
+
+
+def test_a_checkpoint_after_the_rates_have_parted_must_be_named(a_run):
+    make, extend = a_run
+    directory = make(steps=[12])
+    status, _, err = extend(directory, "steps=40")
+    assert status == 2 and "learning rates of 12 and 40 steps differ from step 11 on" in err and "--step 12" in err
+    status, out, _ = extend(directory, "steps=40", "--step", "12")
+    assert status == 0 and "goes on from step 12" in out and "differ from step 11 on" in out
+    status, _, err = extend(directory, "steps=40", "--step", "8")
+    assert status == 2 and "--step=8: there is no such checkpoint; nearest legal: 12" in err
+
+
+@pytest.mark.parametrize("overrides, words, message", [
+    ((), ["optimizer.lr=1"], "optimizer.lr=1: is part of the experiment"),
+    ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
+    ((), ["steps=many"], "steps=many: is not a valid int"),
+    ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: is not a valid int"),
+    ((), ["checkpoint.interval=5"], "steps: how many?"),
+    (("checkpoint=off",), ["steps=20"], "no complete checkpoint"),
+    (("fault_tolerance=diloco", "fault_tolerance.replicas=2"), ["steps=20"], "fault_tolerance=diloco"),
+])
+def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
+    make, extend = a_run
+    status, _, err = extend(make(*overrides, steps=[] if "checkpoint=off" in overrides else [8]), *words)
+    assert status == 2 and message in err and err.count("\n") == 1, err
+
+
+def test_only_named_values_change():
+    job = compose_job("debug=tiny", "cluster.setup=['echo \\${HOME}']")
+    other = change(job, ["metrics.wandb_mode=online", "cluster.environment={A: b}", "metrics.trackers=[wandb]"])
+    assert (other.metrics.wandb_mode, other.cluster.environment, other.metrics.trackers) == ("online", {"A": "b"}, ["wandb"])
+    assert job.metrics.wandb_mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)
+    for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb_mode=sideways"):
+        with pytest.raises(ConfigError, match=r"^[^\n]+$"):
+            change(job, [word])

@@ -1,0 +1,93 @@
+"""`titan extend`: a new run that goes on from a run's checkpoint, up to another number of steps.
+
+It takes the newest checkpoint before which the learning rates of both numbers of steps are the same, so that it learns what a run with
+the new number learns from its first step on: with lr_scheduler=wsd one from before the decay, with a constant rate the last.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from titan_hydra.config import Fault, Job, check
+from titan_hydra.config.change import change
+from titan_hydra.config.schema import Launch, Paths, Sweep
+from titan_hydra.config.status import ConfigError, Exit
+from titan_hydra.train.checkpoint import folder
+
+from . import dispatch, rundir
+from .dispatch import Cell
+from .view import add_runs, choose_one
+from .worker import load_job
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `titan extend`."""
+    parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
+    parser.add_argument("values", nargs="+", metavar="steps=N", help="the number of steps, counted from the first run's start; after it "
+                        "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry")
+    parser.add_argument("--step", type=int, metavar="S", help="go on from this checkpoint, whatever the learning rates before it were")
+    add_runs(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit status of the new run, as launch.py's."""
+    run = choose_one(args.cell, args.runs)
+    old = load_job(run.directory)
+    old = dataclasses.replace(old, launch=Launch(), sweep=Sweep(), paths=Paths(str(run.directory.parent)))
+    new = change(old, args.values, experiment=("steps",))
+    if not any(value.startswith("steps=") for value in args.values):
+        raise ConfigError("steps: how many? titan extend RUN steps=N")
+    if new.steps == old.steps:
+        raise ConfigError(str(Fault("steps", new.steps, "is what the run has")))
+    if old.fault_tolerance.name != "off":
+        raise ConfigError(f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: what its "
+                          "replica groups know of each other is not taken along")
+    step, note = origin(run.directory, old, new, args.step)
+    new.checkpoint.initial_load_path, new.checkpoint.exclude_from_loading = str(step), []
+    if faults := check(new):
+        print(*faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    cell = Cell(1, overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1)
+    print(f"{cell.directory.name}: goes on from step {folder.step_of(step)} of {run.directory.name}{note}", flush=True)
+    return dispatch.begin([cell])
+
+
+def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
+    """The checkpoint to go on from, and what is to be said of it. Raises ConfigError if there is none."""
+    steps = {folder.step_of(path): path for path in folder.complete(directory / "checkpoints")}
+    if not steps:
+        raise ConfigError(f"{directory.name}: has no complete checkpoint to go on from")
+    early = [step for step in steps if step < new.steps]
+    if not early:
+        raise ConfigError(f"steps={new.steps}: {directory.name} has no checkpoint before step {new.steps}; its first is {min(steps)}")
+    same = same_rates(old, new)
+    part = f"the learning rates of {old.steps} and {new.steps} steps differ from step {same + 1} on"
+    if wanted is not None:
+        if wanted not in early:
+            raise ConfigError(str(Fault("--step", wanted, "there is no such checkpoint", legal=tuple(early))))
+        return steps[wanted], f"; {part}: it does not learn what a run of {new.steps} steps learns" * (wanted > same)
+    if not (fits := [step for step in early if step <= same]):
+        raise ConfigError(f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
+                          f"--step {max(early)} goes on from there all the same. checkpoint.keep_every=N keeps earlier ones")
+    return steps[max(fits)], ""
+
+
+def same_rates(old: Job, new: Job) -> int:
+    """The last step up to which two numbers of steps have the same learning rates."""
+    from titan_hydra.train.spec import spec_of  # torch
+
+    factor, last = spec_of(old).lr_factor, min(old.steps, new.steps)
+    differ = (step for step in range(1, last + 1)
+              if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler))
+    return next(differ, last + 1) - 1
+
+
+def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
+    """What to type after `python launch.py` for the same run: the first run's overrides, less those that are given anew."""
+    path = str(step) if re.fullmatch(r"[\w./-]+", str(step)) else "'" + str(step).replace("'", "\\'") + "'"
+    after = [*values, f"checkpoint.initial_load_path={path}", "checkpoint.exclude_from_loading=[]"]
+    keys = {override.partition("=")[0] for override in after}
+    return [override for override in before if override.partition("=")[0] not in keys] + after

@@ -1,0 +1,73 @@
+"""Text from the model of a checkpoint, on one process: each new token takes a forward over all tokens before it, without a cache."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from titan_hydra.config import Job
+from titan_hydra.config.schema import Model, Train
+from titan_hydra.config.status import ConfigError
+
+from .convert import DTYPES, Reader, find_section, read_model_config, read_tokenizer_config
+from .spec import TrainSpec, spec_of
+
+
+def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str) -> Iterator[str]:
+    """What follows the prompt, at most `max_tokens` tokens, in pieces of whole characters."""
+    config = read_model_config(checkpoint)
+    _, train = find_section("train", checkpoint)
+    spec = spec_of(Job(model=config, train=Train(imports=train.get("imports", []))))
+    words = spec.tokenizer(read_tokenizer_config(checkpoint))
+    ids = words.document(prompt)[:-1] or [words.eos_id]  # without begin-of-text, the end of a document stands before the next
+    seq_len = len(ids) + max_tokens
+    if seq_len > config.max_seq_len:
+        raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
+    model = load(spec, config, seq_len, DTYPES[dtype], Reader(checkpoint))
+    new: list[int] = []
+    text = ""
+    for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
+        if token == words.eos_id:
+            break
+        new.append(token)
+        if not (longer := words.decode(new)).endswith("\ufffd"):  # else its last character lacks bytes
+            yield longer[len(text):]
+            text = longer
+    yield words.decode(new)[len(text):]
+
+
+def load(spec: TrainSpec, config: Model, seq_len: int, dtype: torch.dtype, reader: Reader) -> nn.Module:
+    """The whole model with a checkpoint's weights, on the GPU if there is one."""
+    config.attention = "auto"  # the run's kernel may not exist here
+    with torch.device("meta"):
+        model = spec.model(config, seq_len)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # not the buffers: positions are always float32
+    model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+    for part in model.modules():
+        if hasattr(part, "reset_buffers"):
+            part.reset_buffers()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(reader.tensor(name, parameter.shape, dtype))
+    return model.eval()
+
+
+@torch.no_grad()
+def continuation(model: nn.Module, ids: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
+    """The tokens that follow `ids`, one after another."""
+    tokens = torch.tensor([ids], device=next(model.parameters()).device)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        token = pick(model(tokens)[0, -1].float().cpu(), temperature, top_k, generator)
+        yield token
+        tokens = torch.cat([tokens, tokens.new_tensor([[token]])], dim=1)
+
+
+def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Draw a token from softmax(logits / temperature) over the `top_k` likeliest (0: over all); temperature 0 takes the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, tokens = logits.topk(min(top_k or len(logits), len(logits)))
+    return int(tokens[torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)])
