@@ -10,18 +10,20 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
-from math import isfinite, lcm
-from operator import attrgetter
+from importlib.metadata import entry_points
+from math import lcm
 
-from . import checkpoint, cluster, data, pipeline, precision, redact, replicas
-from .fault import Fault, below_one, divisors
-from .load import DEGREES, data_parallel, devices_here, ffn_width, known_keys, to_dict, world_size
+from . import checkpoint, cluster, data, memory, pipeline, precision, redact, replicas
+from .fault import Fault, divisors
+from .load import DEGREES, data_parallel, devices_here, ffn_width, to_dict, values_are_what_the_schema_takes, world_size
 from .run import versions
 from .schema import Job
 
 Rule = Callable[[Job], Iterator[Fault]]
+BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "onnxrt", "tvm")  # of torch.compile
+KEYS: list[Rule] = [values_are_what_the_schema_takes]
 RANKS: list[Rule] = []  # the degrees, from which the batch and much else follow
-VALUES: list[Rule] = []  # each value by itself
+VALUES: list[Rule] = []  # keys that mean something beyond their range
 LAYOUT: list[Rule] = []  # degrees, model and batch against each other
 RECIPE: list[Rule] = []  # techniques against each other
 PLACE: list[Rule] = []  # the machine and its files
@@ -29,7 +31,7 @@ PLACE: list[Rule] = []  # the machine and its files
 
 def check(job: Job) -> list[Fault]:
     """All faults of a frozen job, from the first group of rules that has any."""
-    for group in (RANKS, VALUES, LAYOUT, RECIPE, PLACE):
+    for group in (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE):
         faults = [fault for rule in group for fault in rule(job)]
         if faults:
             return faults
@@ -48,27 +50,16 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 # --- the degrees -------------------------------------------------------------------------------------------------------------------
 
 @rule(RANKS)
-def there_are_ranks(job: Job) -> Iterator[Fault]:
-    """What a negative number of them leads to would be told of other keys."""
-    yield from below_one(job, "gpus", "fault_tolerance.replicas")
-
-
-@rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
     """Every rank has one place in the mesh: the product of the degrees is their number. One degree may be -1 and takes the rest."""
-    if job.gpus < 1:
-        return
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
-    bad = [name for name in DEGREES if getattr(job.parallelism, name) < 1 and name not in free]
-    for name in bad:
-        yield Fault(f"parallelism.{name}", getattr(job.parallelism, name), "a degree is at least 1", legal=(1,))
     if len(free) == 2:
         yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
-    elif free and not bad:
+    elif free:
         fixed = -world_size(job)
         yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
                     legal=_multiples_around(job.gpus, fixed))
-    elif not bad and world_size(job) != job.gpus:
+    elif world_size(job) != job.gpus:
         product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
         yield Fault("gpus", job.gpus, f"the degrees need {world_size(job)} ranks ({product or 'all are 1'})", legal=(world_size(job),))
 
@@ -77,50 +68,9 @@ def _multiples_around(number: int, base: int) -> tuple[int, ...]:
     return tuple(multiple for multiple in (number // base * base, (number // base + 1) * base) if multiple)
 
 
-# --- each value by itself -----------------------------------------------------------------------------------------------------------
-
-@rule(VALUES)
-def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
-    """Names pick from registries; a typo must not fall through to a default."""
-    for key, spec in known_keys().items():
-        choices, value = spec.metadata["choices"], attrgetter(key)(job)
-        if choices and value is not None and value not in choices:
-            yield Fault(key, value, "not one of the choices", legal=choices)
-    for tracker in job.metrics.trackers:
-        if tracker not in ("tensorboard", "wandb"):
-            yield Fault("metrics.trackers", job.metrics.trackers, f"no tracker is called {tracker}", legal=("tensorboard", "wandb"))
-
-
-@rule(VALUES)
-def counts_are_positive(job: Job) -> Iterator[Fault]:
-    """Sizes, steps and intervals count things."""
-    yield from below_one(
-        job, "steps", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.multiple_of",
-        "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch", "validation.interval", "validation.steps",
-        "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank", "loss.chunk_tokens",
-        "comm.init_timeout_seconds", "comm.train_timeout_seconds", "profiling.first_step", "profiling.steps")
-    for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",
-                "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every", "seed", "cluster.max_parallel",
-                "comm.health_check_seconds", "data.shuffle_buffer", "data.max_bad_shards"):
-        value = attrgetter(key)(job)
-        if not isfinite(value):
-            yield Fault(key, value, "must be a number")
-        elif value < 0:
-            yield Fault(key, value, "must not be negative", legal=(0,))
-    for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2",
-                "optimizer.muon_momentum", "optimizer.sgd_momentum"):
-        if not 0 <= (value := attrgetter(key)(job)) <= 1:
-            yield Fault(key, value, "is a share between 0 and 1")
-
+# --- keys that mean something beyond their range -------------------------------------------------------------------------------------
 
 VALUES.extend(data.VALUES)
-
-
-@rule(VALUES)
-def name_is_that_of_a_folder(job: Job) -> Iterator[Fault]:
-    """It names one in `paths.runs`, and must not lead out of it."""
-    if not re.fullmatch(r"\w[\w.+=,-]*", job.name):
-        yield Fault("name", job.name, "names a folder: letters, digits and . _ + = , - after a letter or digit")
 
 
 @rule(VALUES)
@@ -146,6 +96,38 @@ def family_is_registered(job: Job) -> Iterator[Fault]:
             yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
     if job.model.family != "llama3" and not job.train.imports:
         yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
+
+
+@rule(VALUES)
+def cells_belong_to_a_sweep(job: Job) -> Iterator[Fault]:
+    """Names for the report of a sweep mean nothing to a run alone."""
+    for key in ("cell", "baseline"):
+        if job.sweep.name is None and (value := getattr(job.sweep, key)) is not None:
+            yield Fault(f"sweep.{key}", value, "this run belongs to no sweep; -m and +sweeps=NAME make one")
+
+
+@rule(VALUES)
+def rotary_frequencies_are_stretched_between_two_wavelengths(job: Job) -> Iterator[Fault]:
+    """Llama 3.1 stretches the low frequencies, leaves the high ones, and blends between the two bounds."""
+    scaling = job.model.rope_scaling
+    if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield Fault("model.rope_scaling.low_freq_factor", scaling.low_freq_factor,
+                    f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}")
+
+
+@rule(VALUES)
+def feed_forward_has_a_width(job: Job) -> Iterator[Fault]:
+    """A multiplier near 0 would leave none."""
+    if ffn_width(job.model) < 1:
+        yield Fault("model.ffn_dim_multiplier", job.model.ffn_dim_multiplier, "leaves no feed-forward")
+
+
+@rule(VALUES)
+def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
+    """Back ends come from torch, from packages that announce theirs, or from a module of the user's."""
+    known = (*BACKENDS, *sorted(point.name for point in entry_points(group="torch_dynamo_backends")))
+    if job.compile.name != "off" and job.compile.backend not in known and not job.train.imports:
+        yield Fault("compile.backend", job.compile.backend, "torch has no such back end", legal=known)
 
 
 VALUES.append(checkpoint.checkpoints_are_due_at_times_that_come)
@@ -199,7 +181,6 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
 
-VALUES.append(replicas.replica_groups_have_numbers)
 LAYOUT.append(pipeline.pipeline_is_laid_out)
 
 
@@ -294,8 +275,6 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
 @rule(RECIPE)
 def saved_operators_are_names(job: Job) -> Iterator[Fault]:
     """Whether torch has an operator is known when a rank starts; what cannot be one is refused here."""
-    if job.ac.save_ops and job.ac.name not in ("op", "lean"):
-        yield Fault("ac.save_ops", job.ac.save_ops, f"ac={job.ac.name} keeps no operators' outputs", legal=("[]",))
     for name in job.ac.save_ops:
         if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
             yield Fault("ac.save_ops", job.ac.save_ops, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
@@ -352,7 +331,14 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
         yield replicas.too_many(job, node)
 
 
-PLACE.extend(data.PLACE)
+PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
 
 
-PLACE.append(checkpoint.initial_weights_are_there)
+# --- what is legal, and hardly meant -------------------------------------------------------------------------------------------------
+
+def warnings(job: Job) -> Iterator[Fault]:
+    """What a frozen job without faults should be told before it starts."""
+    if job.lr_scheduler.warmup_steps > job.steps:
+        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps,
+                    f"more than steps={job.steps}: optimizer.lr is never reached")
+    yield from data.corpus_fills_a_step(job)

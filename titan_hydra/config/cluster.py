@@ -18,16 +18,6 @@ OURS = {
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 
-def numbers_are_positive(job: Job) -> Iterator[Fault]:
-    """Counts, sizes and times of a site; null stands for unknown, or for SLURM's default."""
-    for key in ("gpus_per_node", "cpus_per_task", "time_minutes", "device_memory_gib", "stop_seconds"):
-        value = getattr(job.cluster, key)
-        if value is not None and not value > 0:
-            yield Fault(f"cluster.{key}", value, "must be more than 0")
-    if job.cluster.max_requeues < 0:
-        yield Fault("cluster.max_requeues", job.cluster.max_requeues, "must not be negative", legal=(0,))
-
-
 def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
     """On this machine devices are counted; on a cluster only its file knows how many a node has."""
     if job.cluster.executor == "slurm" and job.cluster.gpus_per_node is None:
@@ -58,15 +48,4 @@ def flags_are_the_sites(job: Job) -> Iterator[Fault]:
             yield Fault("cluster.srun", argument, "the launcher sets it, from the layout")
 
 
-def words_hold_no_blanks(job: Job) -> Iterator[Fault]:
-    """Names of SLURM's things; a blank would begin another flag."""
-    for key in ("partition", "account", "qos", "constraint", "reservation"):
-        value = getattr(job.cluster, key)
-        if value is not None and (not value or re.search(r"\s", value)):
-            yield Fault(f"cluster.{key}", value, "a name without blanks, or null")
-    for node in job.cluster.exclude:
-        if not node or re.search(r"\s", node):
-            yield Fault("cluster.exclude", node, "the name of a node, or a range like node[1-4]")
-
-
-RULES = [numbers_are_positive, nodes_can_be_counted, environment_has_legal_names, flags_are_the_sites, words_hold_no_blanks]
+RULES = [nodes_can_be_counted, environment_has_legal_names, flags_are_the_sites]

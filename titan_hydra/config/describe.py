@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import re
 import textwrap
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .compose import CONF
 from .fault import as_typed
-from .load import known_keys
-from .schema import Job, default_of
+from .files import CONF, default_options, load_yaml
+from .load import kind_of, known_keys
+from .schema import default_of
 
 PAGE_WIDTH, HELP_WIDTH = 140, 100
 KEYS = known_keys()
@@ -34,13 +34,37 @@ Every key and every option. This page is made from `titan_hydra/config/schema.py
     python -m titan_hydra.config.describe docs/configuration.md
 
 `group=option` chooses a file of `conf/`, `group.key=value` changes one value, and `python launch.py --cfg job` shows what comes out.
-An option replaces the defaults of its group by what stands beside it here; what you type on the command line wins over both.
+An option replaces the defaults of its group by what stands beside it here; what you type on the command line wins over both. Beside each
+key stand its type, the values that it may have, and its default: the one of the group's default option where that sets the key. `null`
+stands for no value. A key that only some options of its group read is refused with the others, unless it has its default.
+`python launch.py --help data` prints one group, and `--help data.seq_len` one key.
 
 The identity hash that names a run directory is made of the whole resolved configuration, less the keys marked *not in the hash*: they say
 where and how a run is made, not which experiment it is. Two command lines with the same hash are the same run.
 """
 
 HELP = """\
+Pre-training experiments with large language models: one command line says what to train, how
+to split it over devices, and where it runs.
+
+  python launch.py [group=option] [key=value] ...      one run
+  python launch.py -m key=value,value ...              a sweep: every combination, one by one
+
+Try:
+
+  python launch.py                                      train a small model on what this machine has
+  python launch.py debug=tiny                           five steps: does the recipe work at all?
+  python launch.py steps=1000 data.local_batch=16       change values
+  python launch.py parallelism=hsdp gpus=4              another layout, on four ranks (CPUs do)
+  python launch.py data=text_files data.path=notes.txt  your own text
+  python launch.py -m parallelism=ddp,fsdp gpus=2       a sweep, and its table
+  python launch.py -m optimizer.lr=1e-3,2e-3 launch.mode=dry    show the cells, start nothing
+  python launch.py cluster=inline debug=anomaly         in this process, for pdb
+  python launch.py launch.retry=failed                  run again what failed
+  python launch.py --cfg job model=llama3_8b            show the composed configuration
+
+The same line again resumes what was interrupted, attaches to what runs, and skips what is done.
+
 == Groups (group=option) and their keys (group.key=value) ==
 * is the default.
 
@@ -48,7 +72,11 @@ HELP = """\
 
 == Keys without a group (key=value) ==
 
-{keys}"""
+{keys}
+
+What every option and key means: docs/configuration.md. First steps: docs/quickstart.md.
+Flags: --cfg job [--resolve], -m, --info; `python launch.py --hydra-help` lists the rest.
+Verify layouts, convert checkpoints, train tokenizers: titan --help."""
 
 
 def main() -> None:
@@ -64,18 +92,26 @@ def main() -> None:
 
 def page() -> str:
     """docs/configuration.md."""
-    parts = [INTRODUCTION, "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
+    index = ["- [Keys without a group](#keys-without-a-group)", *(f"- [{group}](#{group}): {meaning(group)}" for group in groups())]
+    parts = [INTRODUCTION, *index, "", "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
     for group in groups():
         parts += [f"## {group}\n", _sentence(meaning(group)) + "\n"]
-        if option_files(group):
-            parts += [*(_option_item(group, file) for file in option_files(group)), ""]
-        if keys_of(group):
-            parts += ["Keys:\n", *map(_key_item, keys_of(group)), ""]
+        parts += _group_items(group)
     return "\n".join(parts).rstrip() + "\n"
 
 
-def help_text() -> str:
-    """All groups, options and keys on a screen or two."""
+def _group_items(group: str) -> list[str]:
+    parts = [*(_option_item(group, file) for file in option_files(group)), ""] if option_files(group) else []
+    return parts + (["Keys:\n", *map(_key_item, keys_of(group)), ""] if keys_of(group) else [])
+
+
+def help_text(words: Sequence[str] = ()) -> str:
+    """All groups, options and keys on a screen or two; or what is known of some of them, as the page has it."""
+    if words:
+        from .overrides import unknown_key
+
+        known = {group: "\n".join(_group_items(group)) for group in groups()}
+        return "\n".join(known.get(word) or (_key_item(word) if word in KEYS else unknown_key(word)) for word in words).rstrip()
     lines = []
     for group in groups():
         names = " ".join(_marked(group, file) for file in option_files(group))
@@ -83,7 +119,7 @@ def help_text() -> str:
         lines.append(f"{group} - {meaning(group)}")
         lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
         lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
-    keys = [_wrap(f"{key} - {spec.metadata['help']}", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
+    keys = [_wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
     return HELP.format(groups="\n".join(lines), keys="\n".join(keys))
 
 
@@ -126,30 +162,30 @@ def when(file: Path) -> str:
 def settings(group: str, file: Path) -> dict[str, Any]:
     """The keys that an option sets, by their full names, less `name`."""
     package = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}."
-    flat = dict(_flatten(_load(file), package))
+    flat = dict(_flatten(load_yaml(file), package))
     return {key: value for key, value in flat.items() if key != f"{group}.name"}
-
-
-def default_options() -> dict[str, str]:
-    """The defaults list of conf/config.yaml."""
-    chosen = {}
-    for entry in _load(CONF / "config.yaml")["defaults"]:
-        if isinstance(entry, dict):
-            chosen |= {group: option for group, option in entry.items() if not group.startswith("override ")}
-    return chosen
 
 
 def _key_item(key: str) -> str:
     spec = KEYS[key]
     notes = [] if spec.metadata["identity"] else ["*not in the hash*"]
-    choices = f" One of {', '.join(f'`{choice}`' for choice in spec.metadata['choices'])}." if spec.metadata["choices"] else ""
-    head = f"- `{key}`: {_type_of(key)}, {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
-    return _wrap(f"{head} {_sentence(spec.metadata['help'])}{choices}", PAGE_WIDTH, "", "  ")
+    if spec.metadata["only"]:
+        notes.append(f"read by {', '.join(spec.metadata['only'])}")
+    head = f"- `{key}`: {_values_of(key)}; {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
+    return _wrap(f"{head} {_sentence(spec.metadata['help'])}", PAGE_WIDTH, "", "  ")
+
+
+def _values_of(key: str) -> str:
+    """Type, range and choices of a key."""
+    spec, kind = KEYS[key], _type_of(key)
+    if spec.metadata["choices"]:
+        return f"{kind}, one of {', '.join(spec.metadata['choices'])}"
+    return f"{kind}, {spec.metadata['range']}" if str(spec.metadata["range"] or "") else kind
 
 
 def _option_item(group: str, file: Path) -> str:
     if group == "sweeps":
-        cells = "; ".join(_load(file)["sweep"]["cells"])
+        cells = "; ".join(load_yaml(file)["sweep"]["cells"])
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
     default = " (default)" if file.stem == default_options().get(group) else ""
     text = f"- **{group}={file.stem}**{default}: {when(file)}"
@@ -159,17 +195,21 @@ def _option_item(group: str, file: Path) -> str:
 
 def _shown_default(key: str) -> str:
     """A key's value when nothing sets it. Values without a group may be given in conf/config.yaml."""
-    given = _load(CONF / "config.yaml").get(key) if "." not in key else None
-    default = given or default_of(KEYS[key])
-    return "given by the option" if default == "???" else f"`{as_typed(default)}`" if default != "" else "empty"
+    if "." not in key:
+        default = load_yaml(CONF / "config.yaml").get(key, default_of(KEYS[key]))
+        return f"`{as_typed(default)}`" if default != "" else "empty"
+    group = key.partition(".")[0]
+    option, default = default_options().get(group), default_of(KEYS[key])
+    given = settings(group, option_files(group)[0]).get(key, default) if option else default
+    if given == "???":
+        return "given by the option"
+    return f"`{as_typed(given)}`" + (f" by {group}={option}, else `{as_typed(default)}`" * (given != default and default != "???"))
 
 
 def _type_of(key: str) -> str:
-    kind: Any = Job
-    for part in key.split("."):
-        kind = typing.get_type_hints(kind)[part]
+    kind = kind_of(key)
     name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
-    return name.replace("None", "null").replace("typing.", "")
+    return name.replace("None", "null").replace("typing.", "").replace("titan_hydra.config.schema.", "")
 
 
 def _is_group(spec: dataclasses.Field) -> bool:
@@ -185,13 +225,6 @@ def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
                 yield from ((group.removeprefix("override /"), option) for group, option in override.items())
         else:
             yield prefix + key, value
-
-
-@functools.cache
-def _load(file: Path) -> dict:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 def _sentence(text: str) -> str:

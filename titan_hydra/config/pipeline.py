@@ -206,6 +206,9 @@ def schedule_file_is_a_schedule(job: Job) -> Iterator[Fault]:
     if not path:
         yield Fault("pp_schedule.csv", path, "pp_schedule=csv needs a file")
         return
+    if Path(path).exists() and not Path(path).is_file():
+        yield Fault("pp_schedule.csv", path, "not a file")
+        return
     try:
         problem = wrong_with(read_schedule(path), job)
     except OSError:

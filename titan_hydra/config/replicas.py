@@ -5,22 +5,8 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
-from .fault import Fault, below_one, divisors
+from .fault import Fault, divisors
 from .schema import Job
-
-
-def replica_groups_have_numbers(job: Job) -> Iterator[Fault]:
-    """Groups and steps are counted; one copy alone is what fault_tolerance=off trains."""
-    config = job.fault_tolerance
-    yield from below_one(job, *(f"fault_tolerance.{name}" for name in ("sync_every", "fragments", "timeout_seconds")))
-    if config.max_restarts < 0:
-        yield Fault("fault_tolerance.max_restarts", config.max_restarts, "must not be negative", legal=(0,))
-    if not config.outer_lr > 0:
-        yield Fault("fault_tolerance.outer_lr", config.outer_lr, "must be positive", legal=(1,))
-    if not 0 <= config.outer_momentum < 1:
-        yield Fault("fault_tolerance.outer_momentum", config.outer_momentum, "is a share between 0 and 1, and less than 1", legal=(0,))
-    if config.name == "off" and config.replicas != 1:
-        yield Fault("fault_tolerance.replicas", config.replicas, "fault_tolerance=off trains one copy", legal=(1,))
 
 
 def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
