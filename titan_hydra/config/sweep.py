@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .compose import explain
+from .explain import explain
 from .fault import Fault, suggest
 from .redact import redact
 
@@ -86,12 +86,14 @@ def differing(overrides: list[list[str]]) -> list[list[str]]:
 
 
 def _compose_cell(name: str, file: list[str], own: list[str], typed: list[str]) -> Composed:
-    from hydra import compose
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
+
+    from .cells import composer_of
 
     hydra = HydraConfig.get()
     paths = [override for override in hydra.overrides.hydra if override.lstrip("+").startswith("hydra.searchpath")]
-    config = compose(hydra.job.config_name, [*paths, *file, *own, *typed])
+    config = composer_of(GlobalHydra.instance().config_loader(), hydra.job.config_name)([*paths, *file, *own, *typed])
     config.sweep.cells = {}
     config.sweep.cell = name
     choice = name if re.fullmatch(r"[\w. +-]+", name) else "'" + name.replace("'", "\\'") + "'"  # a comma would be Hydra's

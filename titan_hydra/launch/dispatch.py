@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
+from titan_hydra.config.cells import counted
+from titan_hydra.config.checks import warnings
 from titan_hydra.config.redact import redact
 from titan_hydra.config.status import Exit
 from titan_hydra.config.sweep import named
@@ -63,14 +65,6 @@ class Cell:
         return None if minutes is None else self.ranks * minutes / 60
 
 
-def refuse_launcher(arguments: list[str]) -> None:
-    """Hydra's launcher plugins would run each cell unchecked, and know nothing of ranks. Raises SystemExit(2)."""
-    for argument in arguments:
-        if argument.lstrip("+").startswith("hydra/launcher=") and not argument.endswith("=basic"):
-            print(f"{argument}: cells are started by this program itself; use cluster=slurm (or cluster=local)", file=sys.stderr)
-            raise SystemExit(Exit.CONFIG)
-
-
 def dispatch(composed: list[tuple]) -> int:
     """Run composed cells, (configuration, overrides) each. Returns the exit status: of the first cell that did not end well, or 0."""
     if not composed:  # --help, --cfg, --info
@@ -84,6 +78,9 @@ def dispatch(composed: list[tuple]) -> int:
         return Exit.CONFIG
     launch = cells[0].job.launch
     states = rundir.states([cell.directory for cell in cells])
+    if place_faults := list(faults_of_the_place(cells, states)):
+        print(*place_faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
     if launch.mode == "dry":
         show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
         if on_slurm(cells):
@@ -92,9 +89,6 @@ def dispatch(composed: list[tuple]) -> int:
             for array, text in submit.scripts(cells):
                 print(f"\n--- {show.shape(array)}\n{text}")
         return Exit.DONE
-    if place_faults := list(faults_of_the_place(cells, states)):
-        print(*place_faults, sep="\n", file=sys.stderr)
-        return Exit.CONFIG
     try:
         return go(cells, manifest.folder_of(cells))
     except KeyboardInterrupt:  # between two cells, or in the one that runs in this process
@@ -104,16 +98,19 @@ def dispatch(composed: list[tuple]) -> int:
 
 def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
     """Type, freeze and check all cells. Returns those without faults, and the faults of the others, a line each."""
-    cells, lines = [], []
-    for number, (config, overrides) in enumerate(composed, start=1):
+    cells, lines, notices = [], [], []
+    for number, (config, overrides) in enumerate(counted(composed, "checked"), start=1):
         job, faults = read(config)
         if job is not None:
             job = freeze(job)
             faults = check(job)
+            notices += [] if faults else warnings(job)
         where = f"   (cell {number} of {len(composed)}: {redact(' '.join(overrides))})" if len(composed) > 1 else ""
         lines += [f"{fault}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, overrides, job, rundir.directory_of(job)))
+    for notice in dict.fromkeys(map(str, notices)):
+        print(f"warning: {notice}", file=sys.stderr)
     return cells, lines
 
 
@@ -129,14 +126,14 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """What stands against running here and now. Looks at all cells together; writes nothing where there is a fault."""
+    """What stands against running here and now. Looks at all cells together; a dry run needs no SLURM, and writes nothing."""
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
         if launch.force and state.kind in ("running", "queued"):
             faults.append(Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel "
                                 f"{cell.directory.name})"))
-    slurm, parallel = on_slurm(cells), cells[0].job.cluster.max_parallel
-    if slurm and shutil.which("sbatch") is None:
+    slurm, parallel, dry = on_slurm(cells), cells[0].job.cluster.max_parallel, launch.mode == "dry"
+    if slurm and not dry and shutil.which("sbatch") is None:
         faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
     if launch.packed and not slurm:
         faults.append(Fault("launch.packed", True, "is for SLURM: here cells share the machine anyway", legal=(False,)))
@@ -151,8 +148,9 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, f"{len(start)} cells could take {hours:,.1f} GPU-hours"))
     for runs in {} if faults else {cell.runs for cell in cells}:
         try:
-            runs.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=runs).close()
+            if not dry:
+                runs.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()  # has no name
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
     return faults
