@@ -31,7 +31,6 @@ def main() -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself and exits 1
     register_schema()
-    overrides = []
     try:
         if not full_error:
             overrides, flags = arranged(sys.argv[1:])
@@ -41,7 +40,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.status
     except Exception as error:
-        if full_error or not (line := explain(error, overrides)):
+        if full_error or not (line := explain(error)):
             raise
         print(line, file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf, open_dict
 
 from tests.config import corpus
 from titan_hydra.config import register_schema
-from titan_hydra.config.cells import Composer, combinations, counted
+from titan_hydra.config.cells import Composer, combinations, with_count
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.status import ConfigError
 
@@ -145,6 +145,6 @@ def test_a_sweep_has_cells_and_not_too_many(override, text):
 def test_a_counter_is_shown_only_where_it_takes_long(capsys, monkeypatch):
     times = iter([0.0, 0.2, 0.4, 0.9, 1.1, 1.2, 1.3])
     monkeypatch.setattr("time.monotonic", lambda: next(times))
-    assert list(counted("abc", "composed")) == ["a", "b", "c"] and capsys.readouterr().err == ""
-    assert list(counted("ab", "composed")) == ["a", "b"]
+    assert list(with_count("abc", "composed")) == ["a", "b", "c"] and capsys.readouterr().err == ""
+    assert list(with_count("ab", "composed")) == ["a", "b"]
     assert Path(capsys.readouterr().err) == Path()

@@ -23,7 +23,7 @@ def verdict(overrides):
     try:
         job, faults = read(own_composer()(overrides))
     except Exception as error:
-        line = explain(error, overrides)
+        line = explain(error)
         assert line, f"traceback: {error!r}"
         return [line]
     if job is None:
@@ -52,10 +52,21 @@ def test_the_corpus_is_large_and_holds_the_lines_of_the_report():
     assert sum(1 for _ in corpus.from_report()) >= 120
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(4))
 def test_every_line_is_refused_in_a_line_or_accepted_as_it_should_be(part, alarm, capsys):
+    judge(LINES[part::4], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_line_of_a_larger_corpus(seed, alarm, capsys):
+    judge(list(corpus.lines(seed, wrong_types=10, mixtures=1000)), capsys)
+
+
+def judge(lines, capsys):
+    """Try lines; print how many were refused and accepted."""
     count, wrong = Counter(), []
-    for overrides, refused in LINES[part::8]:
+    for overrides, refused in lines:
         signal.alarm(SECONDS)
         try:
             faults = verdict(overrides)

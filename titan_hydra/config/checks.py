@@ -14,13 +14,13 @@ from importlib.metadata import entry_points
 from math import lcm
 
 from . import checkpoint, cluster, data, memory, pipeline, precision, redact, replicas
-from .fault import Fault, divisors
+from .fault import Fault, counted, divisors
 from .load import DEGREES, data_parallel, devices_here, ffn_width, to_dict, values_are_what_the_schema_takes, world_size
 from .run import versions
 from .schema import Job
 
 Rule = Callable[[Job], Iterator[Fault]]
-BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "onnxrt", "tvm")  # of torch.compile
+BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")  # of torch.compile
 KEYS: list[Rule] = [values_are_what_the_schema_takes]
 RANKS: list[Rule] = []  # the degrees, from which the batch and much else follow
 VALUES: list[Rule] = []  # keys that mean something beyond their range
@@ -61,7 +61,8 @@ def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
                     legal=_multiples_around(job.gpus, fixed))
     elif world_size(job) != job.gpus:
         product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
-        yield Fault("gpus", job.gpus, f"the degrees need {world_size(job)} ranks ({product or 'all are 1'})", legal=(world_size(job),))
+        ranks = world_size(job)
+        yield Fault("gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,))
 
 
 def _multiples_around(number: int, base: int) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ VALUES.extend(data.VALUES)
 @rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
     """The configuration is written into every run directory, sweep and report. Ranks get the environment of whoever launches them."""
-    for key, what in redact.found(to_dict(job)):
+    for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy: it is read for every text
         yield Fault(key, "...", f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
                     "`source` a file in cluster.setup")
 
@@ -125,9 +126,12 @@ def feed_forward_has_a_width(job: Job) -> Iterator[Fault]:
 @rule(VALUES)
 def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
     """Back ends come from torch, from packages that announce theirs, or from a module of the user's."""
-    known = (*BACKENDS, *sorted(point.name for point in entry_points(group="torch_dynamo_backends")))
-    if job.compile.name != "off" and job.compile.backend not in known and not job.train.imports:
-        yield Fault("compile.backend", job.compile.backend, "torch has no such back end", legal=known)
+    name = job.compile.backend
+    if job.compile.name == "off" or name in BACKENDS or job.train.imports:
+        return
+    announced = {point.name for point in entry_points(group="torch_dynamo_backends")}
+    if name not in announced:
+        yield Fault("compile.backend", name, "torch has no such back end", legal=(*BACKENDS, *sorted(announced)))
 
 
 VALUES.append(checkpoint.checkpoints_are_due_at_times_that_come)
@@ -141,7 +145,7 @@ def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     """Each tensor-parallel rank holds whole query heads and whole key/value heads (Megatron-LM, section 3)."""
     tp, model = job.parallelism.tp, job.model
     if model.n_heads % tp or model.n_kv_heads % tp:
-        heads = f"{model.n_kv_heads} key/value heads" if model.n_kv_heads % tp else f"{model.n_heads} heads"
+        heads = counted(model.n_kv_heads, "key/value head") if model.n_kv_heads % tp else counted(model.n_heads, "head")
         legal = tuple(degree for degree in divisors(model.n_kv_heads) if model.n_heads % degree == 0)
         yield Fault("parallelism.tp", tp, f"{heads} cannot be split over it", legal=legal)
 
@@ -160,7 +164,8 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
     """Grouped-query attention gives each key/value head the same number of query heads, and heads share the width evenly."""
     model = job.model
     if model.n_heads % model.n_kv_heads:
-        yield Fault("model.n_kv_heads", model.n_kv_heads, f"{model.n_heads} heads cannot share it evenly", legal=divisors(model.n_heads))
+        yield Fault("model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly",
+                    legal=divisors(model.n_heads))
     if model.dim % model.n_heads or model.dim // model.n_heads % 2:
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
         yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)",
@@ -292,7 +297,7 @@ def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
 def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
     """A run that ends before the first recorded step would end without a trace."""
     if job.profiling.name == "on" and job.profiling.first_step > job.steps:
-        yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {job.steps} steps", legal=(job.steps,))
+        yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {counted(job.steps, 'step')}", legal=(job.steps,))
 
 
 @rule(RECIPE)
@@ -317,7 +322,7 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     """Nodes are taken whole: ranks are fewer than one node has, or a multiple of it."""
     if job.comm.name == "fake":  # one process, whatever the number of ranks
         if not 0 <= job.comm.rank < job.gpus:
-            yield Fault("comm.rank", job.comm.rank, f"the world has {job.gpus} ranks", legal=(0, job.gpus - 1))
+            yield Fault("comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1))
         return
     if job.cluster.executor == "inline" and job.gpus != 1:
         yield Fault("gpus", job.gpus, "cluster.executor=inline runs one rank in this process; use local for more", legal=(1,))

@@ -8,6 +8,7 @@ from .checks import check
 from .explain import explain
 from .files import CONF
 from .load import freeze, read
+from .overrides import mistakes
 from .schema import Job
 from .status import ConfigError
 
@@ -47,10 +48,12 @@ def own_composer() -> Composer:
 
 def compose_job(*overrides: str) -> Job:
     """Compose, freeze and check one job from this checkout's conf/, for programs other than launch.py. Raises ConfigError."""
+    if lines := mistakes(overrides):
+        raise ConfigError("\n".join(lines))
     try:
         job, faults = read(own_composer()(overrides))
     except Exception as error:
-        if (line := explain(error, overrides)) is None:
+        if (line := explain(error)) is None:
             raise
         raise ConfigError(line) from error
     if job is not None:

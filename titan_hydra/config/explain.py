@@ -3,21 +3,18 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
 
 from .fault import shown
-from .overrides import mistakes, unknown_key
+from .overrides import unknown_key
 
 THEIRS = ("hydra", "omegaconf", "antlr4", "yaml")  # packages whose exceptions are about what was typed, or stands in conf/
 OURS = ("titan_hydra", "__main__")
 
 
-def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
+def explain(error: BaseException) -> str | None:
     """What is wrong on the command line, in one line, from an exception that Hydra has raised; None if it is another program's."""
     if not _theirs(error):
         return None
-    if found := mistakes(overrides):
-        return found[0]
     chain = [error]
     while (chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
         chain.append(chain[-1].__cause__ or chain[-1].__context__)

@@ -23,6 +23,11 @@ class Fault:
         return f"{line}; nearest legal: {' or '.join(map(as_typed, choices))}" if choices else line
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, the word in its form: 1 rank, 2 ranks."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def as_typed(value: Any) -> str:
     """A value as it is typed on a command line."""
     if value is None or isinstance(value, bool):

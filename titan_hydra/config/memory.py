@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .fault import Fault
+from .fault import Fault, counted
 from .load import data_parallel, devices_here, ffn_width, processes
 from .pipeline import microbatches
 from .schema import Job, Model
@@ -63,7 +63,7 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
         most = max(PROCESSES_PER_CORE * cores, 16)
         if ranks > most and not job.cluster.gpus_per_node:
             legal = (most // job.fault_tolerance.replicas,)
-            yield Fault("gpus", job.gpus, f"{ranks:,} processes, but this machine has {cores} cores", legal)
+            yield Fault("gpus", job.gpus, f"{ranks:,} processes, but this machine has {counted(cores, 'core')}", legal)
         else:
             yield from _too_much(job, needs | {"gpus": PROCESS}, ranks, of_this_machine(), "this machine")
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from .fault import Fault, shown, suggest
 from .files import CONF, default_options
 from .load import kind_of, known_keys
 from .ranges import range_of
+from .schema import Job
 
 LONGEST = 20_000  # characters of an override; more takes Hydra's parser seconds, or ends it
-SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "0", "1")  # that OmegaConf reads as true or false
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}
 SYNONYMS = {  # what other programs call our keys and groups
     "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs", "optimizer.lr": "learning_rate max_lr",
     "data.global_batch": "batch_size gradient_accumulation_steps grad_accum accumulate_grad_batches", "optimizer.weight_decay": "wd decay",
@@ -58,6 +60,8 @@ def _mistake(text: str, folders: Sequence[Path]) -> str | None:
     if key.startswith("hydra"):
         return next((f"{shown(text)}: {reason}" for start, reason in NOT_OURS.items() if key.startswith(start)
                      and override.value() != "basic"), None)
+    if not key:
+        return f"{shown(text)}: is not KEY=VALUE"
     if len(key) > 200:
         return f"{shown(key, 60)}: no such key or group"
     if not override.is_sweep_override():
@@ -68,7 +72,7 @@ def _mistake(text: str, folders: Sequence[Path]) -> str | None:
         values = []
     if override.package is not None:
         return None
-    if key and any((folder / key).is_dir() for folder in folders):
+    if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
             return f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
         return next(filter(None, (_wrong_option(key, value, add, folders) for value in values)), None)
@@ -126,14 +130,16 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path]) -
         return f"{key}: add to it with a plus, as +{key}={{NAME: VALUE}}"
     if not add and key not in known_keys():
         return f"{key}: names of your own are added with a plus, as +{shown(override.input_line)}"
-    if dataclasses.is_dataclass(kind) and not isinstance(value, dict):
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return next(filter(None, (_wrong_value(f"{key}.{name}", inner, override, folders) for name, inner in value.items())), None)
+    if dataclasses.is_dataclass(kind):
         first = dataclasses.fields(kind)[0].name
         return f"{key}={shown(str(value))}: is a group of keys, which are set one by one, as {key}.{first}=VALUE"
     group, _, last = key.rpartition(".")
     names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")}) if last == "name" and group else []
     if names and isinstance(value, str) and value not in names:
         return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
-    if _fits(kind, value):
+    if _fits(key, value):
         return None
     help = f" ({known_keys()[key].metadata['help']})" if key in known_keys() else ""
     return str(Fault(key, value, f"must be {wanted(key)}")) + help
@@ -141,15 +147,11 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path]) -
 
 def unknown_key(key: str) -> str:
     """A key or group that does not exist, with those that may have been meant."""
-    above = key.rpartition(".")[0]
-    if dataclasses.is_dataclass(kind_of(above)) and above not in known_keys():  # a section under a name of the user's own
-        close = suggest(key, [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))])
-        return f"{shown(key)}: no such key" + (f"; did you mean {' or '.join(close)}?" if close else "")
-    while above:
-        if above in known_keys() and kind_of(above) is not None and not dataclasses.is_dataclass(kind_of(above)):
-            return f"{shown(key)}: {above} is {wanted(above)}, and has no keys below it"
-        above = above.rpartition(".")[0]
-    names = known_keys() | dict.fromkeys(default_options())
+    above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
+    if dataclasses.is_dataclass(kind_of(above)):  # it may stand under a name of the user's own
+        names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
+    elif kind_of(above) is not None:
+        return f"{shown(key)}: {above} is {wanted(above)}, and has no keys below it"
     last = key.rpartition(".")[2].lower()
     meant = tuple(name for name, words in SYNONYMS.items() if last in words.split())
     legal = meant or suggest(key, names) or suggest(key.lower(), names)
@@ -159,47 +161,32 @@ def unknown_key(key: str) -> str:
 
 def wanted(key: str) -> str:
     """The values of a key in words: type, choices, range."""
-    kind, spec = kind_of(key), known_keys().get(key)
-    kinds = typing.get_args(kind) if type(None) in typing.get_args(kind) else (kind,)
-    plain, choices = kinds[0], spec.metadata["choices"] if spec else ()
-    of = f"one of {', '.join(choices)}" if choices else str(range_of(spec) or "") if spec else ""
-    if typing.get_origin(plain) is list:
-        words = f"a list, as [{choices[0] if choices else 'a,b'}]" + (f", each {of}" if of else "")
-    elif typing.get_origin(plain) is dict:
-        words = "a table, as {NAME: VALUE}"
-    elif plain in (int, float):
-        words = f"{'a whole number' if plain is int else 'a number'}{', ' if of else ''}{of}"
-    else:
-        words = "true or false" if plain is bool else of or "text"
-    return words + " or null" * (len(kinds) > 1)
+    spec, parts = known_keys().get(key), [part for part in (*typing.get_args(kind_of(key)), kind_of(key)) if part is not type(None)]
+    optional = type(None) in typing.get_args(kind_of(key))
+    plain = parts[0] if optional else typing.get_origin(kind_of(key)) or kind_of(key)
+    choices, of = spec.metadata["choices"] if spec else (), str(range_of(spec) or "") if spec and plain is not dict else ""
+    of = f"one of {', '.join(choices)}" if choices else of
+    words = of if plain is str and of else KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "")
+    return words + " or null" * optional
 
 
-def _fits(kind: Any, value: Any) -> bool:
-    """Whether a value has the type; an interpolation may have any."""
-    if isinstance(value, str) and "${" in value:
-        return True
-    options = typing.get_args(kind) if type(None) in typing.get_args(kind) else (kind,)
-    return any(_fits_one(option, value) for option in options)
+def _fits(key: str, value: Any) -> bool:
+    """Whether OmegaConf takes a value for a key; it would take any whole number for true."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-
-def _fits_one(kind: Any, value: Any) -> bool:
-    if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits_one(typing.get_args(kind)[0], element) for element in value)
-    if typing.get_origin(kind) is dict or dataclasses.is_dataclass(kind):
-        return isinstance(value, dict)
-    text = str(value).strip().lower() if not isinstance(value, list | dict | type(None)) else None
-    if kind is type(None):
-        return value is None
-    if kind in (Any, str) or text is None:
-        return kind is Any or text is not None
-    if kind is bool:
-        return isinstance(value, bool) or (not isinstance(value, float) and text in SWITCHES)
-    return not isinstance(value, bool) and not (kind is int and isinstance(value, float)) and _reads(kind, text)
-
-
-def _reads(kind: type, text: str) -> bool:
+    if kind_of(key) is bool and isinstance(value, int) and value not in (0, 1):
+        return False
     try:
-        kind(text)
-    except ValueError:
+        OmegaConf.update(_scratch(), key, value, force_add=True)
+    except (OmegaConfBaseException, ValueError):
         return False
     return True
+
+
+@functools.cache
+def _scratch() -> Any:
+    """A typed configuration to try values in."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(Job)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
-from .fault import Fault, divisors
+from .fault import Fault, counted, divisors
 from .schema import Job
 
 
@@ -18,7 +18,7 @@ def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
         yield Fault("fault_tolerance.fragments", config.fragments, f"sync_every={config.sync_every} steps cannot be divided by it",
                     legal=divisors(config.sync_every))
     if config.fragments > job.model.n_layers:
-        yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {job.model.n_layers} layers",
+        yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {counted(job.model.n_layers, 'layer')}",
                     legal=(job.model.n_layers,))
 
 
@@ -47,9 +47,9 @@ def too_many(job: Job, node: int) -> Fault:
     """The fault of a job that needs more devices than this machine has."""
     groups = job.fault_tolerance.replicas
     if groups > node:
-        return Fault("fault_tolerance.replicas", groups, f"this machine has {node} devices", legal=(node,))
+        return Fault("fault_tolerance.replicas", groups, f"this machine has {counted(node, 'device')}", legal=(node,))
     of_groups = f", for {groups} replica groups" if groups > 1 else ""
-    return Fault("gpus", job.gpus, f"this machine has {node} devices{of_groups}", legal=(node // groups,))
+    return Fault("gpus", job.gpus, f"this machine has {counted(node, 'device')}{of_groups}", legal=(node // groups,))
 
 
 RULES = [fragments_are_whole_layers, torchft_is_there, replica_groups_are_processes_here]

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
-from titan_hydra.config.cells import counted
+from titan_hydra.config.cells import with_count
 from titan_hydra.config.checks import warnings
+from titan_hydra.config.fault import counted
 from titan_hydra.config.redact import redact
 from titan_hydra.config.status import Exit
 from titan_hydra.config.sweep import named
@@ -99,7 +100,7 @@ def dispatch(composed: list[tuple]) -> int:
 def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
     """Type, freeze and check all cells. Returns those without faults, and the faults of the others, a line each."""
     cells, lines, notices = [], [], []
-    for number, (config, overrides) in enumerate(counted(composed, "checked"), start=1):
+    for number, (config, overrides) in enumerate(with_count(composed, "checked"), start=1):
         job, faults = read(config)
         if job is not None:
             job = freeze(job)
@@ -145,7 +146,8 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         if hours is None:
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: there is no other bound"))
         elif hours > launch.max_gpu_hours:
-            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, f"{len(start)} cells could take {hours:,.1f} GPU-hours"))
+            reason = f"{counted(len(start), 'cell')} could take {hours:,.1f} GPU-hours"
+            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, reason))
     for runs in {} if faults else {cell.runs for cell in cells}:
         try:
             if not dry:

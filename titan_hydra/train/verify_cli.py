@@ -33,8 +33,11 @@ def main(args: argparse.Namespace) -> int:
     from .verify import STEPS, verify
 
     cases = [case for case in MATRIX if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
+    if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in MATRIX}))) and args.ranks not in ranks:
+        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
     if not cases:
-        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only or "", [case.name for case in MATRIX]))))
+        names = [case.name for case in MATRIX if args.ranks in (None, case.ranks)]
+        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only, names))))
     outcomes = verify(cases)
     header = ("case", "ranks", "loss", "norm", "gradient", "start", "copies", "passed")
     rows = [
