@@ -71,7 +71,7 @@ def of_key(key: str, draw: random.Random, wrong_types: int):
     bounds = range_of(spec)
     if isinstance(bounds, Interval):
         wrong += outside(bounds, plain)
-    elif plain is str and bounds and "" not in bounds:
+    elif plain is str and bounds and bounds.objection(""):
         wrong += ["''", "'" + "x" * 12_000 + "'"]
     prefix = "+" * (plain is dict)
     yield from (([f"{prefix}{key}={value}"], True) for value in wrong)

@@ -94,7 +94,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"parallelism__pp": 2, "pp_schedule__layers_per_stage": 3, "pp_schedule__split": ["layers.1"]}, "pp_schedule.layers_per_stage",
      "null"),
     ({"parallelism__pp": 2, "pp_schedule__split": ["layers.9"]}, "pp_schedule.split", "layers.5"),
-    ({"parallelism__pp": 2, "pp_schedule__split": ["layers.1", "norm"]}, "pp_schedule.split", "1 names"),
+    ({"parallelism__pp": 2, "pp_schedule__split": ["layers.1", "norm"]}, "pp_schedule.split", "take 1 name,"),
     ({"parallelism__pp": 3, "pp_schedule__split": ["norm", "layers.1"]}, "pp_schedule.split", "in the order"),
     ({"parallelism__pp": 2, "pp_schedule__name": "csv"}, "pp_schedule.csv", "needs a file"),
     ({"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": "/nowhere.csv"}, "pp_schedule.csv", "no such file"),

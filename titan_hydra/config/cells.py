@@ -72,6 +72,10 @@ class Composer:
 
     def _with_options(self, overrides: list[Override]) -> DictConfig:
         """The configuration with these options, for the caller to change."""
+        from hydra.core.override_parser.types import OverrideType
+
+        changes = {override.get_key_element(): override for override in overrides if override.type is OverrideType.CHANGE}  # the last ones
+        overrides = [override for override in overrides if changes.get(override.get_key_element(), override) is override]
         plain = {override.key_or_group: override for override in overrides if self._is_plain(override)}
         others = [override for override in overrides if not self._is_plain(override)]
         if len(plain) < 2 or not self._are_independent(plain, others):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .fault import as_typed
-from .files import CONF, default_options, load_yaml
+from .files import ASSETS, CONF, default_options, load_yaml
 from .load import kind_of, known_keys
 from .schema import default_of
 
@@ -25,59 +25,6 @@ GROUPS_OF_RECIPES = {  # groups without keys of their own: their options set key
     "experiment": "whole recipes: each sets keys of many groups",
     "sweeps": "named sweeps, chosen with a plus (+sweeps=NAME): a list of cells and what they share",
 }
-
-INTRODUCTION = """\
-# Configuration
-
-Every key and every option. This page is made from `titan_hydra/config/schema.py` and `conf/` by
-
-    python -m titan_hydra.config.describe docs/configuration.md
-
-`group=option` chooses a file of `conf/`, `group.key=value` changes one value, and `python launch.py --cfg job` shows what comes out.
-An option replaces the defaults of its group by what stands beside it here; what you type on the command line wins over both. Beside each
-key stand its type, the values that it may have, and its default: the one of the group's default option where that sets the key. `null`
-stands for no value. A key that only some options of its group read is refused with the others, unless it has its default.
-`python launch.py --help data` prints one group, and `--help data.seq_len` one key.
-
-The identity hash that names a run directory is made of the whole resolved configuration, less the keys marked *not in the hash*: they say
-where and how a run is made, not which experiment it is. Two command lines with the same hash are the same run.
-"""
-
-HELP = """\
-Pre-training experiments with large language models: one command line says what to train, how
-to split it over devices, and where it runs.
-
-  python launch.py [group=option] [key=value] ...      one run
-  python launch.py -m key=value,value ...              a sweep: every combination, one by one
-
-Try:
-
-  python launch.py                                      train a small model on what this machine has
-  python launch.py debug=tiny                           five steps: does the recipe work at all?
-  python launch.py steps=1000 data.local_batch=16       change values
-  python launch.py parallelism=hsdp gpus=4              another layout, on four ranks (CPUs do)
-  python launch.py data=text_files data.path=notes.txt  your own text
-  python launch.py -m parallelism=ddp,fsdp gpus=2       a sweep, and its table
-  python launch.py -m optimizer.lr=1e-3,2e-3 launch.mode=dry    show the cells, start nothing
-  python launch.py cluster=inline debug=anomaly         in this process, for pdb
-  python launch.py launch.retry=failed                  run again what failed
-  python launch.py --cfg job model=llama3_8b            show the composed configuration
-
-The same line again resumes what was interrupted, attaches to what runs, and skips what is done.
-
-== Groups (group=option) and their keys (group.key=value) ==
-* is the default.
-
-{groups}
-
-== Keys without a group (key=value) ==
-
-{keys}
-
-What every option and key means: docs/configuration.md. First steps: docs/quickstart.md.
-Flags: --cfg job [--resolve], -m, --info; `python launch.py --hydra-help` lists the rest.
-Verify layouts, convert checkpoints, train tokenizers: titan --help."""
-
 
 def main() -> None:
     """Print the page, or write it to the file that is named."""
@@ -93,7 +40,8 @@ def main() -> None:
 def page() -> str:
     """docs/configuration.md."""
     index = ["- [Keys without a group](#keys-without-a-group)", *(f"- [{group}](#{group}): {meaning(group)}" for group in groups())]
-    parts = [INTRODUCTION, *index, "", "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
+    introduction = (ASSETS / "configuration.md").read_text(encoding="utf-8")
+    parts = [introduction, *index, "", "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
     for group in groups():
         parts += [f"## {group}\n", _sentence(meaning(group)) + "\n"]
         parts += _group_items(group)
@@ -120,7 +68,7 @@ def help_text(words: Sequence[str] = ()) -> str:
         lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
         lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
     keys = [_wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
-    return HELP.format(groups="\n".join(lines), keys="\n".join(keys))
+    return (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines), keys="\n".join(keys))
 
 
 def _marked(group: str, file: Path) -> str:

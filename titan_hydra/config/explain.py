@@ -33,7 +33,6 @@ def _theirs(error: BaseException) -> bool:
 
 
 PATTERNS = [
-    (r"Multiple values for (\w+)\.", lambda group: f"+{group}: the group is in the defaults already; write {group}=OPTION without +"),
     (r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
      lambda file, key: f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma"),
     (r"Ambiguous value for argument '([^\n]+)'\n",
@@ -42,9 +41,6 @@ PATTERNS = [
     (r"In '([^']+)': \w+ raised while composing config:\n([^\n]+)(?:\n\s+full_key: ([^\n]+))?",
      lambda file, reason, key: f"{file}.yaml: {f'{key}: ' if key else ''}{reason}"),
     (r"Could not override '([^']+)'", unknown_key),
-    (r"Could not append to config\. An item is already at '([^']+)'",
-     lambda key: f"+{key}: the key exists already; write {key}=VALUE without +"),
-    (r"Could not delete from config\. '([^']+)' does not exist", unknown_key),
     (r"Error merging override ([^\n]+)\n([^\n]+)", lambda override, reason: f"{override}: {reason}"),
     (r"Interpolation key '([^']+)' not found", lambda key: f"${{{key}}}: an interpolation names a key that does not exist"),
     (r"Could not find '([^'\n]*)'", lambda file: f"{file}: no such option or file"),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .fault import Fault, suggest
-from .ranges import Text, range_of
+from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
@@ -183,12 +183,12 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
     for key, spec, value, section in leaves(job):
         choices, range, only = spec.metadata["choices"], range_of(spec), spec.metadata["only"]
         for element in _elements(value):
-            if isinstance(element, list):
-                yield Fault(key, value, "must be a list of words, not of lists")
+            if isinstance(element, list | dict):
+                yield Fault(key, value, "must be a list of words, not of lists or tables")
             elif choices and element not in choices:
                 yield Fault(key, value, "not one of the choices" if element is value else f"{element} is not one of the choices", choices)
             elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
-                yield Fault(key, element, reason, range.nearest(element))
+                yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
         if only and section.name not in only and value != default_of(spec):
             group = key.rpartition(".")[0]
             chosen = group if "." not in group else f"{group}.name"

@@ -27,12 +27,11 @@ class Interval:
 
     def __str__(self) -> str:
         low, high = _shown(self.low), _shown(self.high)
-        if self.high in (math.inf, LARGEST):
-            words = f"{'more than' if self.open_low else 'at least'} {low}"
-        elif self.open_low or self.open_high:
-            words = f"{'more than' if self.open_low else 'at least'} {low} and {'less than' if self.open_high else 'at most'} {high}"
-        else:
+        words = f"{'more than' if self.open_low else 'at least'} {low}"
+        if self.open_low is self.open_high is False and self.high not in (math.inf, LARGEST):
             words = f"from {low} to {high}"
+        elif self.high not in (math.inf, LARGEST):
+            words += f" and {'less than' if self.open_high else 'at most'} {high}"
         return words + "".join(f", or {_shown(value)}" for value in self.also)
 
     def objection(self, value: Any) -> str | None:
@@ -58,9 +57,6 @@ class Text:
     longest: int = 10_000
     longest_part: int = 10_000  # between slashes
 
-    def __contains__(self, value: Any) -> bool:
-        return self.objection(value) is None
-
     def __str__(self) -> str:
         return self.words
 
@@ -76,18 +72,13 @@ class Text:
             return f"has a part of more than {self.longest_part} bytes, the most that a file name may have"
         return None
 
-    def nearest(self, value: str) -> tuple[str, ...]:
-        """No text is near another."""
-        return ()
-
 
 Range = Interval | Text
 
 
 def range_of(spec: Any) -> Range | None:
     """The range of a key by its field; None where its type or its choices are all there is to say."""
-    bounded = spec.metadata["choices"] or spec.type in ("bool",)
-    return spec.metadata["range"] or (None if bounded or "str" not in spec.type else LINE)
+    return spec.metadata["range"] or (LINE if "str" in spec.type and not spec.metadata["choices"] and "Part" not in spec.type else None)
 
 COUNT = Interval(1, LARGEST)
 NATURAL = Interval(0, LARGEST)
