@@ -4,30 +4,43 @@ import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
-from titan_hydra.config import compose_quickly, explain, register_schema
+from titan_hydra.config import explain, register_schema
+from titan_hydra.config.arguments import arranged
+from titan_hydra.config.describe import help_text
+from titan_hydra.config.status import RunError
 from titan_hydra.config.sweep import expand
-from titan_hydra.launch.dispatch import dispatch, refuse_launcher
+from titan_hydra.launch.dispatch import dispatch
 
 cells, faults = [], []
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def compose(config):
-    cells.extend(expand(config, list(HydraConfig.get().overrides.task), faults))  # nothing starts before all cells are known to be good
+def compose(config, overrides=None):
+    if overrides is None:  # no -m
+        overrides = OmegaConf.to_container(HydraConfig.get().overrides.task)
+    cells.extend(expand(config, overrides, faults))  # nothing starts before all cells are known to be good
 
 
 def main() -> int:
     """Returns the exit status: a mistake on the command line is one line and 2; HYDRA_FULL_ERROR=1 shows Hydra's traceback."""
-    refuse_launcher(sys.argv[1:])
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
+        return 0
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself and exits 1
     register_schema()
-    compose_quickly()
     try:
+        if not full_error:
+            overrides, flags = arranged(sys.argv[1:])
+            sys.argv[1:] = [*overrides, *flags]
         compose()
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.status
     except Exception as error:
-        if full_error or not (line := explain(error, sys.argv[1:])):
+        if full_error or not (line := explain(error)):
             raise
         print(line, file=sys.stderr)
         return 2

@@ -1,8 +1,9 @@
 """How long the login node's half takes, against its limits: python benchmarks/orchestration.py
 
-A dry run of 96 cells, the submission of 96 cells to a SLURM of this machine (tests/slurm/slurm-cluster; left out where SLURM is not
-installed; the jobs are held and cancelled), and `titan status` over 500 run directories. Each is a process as a user starts it. Exit
-status 1 if one is over its limit, fails, or has imported torch.
+`--help`, dry runs of 96 cells (of four layouts with 24 seeds, and of every combination of three groups), the submission of 96 cells to a
+SLURM of this machine (tests/slurm/slurm-cluster; left out where SLURM is not installed; the jobs are held and cancelled), and `titan
+status` over 500 run directories. Each is a process as a user starts it. Exit status 1 if one is over its limit, fails, or has imported
+torch. The load of the machine is printed beside the times, as the limits are for a quiet one.
 """
 import argparse
 import os
@@ -24,7 +25,9 @@ from titan_hydra.launch.failure import describe
 ROOT = Path(__file__).parents[1]
 LAUNCH, TITAN = [str(ROOT / "launch.py")], ["-m", "titan_hydra.cli"]
 CELLS = ["-m", "seed=range(24)", "parallelism=ddp,fsdp,tp,pp", "gpus=2", "debug=tiny", "data.local_batch=4"]
-LIMITS = {"dry run of 96 cells": 20.0, "submission of 96 cells to SLURM": 40.0, "titan status of 500 runs": 1.5}
+GROUPS = ["-m", "parallelism=ddp,fsdp,hsdp,tp,pp,cp", "precision=bf16,bf16_full,fp32,float8_emulate", "ac=none,full,op,lean", *CELLS[3:]]
+LIMITS = {"--help": 1.0, "dry run of 96 cells": 5.0, "dry run of 96 cells, three groups": 8.0, "submission of 96 cells to SLURM": 40.0,
+          "titan status of 500 runs": 1.5}
 
 
 def main() -> int:
@@ -33,14 +36,16 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="orch-") as name:
         folder = Path(name)
-        dry, submission, status = LIMITS
+        help, dry, groups, submission, status = LIMITS
         make_runs(folder / "runs500", 500)
         found = {
+            help: measure(folder, [*LAUNCH, "--help"], says="launch.py -m"),
+            groups: measure(folder, [*LAUNCH, *GROUPS, "launch.mode=dry"], says=r"96 cells: 96 to start"),
             dry: measure(folder, [*LAUNCH, *CELLS, "launch.mode=dry"], says=r"seed=23.*parallelism=pp|parallelism=pp.*seed=23"),
             submission: measure_submission(folder, args.slurm_cluster) if shutil.which("slurmctld", path=path()) else None,
             status: measure(folder, [*TITAN, "status", str(folder / "runs500")], says=r"300 done"),
         }
-    print(f"{'':<34}{'limit, s':>9}{'took, s':>9}{'CPU, s':>9}")
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{'':<34}{'limit, s':>9}{'took, s':>9}{'CPU, s':>9}")
     for what, result in found.items():
         numbers = f"{result[0]:>9.1f}{result[1]:>9.1f}" if result else "   no SLURM here"
         print(f"{what:<34}{LIMITS[what]:>9.1f}{numbers}{'   OVER ITS LIMIT' if result and result[0] > LIMITS[what] else ''}")

@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_hydra.config import check, compose_job, freeze
 from titan_hydra.config.checks import LAYOUT, RECIPE, degrees_fill_the_ranks
 from titan_hydra.config.compose import CONF
+from titan_hydra.config.load import values_are_what_the_schema_takes
 from titan_hydra.parallel import build_mesh
 
 
@@ -34,6 +35,7 @@ def test_the_default_job_is_legal(base):
     assert check(base) == []
 
 
+README = str(CONF.parent / "README.md")
 ZBV = {"parallelism__pp": 2, "pp_schedule__name": "zbv", "pp_schedule__stages_per_rank": 2}
 CSV = {"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": str(CONF / "pp_schedule" / "zb_h1.csv"),
        "data__local_batch": 8}
@@ -41,17 +43,17 @@ FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
 TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
 ON_SLURM = {"cluster__executor": "slurm", "cluster__gpus_per_node": 8}
 BAD = [  # what is changed, the key that is named, what the line must contain
-    ({"gpus": -4, "parallelism__dp_shard": -1}, "gpus", "must be at least 1"),
-    ({"name": "../../evil"}, "name", "names a folder"),
-    ({"optimizer__lr": float("inf")}, "optimizer.lr", "must be a number"),
+    ({"gpus": -4, "parallelism__dp_shard": -1}, "gpus", "must be from 1 to 1,000,000"),
+    ({"name": "../../evil"}, "name", "must be a name of letters"),
+    ({"optimizer__lr": float("inf")}, "optimizer.lr", "must be a finite number"),
     ({"steps": 0}, "steps", "at least 1"),
-    ({"optimizer__lr": -1.0}, "optimizer.lr", "negative"),
-    ({"optimizer__beta2": 1.5}, "optimizer.beta2", "between 0 and 1"),
+    ({"optimizer__lr": -1.0}, "optimizer.lr", "nearest legal: 0"),
+    ({"optimizer__beta2": 1.5}, "optimizer.beta2", "must be at least 0 and less than 1"),
     ({"optimizer__name": "adam"}, "optimizer.name", "adamw or muon"),
     ({"metrics__trackers": ["mlflow"]}, "metrics.trackers", "mlflow"),
-    ({"cluster__gpus_per_node": 0}, "cluster.gpus_per_node", "more than 0"),
-    ({"cluster__stop_seconds": 0}, "cluster.stop_seconds", "more than 0"),
-    ({"cluster__time_minutes": -5}, "cluster.time_minutes", "more than 0"),
+    ({"cluster__gpus_per_node": 0}, "cluster.gpus_per_node", "from 1 to 1,024"),
+    ({"cluster__stop_seconds": 0}, "cluster.stop_seconds", "at least 1"),
+    ({"cluster__time_minutes": -5}, "cluster.time_minutes", "at least 1"),
     ({"cluster__max_requeues": -1}, "cluster.max_requeues", "nearest legal: 0"),
     ({"cluster__executor": "slurm"}, "cluster.gpus_per_node", "needs it"),
     ({"cluster__environment": {"NCCL-DEBUG": "INFO"}}, "cluster.environment", "NCCL-DEBUG"),
@@ -59,7 +61,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"cluster__sbatch": {"ntasks_per_node": 4}}, "cluster.sbatch", "follows from the layout"),
     ({"cluster__srun": ["--label", "container.sqsh"]}, "cluster.srun", "write --flag=value"),
     ({"cluster__srun": ["--ntasks=4"]}, "cluster.srun", "from the layout"),
-    ({"cluster__partition": "gpu long"}, "cluster.partition", "without blanks"),
+    ({"cluster__partition": "gpu long"}, "cluster.partition", "must be a word without blanks"),
     ({"cluster__exclude": ["node1 node2"]}, "cluster.exclude", "node1 node2"),
     ({"cluster__comment": "a\nscancel -u me"}, "cluster.comment", r"a\nscancel -u me: holds the control character \n"),
     ({"cluster__sbatch": {"mail-user": "me\n"}}, "cluster.sbatch.mail-user", "control character"),
@@ -79,7 +81,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"model__family": "llama4"}, "model.family", "llama3"),
     ({"gpus": 3, "parallelism__dp_replicate": 2}, "gpus", "nearest legal: 2 or 4"),
     ({"gpus": 4, "parallelism__dp_shard": 2}, "gpus", "nearest legal: 2"),
-    ({"parallelism__dp_shard": 0}, "parallelism.dp_shard", "at least 1"),
+    ({"parallelism__dp_shard": 0}, "parallelism.dp_shard", "from 1 to 1,000,000, or -1"),
     ({"gpus": 4, "parallelism__dp_replicate": -1}, "parallelism.dp_replicate", "only one degree"),
     ({"gpus": 3, "parallelism__tp": 3}, "parallelism.tp", "nearest legal: 2 or 4"),
     ({"gpus": 4, "parallelism__tp": 4, "model__multiple_of": 1}, "model.multiple_of", "nearest legal: 4"),
@@ -107,7 +109,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"parallelism__pp": 2, "pp_schedule__layers_per_stage": 3, "pp_schedule__split": ["layers.1"]}, "pp_schedule.layers_per_stage",
      "null"),
     ({"parallelism__pp": 2, "pp_schedule__split": ["layers.9"]}, "pp_schedule.split", "layers.5"),
-    ({"parallelism__pp": 2, "pp_schedule__split": ["layers.1", "norm"]}, "pp_schedule.split", "1 names"),
+    ({"parallelism__pp": 2, "pp_schedule__split": ["layers.1", "norm"]}, "pp_schedule.split", "take 1 name,"),
     ({"parallelism__pp": 3, "pp_schedule__split": ["norm", "layers.1"]}, "pp_schedule.split", "in the order"),
     ({"parallelism__pp": 2, "pp_schedule__name": "csv"}, "pp_schedule.csv", "needs a file"),
     ({"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": "/nowhere.csv"}, "pp_schedule.csv", "no such file"),
@@ -127,6 +129,19 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({**TENSORWISE, "parallelism__tp": 2, "precision__skip": ["output", "wk"]}, "precision.skip", "nearest legal: [output]"),
     ({"precision__converter": "mxfp8", "parallelism__tp": 2}, "parallelism.tp", "nearest legal: 1"),
     ({"loss__chunk_tokens": 0}, "loss.chunk_tokens", "at least 1"),
+    ({"model__rope_scaling__low_freq_factor": 4.0}, "model.rope_scaling.low_freq_factor", "less than model.rope_scaling.high_freq_factor"),
+    ({"model__ffn_dim_multiplier": 1e-9}, "model.ffn_dim_multiplier", "leaves no feed-forward"),
+    ({"compile__name": "block", "compile__backend": "nosuch"}, "compile.backend", "inductor or eager"),
+    ({"sweep__cell": "a"}, "sweep.cell", "belongs to no sweep"),
+    ({"data__path": "notes.txt"}, "data.path", "data=embedded does not read it; text_files or tokens"),
+    ({"tokenizer__path": "t.json"}, "tokenizer.path", "tokenizer=embedded does not read it"),
+    ({"cluster__comment": "a\nb"}, "cluster.comment", "must not hold control characters"),
+    ({"cluster__sbatch": {"mem": "1\n#SBATCH --foo"}}, "cluster.sbatch", "control characters"),
+    ({"gpus": 100_000}, "gpus", "100,000 processes, but this machine has"),
+    ({"data__local_batch": 999_999_999}, "data.local_batch", "block inputs and logits take at least"),
+    ({"data__global_batch": 2_000_000_000}, "data.global_batch", "tokens and labels of one step take at least"),
+    ({"model__n_layers": 10_000, "model__dim": 16384}, "model.name", "parameters with gradients and the optimizer's moments take at least"),
+    ({"cluster__executor": "slurm", "cluster__gpus_per_node": 8, "cluster__device_memory_gib": 0.01}, "model.name", "and a device has 0.0"),
     ({"optimizer__name": "muon", "precision__param_dtype": "bfloat16"}, "precision.param_dtype", "float32"),
     ({**ZBV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
     ({**ZBV, "ac__name": "op"}, "ac.name", "full"),
@@ -138,7 +153,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"ac__name": "memory_budget"}, "compile.name", "nearest legal: block"),
     *(({"parallelism__tp": 2, "compile__name": "block", "ac__name": ac}, "ac.name", "op or lean or none")
       for ac in ("full", "layer", "memory_budget")),
-    ({"ac__save_ops": ["aten.mm"]}, "ac.save_ops", "nearest legal: []"),
+    ({"ac__save_ops": ["aten.mm"]}, "ac.save_ops", "ac=none does not read it; op or lean would"),
     ({"ac__name": "op", "ac__save_ops": ["mm"]}, "ac.save_ops", "mm is not an operator's name"),
     ({"parallelism__backend": "simple_fsdp", "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward",
      "default"),
@@ -146,15 +161,18 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"gpus": 4, "cluster__gpus_per_node": 2}, "gpus", "nearest legal: 2"),
     ({"data__name": "text_files"}, "data.path", "needs it"),
     ({"data__name": "text_files", "data__path": "/nowhere/*.txt"}, "data.path", "no such file"),
-    ({"data__name": "text_files", "data__path": __file__, "validation__name": "on"}, "data.validation_path", "needs it"),
+    ({"data__name": "text_files", "data__path": README, "validation__name": "on"}, "data.validation_path", "needs it"),
+    ({"data__name": "text_files", "data__path": __file__}, "data.path", "ends in none of .txt, .md"),
+    ({"data__name": "text_files", "data__path": "/"}, "data.path", "every file of this machine"),
     ({"model__vocab_size": 2048}, "model.vocab_size", "nearest legal: 4096"),
     ({"tokenizer__name": "tiktoken"}, "tokenizer.path", "needs it"),
     ({"tokenizer__name": "tiktoken", "tokenizer__path": "/nowhere/tokenizer.model"}, "tokenizer.path", "no such file"),
     ({"tokenizer__name": "tiktoken", "tokenizer__path": __file__}, "tokenizer.path", "cannot be read"),
     ({"tokenizer__name": "hf", "tokenizer__path": __file__}, "tokenizer.path", "cannot be read"),
-    ({"checkpoint__initial_load_path": "/nowhere"}, "checkpoint.initial_load_path", "no complete checkpoint"),
+    ({"checkpoint__initial_load_path": "/nowhere"}, "checkpoint.initial_load_path", "no such folder"),
+    ({"checkpoint__initial_load_path": str(CONF)}, "checkpoint.initial_load_path", "no complete checkpoint"),
     ({"checkpoint__exclude_from_loading": ["adam"]}, "checkpoint.exclude_from_loading", "optimizer or data or lr_scheduler"),
-    ({"checkpoint__interval_minutes": 0.0}, "checkpoint.interval_minutes", "positive"),
+    ({"checkpoint__interval_minutes": 0.0}, "checkpoint.interval_minutes", "more than 0"),
     ({"checkpoint__interval": 0, "checkpoint__last_step": False}, "checkpoint.interval", "nothing would be saved"),
     ({"checkpoint__name": "off", "checkpoint__export_dtype": "float32"}, "checkpoint.export_dtype", "writes nothing"),
 ]
@@ -201,7 +219,7 @@ degree = st.sampled_from([-1, 0, 1, 2, 3, 4])
 def test_degrees_that_pass_build_their_mesh_and_others_would_not(base, gpus, dp_replicate, dp_shard, cp, tp, pp):
     job = changed(base, gpus=gpus, parallelism__dp_replicate=dp_replicate, parallelism__dp_shard=dp_shard, parallelism__cp=cp,
                   parallelism__tp=tp, parallelism__pp=pp)
-    refused = list(degrees_fill_the_ranks(job))
+    refused = list(values_are_what_the_schema_takes(job)) or list(degrees_fill_the_ranks(job))
     dist.init_process_group("fake", store=FakeStore(), rank=gpus - 1, world_size=gpus)
     try:
         if refused:

@@ -4,10 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from titan_hydra.config import describe, read, register_schema
-from titan_hydra.config.compose import CONF
+from tests.config import corpus
+from titan_hydra.config import describe, read
+from titan_hydra.config.compose import CONF, own_composer
+from titan_hydra.config.ranges import Interval, Text, range_of
+from titan_hydra.config.schema import default_of
 
 ROOT = CONF.parent
 OPTIONS = [(group, file) for group in describe.groups() for file in describe.option_files(group)]
@@ -25,9 +27,7 @@ def test_every_folder_of_conf_is_a_group_of_the_schema():
 @pytest.mark.parametrize(("group", "file"), OPTIONS, ids=lambda value: getattr(value, "stem", value))
 def test_an_option_says_when_to_choose_it_and_composes_into_the_schema(group, file):
     assert describe.when(file).endswith("."), f"{file}: the first comment line must say when to choose it"
-    register_schema()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        job, faults = read(compose("config", [f"{'+' * (group == 'sweeps')}{group}={file.stem}"]))
+    job, faults = read(own_composer()([f"{'+' * (group == 'sweeps')}{group}={file.stem}"]))
     assert not faults
     if group not in describe.GROUPS_OF_RECIPES:
         assert getattr(job, group).name == file.stem
@@ -36,6 +36,17 @@ def test_an_option_says_when_to_choose_it_and_composes_into_the_schema(group, fi
 def test_every_key_has_help():
     for key, spec in describe.KEYS.items():
         assert spec.metadata["help"] and not spec.metadata["help"].endswith("."), key
+
+
+def test_every_key_has_a_range_or_needs_none():
+    needed = {int: Interval, float: Interval, str: Text, list: Text}
+    for key, spec in corpus.LEAVES.items():
+        plain, group = corpus.plain_type(key), key.rpartition(".")[0]
+        if plain in needed and not spec.metadata["choices"]:
+            assert isinstance(range_of(spec), needed[plain]), key
+        if isinstance(range_of(spec), Interval) and default_of(spec) not in (None, "???"):
+            assert default_of(spec) in range_of(spec), f"{key}: the default is out of range"
+        assert set(spec.metadata["only"]) <= {file.stem for file in describe.option_files(group)}, f"{key}: only names options of {group}"
 
 
 def test_help_of_the_launcher_names_every_option_and_key_and_fits_a_terminal(tmp_path):

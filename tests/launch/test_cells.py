@@ -74,7 +74,7 @@ def test_dry_shows_cells_and_writes_nothing(launcher):
 
 def test_more_gpu_hours_than_allowed_start_nothing(launcher):
     done = launcher.run(*launcher.TINY, "gpus=2", "cluster.time_minutes=60", "launch.max_gpu_hours=1")
-    assert done.returncode == 2 and "1 cells could take 2.0 GPU-hours" in done.stderr and written(launcher) == []
+    assert done.returncode == 2 and "1 cell could take 2.0 GPU-hours" in done.stderr and written(launcher) == []
     done = launcher.run(*launcher.TINY, "launch.max_gpu_hours=1")
     assert done.returncode == 2 and "needs cluster.time_minutes" in done.stderr
 

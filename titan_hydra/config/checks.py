@@ -10,18 +10,20 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
-from math import isfinite, lcm
-from operator import attrgetter
+from importlib.metadata import entry_points
+from math import lcm
 
-from . import checkpoint, cluster, data, pipeline, precision, redact, replicas
-from .fault import Fault, below_one, divisors
-from .load import DEGREES, data_parallel, devices_here, ffn_width, known_keys, to_dict, world_size
+from . import checkpoint, cluster, data, memory, pipeline, precision, redact, replicas
+from .fault import Fault, counted, divisors
+from .load import DEGREES, data_parallel, devices_here, ffn_width, to_dict, values_are_what_the_schema_takes, world_size
 from .run import versions
 from .schema import Job
 
 Rule = Callable[[Job], Iterator[Fault]]
+BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")  # of torch.compile
+KEYS: list[Rule] = [values_are_what_the_schema_takes]
 RANKS: list[Rule] = []  # the degrees, from which the batch and much else follow
-VALUES: list[Rule] = []  # each value by itself
+VALUES: list[Rule] = []  # keys that mean something beyond their range
 LAYOUT: list[Rule] = []  # degrees, model and batch against each other
 RECIPE: list[Rule] = []  # techniques against each other
 PLACE: list[Rule] = []  # the machine and its files
@@ -29,7 +31,7 @@ PLACE: list[Rule] = []  # the machine and its files
 
 def check(job: Job) -> list[Fault]:
     """All faults of a frozen job, from the first group of rules that has any."""
-    for group in (RANKS, VALUES, LAYOUT, RECIPE, PLACE):
+    for group in (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE):
         faults = [fault for rule in group for fault in rule(job)]
         if faults:
             return faults
@@ -48,85 +50,34 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 # --- the degrees -------------------------------------------------------------------------------------------------------------------
 
 @rule(RANKS)
-def there_are_ranks(job: Job) -> Iterator[Fault]:
-    """What a negative number of them leads to would be told of other keys."""
-    yield from below_one(job, "gpus", "fault_tolerance.replicas")
-
-
-@rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
     """Every rank has one place in the mesh: the product of the degrees is their number. One degree may be -1 and takes the rest."""
-    if job.gpus < 1:
-        return
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
-    bad = [name for name in DEGREES if getattr(job.parallelism, name) < 1 and name not in free]
-    for name in bad:
-        yield Fault(f"parallelism.{name}", getattr(job.parallelism, name), "a degree is at least 1", legal=(1,))
     if len(free) == 2:
         yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
-    elif free and not bad:
+    elif free:
         fixed = -world_size(job)
         yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
                     legal=_multiples_around(job.gpus, fixed))
-    elif not bad and world_size(job) != job.gpus:
+    elif world_size(job) != job.gpus:
         product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
-        yield Fault("gpus", job.gpus, f"the degrees need {world_size(job)} ranks ({product or 'all are 1'})", legal=(world_size(job),))
+        ranks = world_size(job)
+        yield Fault("gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,))
 
 
 def _multiples_around(number: int, base: int) -> tuple[int, ...]:
     return tuple(multiple for multiple in (number // base * base, (number // base + 1) * base) if multiple)
 
 
-# --- each value by itself -----------------------------------------------------------------------------------------------------------
-
-@rule(VALUES)
-def value_is_one_of_the_choices(job: Job) -> Iterator[Fault]:
-    """Names pick from registries; a typo must not fall through to a default."""
-    for key, spec in known_keys().items():
-        choices, value = spec.metadata["choices"], attrgetter(key)(job)
-        if choices and value is not None and value not in choices:
-            yield Fault(key, value, "not one of the choices", legal=choices)
-    for tracker in job.metrics.trackers:
-        if tracker not in ("tensorboard", "wandb"):
-            yield Fault("metrics.trackers", job.metrics.trackers, f"no tracker is called {tracker}", legal=("tensorboard", "wandb"))
-
-
-@rule(VALUES)
-def counts_are_positive(job: Job) -> Iterator[Fault]:
-    """Sizes, steps and intervals count things."""
-    yield from below_one(
-        job, "steps", "model.vocab_size", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.multiple_of",
-        "data.seq_len", "data.local_batch", "data.global_batch", "data.prefetch", "validation.interval", "validation.steps",
-        "metrics.log_every", "train.gc_interval", "ac.every", "pp_schedule.stages_per_rank", "loss.chunk_tokens",
-        "comm.init_timeout_seconds", "comm.train_timeout_seconds", "profiling.first_step", "profiling.steps")
-    for key in ("optimizer.lr", "optimizer.weight_decay", "optimizer.max_norm", "optimizer.eps", "lr_scheduler.warmup_steps",
-                "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every", "seed", "cluster.max_parallel",
-                "comm.health_check_seconds", "data.shuffle_buffer", "data.max_bad_shards"):
-        value = attrgetter(key)(job)
-        if not isfinite(value):
-            yield Fault(key, value, "must be a number")
-        elif value < 0:
-            yield Fault(key, value, "must not be negative", legal=(0,))
-    for key in ("lr_scheduler.decay_ratio", "lr_scheduler.min_factor", "ac.budget", "optimizer.beta1", "optimizer.beta2",
-                "optimizer.muon_momentum", "optimizer.sgd_momentum"):
-        if not 0 <= (value := attrgetter(key)(job)) <= 1:
-            yield Fault(key, value, "is a share between 0 and 1")
-
+# --- keys that mean something beyond their range -------------------------------------------------------------------------------------
 
 VALUES.extend(data.VALUES)
 
 
 @rule(VALUES)
-def name_is_that_of_a_folder(job: Job) -> Iterator[Fault]:
-    """It names one in `paths.runs`, and must not lead out of it."""
-    if not re.fullmatch(r"\w[\w.+=,-]*", job.name):
-        yield Fault("name", job.name, "names a folder: letters, digits and . _ + = , - after a letter or digit")
-
-
-@rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
     """The configuration is written into every run directory, sweep and report. Ranks get the environment of whoever launches them."""
-    for key, what in redact.found(to_dict(job)):
+    for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy: it is read for every text
         yield Fault(key, "...", f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
                     "`source` a file in cluster.setup")
 
@@ -148,6 +99,41 @@ def family_is_registered(job: Job) -> Iterator[Fault]:
         yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
 
 
+@rule(VALUES)
+def cells_belong_to_a_sweep(job: Job) -> Iterator[Fault]:
+    """Names for the report of a sweep mean nothing to a run alone."""
+    for key in ("cell", "baseline"):
+        if job.sweep.name is None and (value := getattr(job.sweep, key)) is not None:
+            yield Fault(f"sweep.{key}", value, "this run belongs to no sweep; -m and +sweeps=NAME make one")
+
+
+@rule(VALUES)
+def rotary_frequencies_are_stretched_between_two_wavelengths(job: Job) -> Iterator[Fault]:
+    """Llama 3.1 stretches the low frequencies, leaves the high ones, and blends between the two bounds."""
+    scaling = job.model.rope_scaling
+    if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield Fault("model.rope_scaling.low_freq_factor", scaling.low_freq_factor,
+                    f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}")
+
+
+@rule(VALUES)
+def feed_forward_has_a_width(job: Job) -> Iterator[Fault]:
+    """A multiplier near 0 would leave none."""
+    if ffn_width(job.model) < 1:
+        yield Fault("model.ffn_dim_multiplier", job.model.ffn_dim_multiplier, "leaves no feed-forward")
+
+
+@rule(VALUES)
+def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
+    """Back ends come from torch, from packages that announce theirs, or from a module of the user's."""
+    name = job.compile.backend
+    if job.compile.name == "off" or name in BACKENDS or job.train.imports:
+        return
+    announced = {point.name for point in entry_points(group="torch_dynamo_backends")}
+    if name not in announced:
+        yield Fault("compile.backend", name, "torch has no such back end", legal=(*BACKENDS, *sorted(announced)))
+
+
 VALUES.append(checkpoint.checkpoints_are_due_at_times_that_come)
 VALUES.extend(cluster.RULES)
 
@@ -159,7 +145,7 @@ def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     """Each tensor-parallel rank holds whole query heads and whole key/value heads (Megatron-LM, section 3)."""
     tp, model = job.parallelism.tp, job.model
     if model.n_heads % tp or model.n_kv_heads % tp:
-        heads = f"{model.n_kv_heads} key/value heads" if model.n_kv_heads % tp else f"{model.n_heads} heads"
+        heads = counted(model.n_kv_heads, "key/value head") if model.n_kv_heads % tp else counted(model.n_heads, "head")
         legal = tuple(degree for degree in divisors(model.n_kv_heads) if model.n_heads % degree == 0)
         yield Fault("parallelism.tp", tp, f"{heads} cannot be split over it", legal=legal)
 
@@ -178,7 +164,8 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
     """Grouped-query attention gives each key/value head the same number of query heads, and heads share the width evenly."""
     model = job.model
     if model.n_heads % model.n_kv_heads:
-        yield Fault("model.n_kv_heads", model.n_kv_heads, f"{model.n_heads} heads cannot share it evenly", legal=divisors(model.n_heads))
+        yield Fault("model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly",
+                    legal=divisors(model.n_heads))
     if model.dim % model.n_heads or model.dim // model.n_heads % 2:
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
         yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)",
@@ -199,7 +186,6 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
 
-VALUES.append(replicas.replica_groups_have_numbers)
 LAYOUT.append(pipeline.pipeline_is_laid_out)
 
 
@@ -294,8 +280,6 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
 @rule(RECIPE)
 def saved_operators_are_names(job: Job) -> Iterator[Fault]:
     """Whether torch has an operator is known when a rank starts; what cannot be one is refused here."""
-    if job.ac.save_ops and job.ac.name not in ("op", "lean"):
-        yield Fault("ac.save_ops", job.ac.save_ops, f"ac={job.ac.name} keeps no operators' outputs", legal=("[]",))
     for name in job.ac.save_ops:
         if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
             yield Fault("ac.save_ops", job.ac.save_ops, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
@@ -313,7 +297,7 @@ def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
 def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
     """A run that ends before the first recorded step would end without a trace."""
     if job.profiling.name == "on" and job.profiling.first_step > job.steps:
-        yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {job.steps} steps", legal=(job.steps,))
+        yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {counted(job.steps, 'step')}", legal=(job.steps,))
 
 
 @rule(RECIPE)
@@ -338,7 +322,7 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     """Nodes are taken whole: ranks are fewer than one node has, or a multiple of it."""
     if job.comm.name == "fake":  # one process, whatever the number of ranks
         if not 0 <= job.comm.rank < job.gpus:
-            yield Fault("comm.rank", job.comm.rank, f"the world has {job.gpus} ranks", legal=(0, job.gpus - 1))
+            yield Fault("comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1))
         return
     if job.cluster.executor == "inline" and job.gpus != 1:
         yield Fault("gpus", job.gpus, "cluster.executor=inline runs one rank in this process; use local for more", legal=(1,))
@@ -352,7 +336,14 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
         yield replicas.too_many(job, node)
 
 
-PLACE.extend(data.PLACE)
+PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
 
 
-PLACE.append(checkpoint.initial_weights_are_there)
+# --- what is legal, and hardly meant -------------------------------------------------------------------------------------------------
+
+def warnings(job: Job) -> Iterator[Fault]:
+    """What a frozen job without faults should be told before it starts."""
+    if job.lr_scheduler.warmup_steps > job.steps:
+        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps,
+                    f"more than steps={job.steps}: optimizer.lr is never reached")
+    yield from data.corpus_fills_a_step(job)

@@ -4,12 +4,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import unicodedata
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
 
-from .fault import Fault, as_typed, suggest
+from .fault import Fault, suggest
+from .load import elements
+from .ranges import PATH
 from .schema import Cluster, Job
 
 # sbatch flags that follow from the layout, or that the batch script counts on; dropping one (null) is the site's business.
@@ -20,19 +19,9 @@ OURS = {
     "constraint": "cluster.constraint", "exclude": "cluster.exclude", "reservation": "cluster.reservation", "comment": "cluster.comment",
     "cpus-per-task": "cluster.cpus_per_task",
 }
-SBATCH = tuple(f"cluster.{key}" for key in ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch"))
+SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")  # keys that become its lines
 START, EARLY = 60, 60  # seconds that ranks may need until their first step; that SLURM may warn them too early
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
-
-
-def numbers_are_positive(job: Job) -> Iterator[Fault]:
-    """Counts, sizes and times of a site; null stands for unknown, or for SLURM's default."""
-    for key in ("gpus_per_node", "cpus_per_task", "time_minutes", "device_memory_gib", "stop_seconds"):
-        value = getattr(job.cluster, key)
-        if value is not None and not value > 0:
-            yield Fault(f"cluster.{key}", value, "must be more than 0")
-    if job.cluster.max_requeues < 0:
-        yield Fault("cluster.max_requeues", job.cluster.max_requeues, "must not be negative", legal=(0,))
 
 
 def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
@@ -65,39 +54,16 @@ def flags_are_the_sites(job: Job) -> Iterator[Fault]:
             yield Fault("cluster.srun", argument, "the launcher sets it, from the layout")
 
 
-def words_hold_no_blanks(job: Job) -> Iterator[Fault]:
-    """Names of SLURM's things; a blank would begin another flag."""
-    for key in ("partition", "account", "qos", "constraint", "reservation"):
-        value = getattr(job.cluster, key)
-        if value is not None and (not value or re.search(r"\s", value)):
-            yield Fault(f"cluster.{key}", value, "a name without blanks, or null")
-    for node in job.cluster.exclude:
-        if not node or re.search(r"\s", node):
-            yield Fault("cluster.exclude", node, "the name of a node, or a range like node[1-4]")
-
-
 def text_reaches_the_script_as_it_is(job: Job) -> Iterator[Fault]:
-    """A control character would end a line of the batch script, or of its list of cells; sbatch drops backslashes from its own lines."""
-    slurm = job.cluster.executor == "slurm"
-    runs = os.path.abspath(os.path.expanduser(job.paths.runs)) if slurm else job.paths.runs
-    for key, text in [*_texts(asdict(job.cluster), "cluster"), ("paths.runs", runs)]:
-        odd = next((char for char in text if unicodedata.category(char) in ("Cc", "Cs")), None)
-        if odd is not None:
-            what = f"holds the control character {as_typed(odd)}" if unicodedata.category(odd) == "Cc" else "is no UTF-8"
-            yield Fault(key, text, f"{what}, which cannot be in a batch script")
-        elif "\\" in text and (key.startswith(SBATCH) or (slurm and key == "paths.runs")):
-            yield Fault(key, text, "sbatch drops the backslash")
-
-
-def _texts(content: Any, key: str) -> Iterator[tuple[str, str]]:
-    """All words in a nested value, with the dotted key that each stands under; names of a table stand under the table."""
-    if isinstance(content, str):
-        yield key, content
-    for name, value in content.items() if isinstance(content, dict) else ():
-        yield key, str(name)
-        yield from _texts(value, f"{key}.{name}")
-    for value in content if isinstance(content, list) else ():
-        yield from _texts(value, key)
+    """sbatch drops backslashes from its own lines; a control character in the path of the runs would end a line of the script."""
+    for key in SBATCH:
+        for text in elements(getattr(job.cluster, key)):
+            if isinstance(text, str) and "\\" in text:
+                yield Fault(f"cluster.{key}", text, "sbatch drops the backslash")
+    if job.cluster.executor == "slurm":
+        runs = os.path.abspath(os.path.expanduser(job.paths.runs))
+        if (reason := PATH.objection(runs)) or "\\" in runs:
+            yield Fault("paths.runs", runs, reason or "sbatch drops the backslash")
 
 
 def warning_seconds(cluster: Cluster, minutes: int) -> int:
@@ -115,5 +81,5 @@ def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
             yield Fault("cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,))
 
 
-RULES = [numbers_are_positive, nodes_can_be_counted, environment_has_legal_names, flags_are_the_sites, words_hold_no_blanks,
-         text_reaches_the_script_as_it_is, time_suffices_to_start_and_stop]
+RULES = [nodes_can_be_counted, environment_has_legal_names, flags_are_the_sites, text_reaches_the_script_as_it_is,
+         time_suffices_to_start_and_stop]

@@ -1,12 +1,12 @@
 """The rules of data: sources and mixtures of them, their files, and the tokenizer that their text goes through."""
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from .fault import Fault
-from .files import expand, missing, similar, tokenizer_file, vocabulary_size
-from .schema import SOURCES, Data, Job, Source
+from .files import SUFFIXES, expand, home, kind, missing, similar, tokenizer_file, vocabulary_size
+from .schema import Data, Job, Source
+from .status import ConfigError
 
 PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to this
 
@@ -25,23 +25,16 @@ def shares(weights: list[float]) -> list[int]:
 
 
 def mixture_has_weighted_sources(job: Job) -> Iterator[Fault]:
-    """A weight is a number above 0, and large enough that its source is met within a period of the pattern."""
-    data, parts = job.data, job.data.mixture
-    if data.name != "mixture":
-        if parts:
-            yield Fault("data.name", data.name, f"data.mixture has {', '.join(parts)}, which only data=mixture reads", legal=("mixture",))
+    """A weight is large enough that its source is met within a period of the pattern."""
+    parts = job.data.mixture
+    if job.data.name != "mixture":
         return
     if not parts:
         yield Fault("data.mixture", "{}", "data=mixture needs sources: +data.mixture={NAME: {weight: 1, name: embedded}}")
-    for name, part in parts.items():
-        if part.name not in SOURCES:
-            yield Fault(f"data.mixture.{name}.name", part.name, "not one of the choices", legal=SOURCES)
-        if not (part.weight > 0 and math.isfinite(part.weight)):
-            yield Fault(f"data.mixture.{name}.weight", part.weight, "must be above 0; leave out a source that is not wanted", legal=(1,))
-    if parts and all(part.weight > 0 and math.isfinite(part.weight) for part in parts.values()):
-        for name, share in zip(parts, shares([part.weight for part in parts.values()]), strict=True):
-            if not share:
-                yield Fault(f"data.mixture.{name}.weight", parts[name].weight, f"less than one sample in {PERIOD:,}")
+        return
+    for name, share in zip(parts, shares([part.weight for part in parts.values()]), strict=True):
+        if not share:
+            yield Fault(f"data.mixture.{name}.weight", parts[name].weight, f"less than one sample in {PERIOD:,}")
 
 
 def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
@@ -60,18 +53,37 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
         if source.name in ("text_files", "tokens", "hf") and not source.path:
             yield Fault(f"{key}.path", None, f"data={source.name} needs it")
         elif source.name in ("text_files", "tokens"):
-            yield from _are_there(f"{key}.path", source.path, job.data.max_bad_shards)
+            yield from _are_there(f"{key}.path", source.path, SUFFIXES[source.name], job.data.max_bad_shards)
         if source.name in ("text_files", "tokens") and job.validation.name == "on":
             if not source.validation_path:
                 yield Fault(f"{key}.validation_path", None, f"validation=on with data={source.name} needs it")
             else:
-                yield from _are_there(f"{key}.validation_path", source.validation_path, job.data.max_bad_shards)
+                yield from _are_there(f"{key}.validation_path", source.validation_path, SUFFIXES[source.name], job.data.max_bad_shards)
 
 
-def _are_there(key: str, path: str, limit: int) -> Iterator[Fault]:
-    found = expand(path)
+def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
+    """Warn of text so short that each step sees all of it several times. A token is a byte at the least, and what is packed is longer."""
+    step = job.data.global_batch * job.data.seq_len
+    for key, source in sources(job.data).items():
+        files = expand(source.path) if source.name == "text_files" else []
+        size = sum(file.stat().st_size for file in files if file.suffix not in (".gz", ".parquet"))
+        if files and size < step and all(file.suffix not in (".gz", ".parquet") for file in files):
+            yield Fault(f"{key}.path", source.path, f"{size:,} bytes of text, and a step takes {step:,} tokens")
+
+
+def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> Iterator[Fault]:
+    try:
+        found = expand(path)
+    except (ConfigError, OSError) as error:
+        yield Fault(key, path, str(getattr(error, "strerror", error)))
+        return
+    usable = [file for file in found if kind(file) in suffixes]
     if not found:
-        yield Fault(key, path, "no such file", legal=similar(path))
+        yield Fault(key, path, "no file in it", ()) if home(path).is_dir() else Fault(key, path, "no such file", similar(path))
+    elif not usable:
+        yield Fault(key, path, f"{found[0].name} ends in none of {', '.join(suffixes)}")
+    elif not any(file.stat().st_size for file in usable):
+        yield Fault(key, path, "the file is empty" if len(usable) == 1 else "all files are empty")
     elif len(gone := missing(path, found)) > limit:
         yield Fault(key, path, f"{len(gone)} of a numbered set are missing, the first is {gone[0].name}; a glob can name those that are "
                     f"wanted, data.max_bad_shards={len(gone)} goes on without")
@@ -90,7 +102,8 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
     except OSError:
         yield Fault("tokenizer.path", job.tokenizer.path, "no such file", legal=similar(str(file)))
     except (ValueError, KeyError, TypeError) as error:
-        yield Fault("tokenizer.path", job.tokenizer.path, f"cannot be read as tokenizer={job.tokenizer.name}: {error}")
+        reason = f"cannot be read as tokenizer={job.tokenizer.name}: {error or type(error).__name__}"
+        yield Fault("tokenizer.path", job.tokenizer.path, reason)
     else:
         if size > job.model.vocab_size:
             yield Fault("model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,))

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import re
 import textwrap
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .compose import CONF
 from .fault import as_typed
-from .load import known_keys
-from .schema import Job, default_of
+from .files import ASSETS, CONF, default_options, load_yaml
+from .load import kind_of, known_keys
+from .schema import default_of
 
 PAGE_WIDTH, HELP_WIDTH = 140, 100
 KEYS = known_keys()
@@ -25,31 +25,6 @@ GROUPS_OF_RECIPES = {  # groups without keys of their own: their options set key
     "experiment": "whole recipes: each sets keys of many groups",
     "sweeps": "named sweeps, chosen with a plus (+sweeps=NAME): a list of cells and what they share",
 }
-
-INTRODUCTION = """\
-# Configuration
-
-Every key and every option. This page is made from `titan_hydra/config/schema.py` and `conf/` by
-
-    python -m titan_hydra.config.describe docs/configuration.md
-
-`group=option` chooses a file of `conf/`, `group.key=value` changes one value, and `python launch.py --cfg job` shows what comes out.
-An option replaces the defaults of its group by what stands beside it here; what you type on the command line wins over both.
-
-The identity hash that names a run directory is made of the whole resolved configuration, less the keys marked *not in the hash*: they say
-where and how a run is made, not which experiment it is. Two command lines with the same hash are the same run.
-"""
-
-HELP = """\
-== Groups (group=option) and their keys (group.key=value) ==
-* is the default.
-
-{groups}
-
-== Keys without a group (key=value) ==
-
-{keys}"""
-
 
 def main() -> None:
     """Print the page, or write it to the file that is named."""
@@ -64,18 +39,27 @@ def main() -> None:
 
 def page() -> str:
     """docs/configuration.md."""
-    parts = [INTRODUCTION, "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
+    index = ["- [Keys without a group](#keys-without-a-group)", *(f"- [{group}](#{group}): {meaning(group)}" for group in groups())]
+    introduction = (ASSETS / "configuration.md").read_text(encoding="utf-8")
+    parts = [introduction, *index, "", "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
     for group in groups():
         parts += [f"## {group}\n", _sentence(meaning(group)) + "\n"]
-        if option_files(group):
-            parts += [*(_option_item(group, file) for file in option_files(group)), ""]
-        if keys_of(group):
-            parts += ["Keys:\n", *map(_key_item, keys_of(group)), ""]
+        parts += _group_items(group)
     return "\n".join(parts).rstrip() + "\n"
 
 
-def help_text() -> str:
-    """All groups, options and keys on a screen or two."""
+def _group_items(group: str) -> list[str]:
+    parts = [*(_option_item(group, file) for file in option_files(group)), ""] if option_files(group) else []
+    return parts + (["Keys:\n", *map(_key_item, keys_of(group)), ""] if keys_of(group) else [])
+
+
+def help_text(words: Sequence[str] = ()) -> str:
+    """All groups, options and keys on a screen or two; or what is known of some of them, as the page has it."""
+    if words:
+        from .overrides import unknown_key
+
+        known = {group: "\n".join(_group_items(group)) for group in groups()}
+        return "\n".join(known.get(word) or (_key_item(word) if word in KEYS else unknown_key(word)) for word in words).rstrip()
     lines = []
     for group in groups():
         names = " ".join(_marked(group, file) for file in option_files(group))
@@ -83,8 +67,8 @@ def help_text() -> str:
         lines.append(f"{group} - {meaning(group)}")
         lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
         lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
-    keys = [_wrap(f"{key} - {spec.metadata['help']}", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
-    return HELP.format(groups="\n".join(lines), keys="\n".join(keys))
+    keys = [_wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
+    return (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines), keys="\n".join(keys))
 
 
 def _marked(group: str, file: Path) -> str:
@@ -126,30 +110,30 @@ def when(file: Path) -> str:
 def settings(group: str, file: Path) -> dict[str, Any]:
     """The keys that an option sets, by their full names, less `name`."""
     package = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}."
-    flat = dict(_flatten(_load(file), package))
+    flat = dict(_flatten(load_yaml(file), package))
     return {key: value for key, value in flat.items() if key != f"{group}.name"}
-
-
-def default_options() -> dict[str, str]:
-    """The defaults list of conf/config.yaml."""
-    chosen = {}
-    for entry in _load(CONF / "config.yaml")["defaults"]:
-        if isinstance(entry, dict):
-            chosen |= {group: option for group, option in entry.items() if not group.startswith("override ")}
-    return chosen
 
 
 def _key_item(key: str) -> str:
     spec = KEYS[key]
     notes = [] if spec.metadata["identity"] else ["*not in the hash*"]
-    choices = f" One of {', '.join(f'`{choice}`' for choice in spec.metadata['choices'])}." if spec.metadata["choices"] else ""
-    head = f"- `{key}`: {_type_of(key)}, {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
-    return _wrap(f"{head} {_sentence(spec.metadata['help'])}{choices}", PAGE_WIDTH, "", "  ")
+    if spec.metadata["only"]:
+        notes.append(f"read by {', '.join(spec.metadata['only'])}")
+    head = f"- `{key}`: {_values_of(key)}; {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
+    return _wrap(f"{head} {_sentence(spec.metadata['help'])}", PAGE_WIDTH, "", "  ")
+
+
+def _values_of(key: str) -> str:
+    """Type, range and choices of a key."""
+    spec, kind = KEYS[key], _type_of(key)
+    if spec.metadata["choices"]:
+        return f"{kind}, one of {', '.join(spec.metadata['choices'])}"
+    return f"{kind}, {spec.metadata['range']}" if str(spec.metadata["range"] or "") else kind
 
 
 def _option_item(group: str, file: Path) -> str:
     if group == "sweeps":
-        cells = "; ".join(_load(file)["sweep"]["cells"])
+        cells = "; ".join(load_yaml(file)["sweep"]["cells"])
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
     default = " (default)" if file.stem == default_options().get(group) else ""
     text = f"- **{group}={file.stem}**{default}: {when(file)}"
@@ -159,17 +143,21 @@ def _option_item(group: str, file: Path) -> str:
 
 def _shown_default(key: str) -> str:
     """A key's value when nothing sets it. Values without a group may be given in conf/config.yaml."""
-    given = _load(CONF / "config.yaml").get(key) if "." not in key else None
-    default = given or default_of(KEYS[key])
-    return "given by the option" if default == "???" else f"`{as_typed(default)}`" if default != "" else "empty"
+    if "." not in key:
+        default = load_yaml(CONF / "config.yaml").get(key, default_of(KEYS[key]))
+        return f"`{as_typed(default)}`" if default != "" else "empty"
+    group = key.partition(".")[0]
+    option, default = default_options().get(group), default_of(KEYS[key])
+    given = settings(group, option_files(group)[0]).get(key, default) if option else default
+    if given == "???":
+        return "given by the option"
+    return f"`{as_typed(given)}`" + (f" by {group}={option}, else `{as_typed(default)}`" * (given != default and default != "???"))
 
 
 def _type_of(key: str) -> str:
-    kind: Any = Job
-    for part in key.split("."):
-        kind = typing.get_type_hints(kind)[part]
+    kind = kind_of(key)
     name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
-    return name.replace("None", "null").replace("typing.", "")
+    return name.replace("None", "null").replace("typing.", "").replace("titan_hydra.config.schema.", "")
 
 
 def _is_group(spec: dataclasses.Field) -> bool:
@@ -185,13 +173,6 @@ def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
                 yield from ((group.removeprefix("override /"), option) for group, option in override.items())
         else:
             yield prefix + key, value
-
-
-@functools.cache
-def _load(file: Path) -> dict:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 def _sentence(text: str) -> str:

@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 
@@ -20,18 +20,25 @@ class Fault:
     legal: tuple = ()
 
     def __str__(self) -> str:
-        line = f"{self.key}={as_typed(self.value)}: {self.reason}"
+        line = f"{shown(self.key)}={shown(as_typed(self.value))}: {shown(self.reason, 1000)}"
         choices = nearest(self.value, self.legal)
         return f"{line}; nearest legal: {' or '.join(map(as_typed, choices))}" if choices else line
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, the word in its form: 1 rank, 2 ranks."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def as_typed(value: Any) -> str:
     """A value as it is typed on a command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_typed, value))}]"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))  # one line, whatever it holds
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {as_typed(entry)}' for name, entry in value.items())}}}"
+    if is_dataclass(value):
+        return "{...}"
+    return f"[{','.join(map(as_typed, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def quoted(words: Iterable[str]) -> str:
@@ -42,11 +49,11 @@ def quoted(words: Iterable[str]) -> str:
     return " ".join(map(one, words))
 
 
-def below_one(job: Any, *keys: str) -> Iterator[Fault]:
-    """The faults of keys that count something and are less than 1."""
-    for key in keys:
-        if (value := attrgetter(key)(job)) < 1:
-            yield Fault(key, value, "must be at least 1", legal=(1,))
+def shown(text: str, longest: int = 200) -> str:
+    """A text as a part of a line: without control characters, and not longer than a reader needs."""
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode()
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 
 
 def nearest(value: Any, legal: Iterable) -> list:
@@ -70,4 +77,5 @@ def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
 
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors of a number, ascending."""
-    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return tuple(sorted({*small, *(number // candidate for candidate in small)}))

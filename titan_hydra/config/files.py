@@ -2,29 +2,53 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import glob
 import json
 import os
 import re
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from .schema import Tokenizer
 from .shapes import intact
+from .status import ConfigError
 
 ASSETS = Path(__file__).parent.parent / "assets"
+CONF = Path(__file__).parents[2] / "conf"
+SUFFIXES = {"text_files": (".txt", ".md", ".jsonl", ".json", ".parquet"), "tokens": (".bin",)}  # of the files of a source; .gz too
+MOST_FILES = 1_000_000  # that one path may name
 LLAMA3_SPECIALS = 256  # appended to the ranks of every Llama 3 tokenizer.model
 
 
 def expand(pattern: str) -> list[Path]:
-    """The files that a path or a glob names, sorted; a folder names all files in it."""
-    path = Path(pattern).expanduser()
+    """The files that a path or a glob names, sorted; a folder names all files in it. Raises ConfigError if these are too many."""
+    path = home(pattern)
     if path.is_file():  # also where its name would mean something as a glob
         return [path]
+    fixed, recursive, _ = str(path.absolute()).partition("/**")
+    if (recursive or path.is_dir()) and os.path.normpath(fixed or "/") == "/":
+        raise ConfigError("would be every file of this machine")
     if path.is_dir():
-        return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+        found = (Path(folder, name) for folder, _, names in os.walk(path) for name in names if not name.startswith("."))
+    else:
+        found = map(Path, glob.iglob(str(path), recursive=True))
+    files = list(islice((file for file in found if file.is_file()), MOST_FILES + 1))
+    if len(files) > MOST_FILES:
+        raise ConfigError(f"names more than {MOST_FILES:,} files")
+    return sorted(files)
+
+
+def home(path: str) -> Path:
+    """A path with ~ and ~user spelled out; a user that does not exist is left as typed."""
+    return Path(os.path.expanduser(path))
+
+
+def kind(file: Path) -> str:
+    """The suffix that says how to read a file: `.txt` for notes.txt and notes.txt.gz."""
+    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
 
 
 def missing(pattern: str, found: list[Path]) -> list[Path]:
@@ -35,25 +59,45 @@ def missing(pattern: str, found: list[Path]) -> list[Path]:
     for folder, head, width, total, tail in sets:
         named = [folder / f"{head}{number:0{width}}-of-{total}{tail}" for number in range(int(total) + 1)]
         gone |= set(named[1:] if named[-1] in there else named[:-1]) - there  # counted from 1, or from 0
-    path = Path(pattern).expanduser()
+    path = home(pattern)
     return sorted(file for file in gone if path.is_dir() or (not path.is_file() and fnmatch(str(file), str(path))))
 
 
 def similar(pattern: str) -> tuple[str, ...]:
     """Files that stand where `pattern` points and have a like name."""
-    path = Path(pattern).expanduser()
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    path = home(pattern)
+    names = [entry.name for entry in path.parent.iterdir() if entry.name != path.name] if path.parent.is_dir() else []
     return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=2))
+
+
+@functools.cache
+def load_yaml(file: Path) -> dict:
+    """A file of conf/ as plain values; not to be changed."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.load(file))
+
+
+@functools.cache
+def default_options() -> dict[str, str | None]:
+    """The option of each group in the defaults list of conf/config.yaml; not to be changed."""
+    chosen = {}
+    for entry in load_yaml(CONF / "config.yaml")["defaults"]:
+        if isinstance(entry, dict):
+            chosen |= {group: option for group, option in entry.items() if not group.startswith("override ")}
+    return chosen
 
 
 def tokenizer_file(config: Tokenizer) -> Path:
     """Where the tokenizer is read from; the embedded one is part of the package."""
-    return ASSETS / "tokenizer.model" if config.name == "embedded" else Path(config.path or "").expanduser()
+    return ASSETS / "tokenizer.model" if config.name == "embedded" else home(config.path or "")
 
 
 def vocabulary_size(config: Tokenizer) -> int:
     """Number of token ids, special ones included. Raises OSError or ValueError when the file is not a tokenizer."""
     file = tokenizer_file(config)
+    if file.exists() and not file.is_file():
+        raise ValueError("a folder" if file.is_dir() else "not a file")
     if config.name == "hf":
         content = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]  # a unigram model has a list of pieces, the others a map to ids

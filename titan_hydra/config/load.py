@@ -9,9 +9,11 @@ import hashlib
 import json
 import os
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from .fault import Fault, suggest
+from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
@@ -35,16 +37,30 @@ def from_dict(cls: type, data: dict) -> Any:
 
 
 def read(config: Any) -> tuple[Job | None, list[Fault]]:
-    """Type one composed cell (an OmegaConf DictConfig). Returns the job, or None and the faults: unknown keys, missing values."""
+    """Type one composed cell (an OmegaConf DictConfig). Returns the job, or None and the faults: of keys, and of values by themselves."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         data = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        return None, [Fault(error.full_key, "?", str(error).splitlines()[0])]
+        return None, [Fault(error.full_key, _as_written(config, error.full_key), str(error).splitlines()[0])]
     faults = list(_key_faults(Job, data, ""))
-    return (None, faults) if faults else (from_dict(Job, data), [])
+    if faults:
+        return None, faults
+    job = from_dict(Job, data)
+    faults = list(values_are_what_the_schema_takes(job))
+    return (None, faults) if faults else (job, [])
+
+
+def _as_written(config: Any, key: str) -> Any:
+    """The value of a key before its interpolation."""
+    from omegaconf import OmegaConf
+
+    value = OmegaConf.to_container(config, resolve=False)
+    for part in key.split("."):
+        value = value.get(part, "?") if isinstance(value, dict) else "?"
+    return value
 
 
 def freeze(job: Job) -> Job:
@@ -63,7 +79,7 @@ def freeze(job: Job) -> Job:
         job.gpus = max(node // fixed // max(job.fault_tolerance.replicas, 1), 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)
-    if job.data.global_batch is None and data_parallel(job) > 0:
+    if job.data.global_batch is None and data_parallel(job) > 0 and job.data.local_batch > 0:
         job.data.global_batch = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
     return job
 
@@ -123,8 +139,9 @@ def _identity_part(node: Any) -> dict:
     return part
 
 
+@functools.cache
 def known_keys(cls: type = Job, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Every dotted key of the schema, in order, with its field."""
+    """Every dotted key of the schema, in order, with its field. Not to be changed."""
     keys = {}
     for spec in dataclasses.fields(cls):
         keys[prefix + spec.name] = spec
@@ -132,6 +149,62 @@ def known_keys(cls: type = Job, prefix: str = "") -> dict[str, dataclasses.Field
         if dataclasses.is_dataclass(kind):
             keys |= known_keys(kind, f"{prefix}{spec.name}.")
     return keys
+
+
+@functools.cache
+def kind_of(key: str) -> Any:
+    """The type of a key, also of one in a table of the user's own names; None if there is no such key."""
+    kind: Any = Job
+    for part in key.split("."):
+        if dataclasses.is_dataclass(kind):
+            kind = _hints(kind).get(part)
+        elif typing.get_origin(kind) is dict:
+            kind = typing.get_args(kind)[1]
+        elif kind is not Any:
+            return None
+    return kind
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any, Any]]:
+    """Every key of a job, or of a section of it, that takes a value: its dotted name, field and value, and the section it stands in."""
+    for spec in dataclasses.fields(node):
+        key, value = prefix + spec.name, getattr(node, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, spec, value, node
+            for name, entry in value.items() if isinstance(value, dict) else ():
+                if dataclasses.is_dataclass(entry):
+                    yield from leaves(entry, f"{key}.{name}.")
+
+
+def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
+    """Numbers and texts are in range, names pick from their choices, and the chosen option of a group reads what was given."""
+    for key, spec, value, section in leaves(job):
+        choices, range, only = spec.metadata["choices"], range_of(spec), spec.metadata["only"]
+        for element in elements(value):
+            if isinstance(element, list | dict):
+                yield Fault(key, value, "must be a list of words, not of lists or tables")
+            elif choices and element not in choices:
+                yield Fault(key, value, "not one of the choices" if element is value else f"{element} is not one of the choices", choices)
+            elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
+                yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
+        if only and section.name not in only and value != default_of(spec):
+            group = key.rpartition(".")[0]
+            chosen = group if "." not in group else f"{group}.name"
+            yield Fault(key, value, f"{chosen}={section.name} does not read it; {' or '.join(only)} would")
+
+
+def elements(value: Any) -> Iterator[Any]:
+    """What ranges and choices are about: the value, or the elements of a list, or the names and values of a table."""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            yield name
+            yield from elements(entry)
+    elif isinstance(value, list):
+        yield from value
+    elif value is not None and not dataclasses.is_dataclass(value):
+        yield value
 
 
 @functools.cache
@@ -145,7 +218,7 @@ def _entry(kind: Any) -> type | None:
     return next((value for value in values if dataclasses.is_dataclass(value)), None)
 
 
-def _key_faults(cls: type, data: dict, prefix: str) -> typing.Iterator[Fault]:
+def _key_faults(cls: type, data: dict, prefix: str) -> Iterator[Fault]:
     """Keys that the schema lacks (added with `+`), that were deleted (`~`) or that nothing has given a value."""
     hints = _hints(cls)
     for name, value in data.items():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from .fault import Fault, divisors
+from .fault import Fault, counted, divisors
 from .files import similar
 from .schema import Job, Model
 
@@ -128,7 +128,7 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     """Why the actions are no schedule for the job's ranks and stages: each must be there once, and never wait for ever."""
     pp, per_rank = job.parallelism.pp, job.pp_schedule.stages_per_rank
     if len(ranks) != pp:
-        return f"it is for {len(ranks)} ranks, a line each, and parallelism.pp is {pp}"
+        return f"it is for {counted(len(ranks), 'rank')}, a line each, and parallelism.pp is {pp}"
     owned = [{stage for stage, _, _ in actions} for actions in ranks]
     if sorted(stage for stages in owned for stage in stages) != list(range(stage_count(job))):
         return f"every stage from 0 to {stage_count(job) - 1} must be on one rank"
@@ -206,6 +206,9 @@ def schedule_file_is_a_schedule(job: Job) -> Iterator[Fault]:
     if not path:
         yield Fault("pp_schedule.csv", path, "pp_schedule=csv needs a file")
         return
+    if Path(path).exists() and not Path(path).is_file():
+        yield Fault("pp_schedule.csv", path, "not a file")
+        return
     try:
         problem = wrong_with(read_schedule(path), job)
     except OSError:
@@ -225,7 +228,7 @@ def stages_hold_blocks(job: Job) -> Iterator[Fault]:
         yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts another number on a rank",
                     legal=(fixed,))
     elif stage_count(job) > layers and not schedule.split:
-        yield Fault("parallelism.pp", pp, f"{stage_count(job)} stages, but the model has {layers} blocks",
+        yield Fault("parallelism.pp", pp, f"{counted(stage_count(job), 'stage')}, but the model has {counted(layers, 'block')}",
                     legal=(layers // schedule.stages_per_rank,))
 
 
@@ -240,15 +243,16 @@ def split_covers_the_model(job: Job) -> Iterator[Fault]:
                             f"layers.{layers - 1}, norm or output")
                 return
         if len(schedule.split) != stages - 1:
-            yield Fault("pp_schedule.split", schedule.split, f"{stages} stages take {stages - 1} names, the first module of each but "
-                        "the first stage")
+            yield Fault("pp_schedule.split", schedule.split, f"{stages} stages take {counted(stages - 1, 'name')}, the first module of "
+                        "each but the first stage")
         elif any(names.index(a) >= names.index(b) for a, b in zip(schedule.split, schedule.split[1:], strict=False)):
             yield Fault("pp_schedule.split", schedule.split, "the names must be in the order of the model")
         if schedule.layers_per_stage is not None:
             yield Fault("pp_schedule.layers_per_stage", schedule.layers_per_stage, "pp_schedule.split says it already", legal=(None,))
     elif (per_stage := schedule.layers_per_stage) is not None and (per_stage < 1 or -(-layers // per_stage) != stages):
         legal = tuple(number for number in range(1, layers + 1) if -(-layers // number) == stages)
-        yield Fault("pp_schedule.layers_per_stage", per_stage, f"{layers} blocks do not make {stages} stages of it", legal or (None,))
+        yield Fault("pp_schedule.layers_per_stage", per_stage, f"{counted(layers, 'block')} do not make {stages} stages of it",
+                    legal or (None,))
 
 
 def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:

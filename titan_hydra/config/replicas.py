@@ -5,22 +5,8 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
-from .fault import Fault, below_one, divisors
+from .fault import Fault, counted, divisors
 from .schema import Job
-
-
-def replica_groups_have_numbers(job: Job) -> Iterator[Fault]:
-    """Groups and steps are counted; one copy alone is what fault_tolerance=off trains."""
-    config = job.fault_tolerance
-    yield from below_one(job, *(f"fault_tolerance.{name}" for name in ("sync_every", "fragments", "timeout_seconds")))
-    if config.max_restarts < 0:
-        yield Fault("fault_tolerance.max_restarts", config.max_restarts, "must not be negative", legal=(0,))
-    if not config.outer_lr > 0:
-        yield Fault("fault_tolerance.outer_lr", config.outer_lr, "must be positive", legal=(1,))
-    if not 0 <= config.outer_momentum < 1:
-        yield Fault("fault_tolerance.outer_momentum", config.outer_momentum, "is a share between 0 and 1, and less than 1", legal=(0,))
-    if config.name == "off" and config.replicas != 1:
-        yield Fault("fault_tolerance.replicas", config.replicas, "fault_tolerance=off trains one copy", legal=(1,))
 
 
 def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
@@ -32,7 +18,7 @@ def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
         yield Fault("fault_tolerance.fragments", config.fragments, f"sync_every={config.sync_every} steps cannot be divided by it",
                     legal=divisors(config.sync_every))
     if config.fragments > job.model.n_layers:
-        yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {job.model.n_layers} layers",
+        yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {counted(job.model.n_layers, 'layer')}",
                     legal=(job.model.n_layers,))
 
 
@@ -61,9 +47,9 @@ def too_many(job: Job, node: int) -> Fault:
     """The fault of a job that needs more devices than this machine has."""
     groups = job.fault_tolerance.replicas
     if groups > node:
-        return Fault("fault_tolerance.replicas", groups, f"this machine has {node} devices", legal=(node,))
+        return Fault("fault_tolerance.replicas", groups, f"this machine has {counted(node, 'device')}", legal=(node,))
     of_groups = f", for {groups} replica groups" if groups > 1 else ""
-    return Fault("gpus", job.gpus, f"this machine has {node} devices{of_groups}", legal=(node // groups,))
+    return Fault("gpus", job.gpus, f"this machine has {counted(node, 'device')}{of_groups}", legal=(node // groups,))
 
 
 RULES = [fragments_are_whole_layers, torchft_is_there, replica_groups_are_processes_here]

@@ -1,20 +1,26 @@
-"""What a job is: every configuration key, typed, defaulted and described once. `conf/` only chooses values for these keys.
+"""What a job is: every configuration key, typed, defaulted, bounded and described once. `conf/` only chooses values for these keys.
 
-`key(default, help)` describes a field. `identity=False` marks what may change without making it another experiment (where it
-runs, how it is logged): such a field is left out of the hash that names the run directory.
+`key(default, help, range)` describes a field: a number always has a range, text without one is a line that is not empty, and a key with
+choices or of type bool needs none. `only` names the options of the group that read the key: with any other it must stay at its default.
+`identity=False` marks what may change without making it another experiment (where it runs, how it is logged): such a field is left out of
+the hash that names the run directory.
 """
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
+from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WIDTH, WORD, Interval, Range
 
-def key(default: Any, help: str, identity: bool = True, choices: tuple[str, ...] = (), late: bool = False) -> Any:
+
+def key(default: Any, help: str, range: Range | None = None, only: tuple[str, ...] = (), identity: bool = True,
+        choices: tuple[str, ...] = (), late: bool = False) -> Any:
     """A described configuration field. A callable default is a factory; `...` means that conf/ must give the value.
 
-    `late` fields came after the first release: while at their default they are not hashed, so that earlier runs keep their identity.
+    Range and choices are those of each element where the key is a list or a table. `late` fields came after the first release: while at
+    their default they are not hashed, so that earlier runs keep their identity.
     """
-    metadata = {"help": help, "identity": identity, "choices": choices, "late": late}
+    metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "late": late}
     if default is ...:
         return field(default="???", metadata=metadata)
     if callable(default):
@@ -24,41 +30,44 @@ def key(default: Any, help: str, identity: bool = True, choices: tuple[str, ...]
 
 @dataclass
 class RopeScaling:
-    factor: float = key(8.0, "stretch the low frequencies by this factor (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off")
-    low_freq_factor: float = key(1.0, "wavelengths above original_max_seq_len / this are stretched fully")
-    high_freq_factor: float = key(4.0, "wavelengths below original_max_seq_len / this are left alone")
-    original_max_seq_len: int = key(8192, "sequence length before the stretch")
+    factor: float = key(8.0, "stretch the low frequencies by this factor (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off", Interval(1))
+    low_freq_factor: float = key(1.0, "wavelengths above original_max_seq_len / this are stretched fully", POSITIVE)
+    high_freq_factor: float = key(4.0, "wavelengths below original_max_seq_len / this are left alone", POSITIVE)
+    original_max_seq_len: int = key(8192, "sequence length before the stretch", COUNT)
 
 
 @dataclass
 class Model:
-    name: str = key(..., "which option of conf/model this is")
-    family: str = key("llama3", "model class, a name in titan_hydra.models.REGISTRY")
-    vocab_size: int = key(..., "rows of the embedding and of the output head")
-    dim: int = key(..., "width of the residual stream")
-    n_layers: int = key(..., "number of transformer blocks")
-    n_heads: int = key(..., "query heads")
-    n_kv_heads: int = key(..., "key/value heads; fewer than n_heads is grouped-query attention")
-    ffn_dim_multiplier: float = key(1.0, "multiplies the feed-forward width 8/3 * dim")
-    multiple_of: int = key(256, "the feed-forward width is rounded up to a multiple of this")
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
-    rope_theta: float = key(500000.0, "base of the rotary frequencies")
+    name: str = key(..., "which option of conf/model this is", NAME)
+    family: str = key("llama3", "model class, a name in titan_hydra.models.REGISTRY", WORD)
+    vocab_size: int = key(..., "rows of the embedding and of the output head", Interval(1, 2**24))
+    dim: int = key(..., "width of the residual stream", WIDTH)
+    n_layers: int = key(..., "number of transformer blocks", Interval(1, 10_000))
+    n_heads: int = key(..., "query heads", WIDTH)
+    n_kv_heads: int = key(..., "key/value heads; fewer than n_heads is grouped-query attention", WIDTH)
+    ffn_dim_multiplier: float = key(1.0, "multiplies the feed-forward width 8/3 * dim", Interval(0, 1000, open_low=True))
+    multiple_of: int = key(256, "the feed-forward width is rounded up to a multiple of this", WIDTH)
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm", Interval(0, 1, open_low=True))
+    rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
     rope_scaling: RopeScaling = key(RopeScaling, "Llama 3.1's stretch of the rotary frequencies")
-    max_seq_len: int = key(131072, "longest sequence the model is meant for")
+    max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight (Llama 3.2 1B and 3B)")
-    extra: dict[str, Any] = key(dict, "keys of a model family of your own (train.imports): +model.extra.KEY=VALUE")
+    extra: dict[str, Any] = key(dict, "keys of a model family of your own (train.imports): +model.extra.KEY=VALUE", ANY)
     attention: str = key("auto", "SDPA back end", choices=("auto", "cudnn", "flash", "efficient", "math"))
+
+
+DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 
 
 @dataclass
 class Parallelism:
-    name: str = key(..., "which option of conf/parallelism this is")
-    dp_replicate: int = key(1, "data-parallel replicas that hold whole copies (DDP, or the outer half of HSDP)")
-    dp_shard: int = key(1, "data-parallel ranks that share one copy (FSDP); -1 takes what the other degrees leave of `gpus`")
-    cp: int = key(1, "context-parallel ranks: the sequence is split over them")
-    tp: int = key(1, "tensor-parallel ranks: every matrix is split over them")
-    pp: int = key(1, "pipeline-parallel ranks: the layers are split over them")
-    ep: int = key(1, "expert-parallel ranks; 1, as no model here has experts")
+    name: str = key(..., "which option of conf/parallelism this is", NAME)
+    dp_replicate: int = key(1, "data-parallel replicas that hold whole copies (DDP, or the outer half of HSDP)", DEGREE_OR_REST)
+    dp_shard: int = key(1, "data-parallel ranks that share one copy (FSDP); -1 takes what the others leave of `gpus`", DEGREE_OR_REST)
+    cp: int = key(1, "context-parallel ranks: the sequence is split over them", DEGREE)
+    tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
+    pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
+    ep: int = key(1, "expert-parallel ranks; 1, as no model here has experts", DEGREE)
     backend: str = key("fsdp2", "who shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
                        choices=("fsdp2", "simple_fsdp"))
     reshard_after_forward: str = key("default", "free gathered parameters after the forward: default is always (ZeRO-3) without "
@@ -75,25 +84,28 @@ class Parallelism:
 class PipelineSchedule:
     name: str = key("1f1b", "pipeline schedule", choices=(
         "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v", "csv"))
-    stages_per_rank: int = key(1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else")
-    microbatches: int | None = key(None, "microbatches the local batch is cut into; null: twice the number of stages, or fewer if it must")
-    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head weighed in")
-    split: list[str] = key(list, "first module of each stage but the first, as [layers.2,layers.4]; empty: by layers_per_stage")
-    csv: str | None = key(None, "file with the schedule's actions, for pp_schedule=csv")
+    stages_per_rank: int = key(1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else",
+                               Interval(1, 1000))
+    microbatches: int | None = key(None, "microbatches the local batch is cut into; null: twice the number of stages, or fewer if it must",
+                                   COUNT)
+    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head weighed in", COUNT)
+    split: list[str] = key(list, "first module of each stage but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD)
+    csv: str | None = key(None, "file with the schedule's actions, for pp_schedule=csv", PATH, only=("csv",))
 
 
 @dataclass
 class ActivationCheckpoint:
     name: str = key("none", "what the forward pass keeps for the backward", choices=(
         "none", "full", "layer", "op", "lean", "memory_budget"))
-    every: int = key(2, "ac=layer: checkpoint every n-th block")
-    save_ops: list[str] = key(list, "ac=op, lean: the aten ops whose outputs are kept; empty is the mode's own list")
-    budget: float = key(0.5, "ac=memory_budget: share of the activation memory to keep, 0 to 1")
+    every: int = key(2, "ac=layer: checkpoint every n-th block", COUNT, only=("layer",))
+    save_ops: list[str] = key(list, "ac=op, lean: the aten ops whose outputs are kept; empty is the mode's own list", WORD,
+                              only=("op", "lean"))
+    budget: float = key(0.5, "ac=memory_budget: share of the activation memory to keep, 0 to 1", SHARE, only=("memory_budget",))
 
 
 @dataclass
 class Precision:
-    name: str = key("bf16", "which option of conf/precision this is")
+    name: str = key("bf16", "which option of conf/precision this is", NAME)
     param_dtype: str = key("float32", "what the optimizer holds", choices=("float32", "bfloat16"))
     compute_dtype: str = key("bfloat16", "what forward and backward use", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "what gradients are summed in", choices=("float32", "bfloat16"))
@@ -101,119 +113,130 @@ class Precision:
     recipe: str | None = key(None, "the converter's scaling recipe", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
     emulate: bool = key(False, "compute Float8 in higher precision, on hardware without it")
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
-    skip: list[str] = key(lambda: ["output"], "names of linears that are not converted")
+    skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
 
 
 @dataclass
 class Compile:
     name: str = key("off", "what torch.compile sees", choices=("off", "block"))
-    backend: str = key("inductor", "torch.compile back end")
+    backend: str = key("inductor", "torch.compile back end", WORD, only=("block",))
 
 
 @dataclass
 class Optimizer:
     name: str = key("adamw", "optimizer", choices=("adamw", "muon", "sgd"))
-    lr: float = key(3e-4, "peak learning rate")
-    beta1: float = key(0.9, "decay of AdamW's first moment")
-    beta2: float = key(0.95, "decay of AdamW's second moment")
-    eps: float = key(1e-8, "AdamW's epsilon")
-    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only")
+    lr: float = key(3e-4, "peak learning rate", NOT_NEGATIVE)
+    beta1: float = key(0.9, "decay of AdamW's first moment", BELOW_ONE, only=("adamw", "muon"))
+    beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE, only=("adamw", "muon"))
+    eps: float = key(1e-8, "AdamW's epsilon", NOT_NEGATIVE, only=("adamw", "muon"))
+    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only", NOT_NEGATIVE)
     decay_matrices_only: bool = key(False, "spare norms from the weight decay (TorchTitan decays everything)")
-    max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off")
-    muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr")
-    muon_momentum: float = key(0.95, "optimizer=muon: momentum")
-    sgd_momentum: float = key(0.0, "optimizer=sgd: momentum", late=True)
+    max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
+    muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE,
+                         only=("muon",))
+    muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=("muon",))
+    sgd_momentum: float = key(0.0, "optimizer=sgd: momentum", BELOW_ONE, only=("sgd",), late=True)
 
 
 @dataclass
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=("wsd", "cosine", "constant"))
-    warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate")
-    decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end")
-    decay_type: str = key("linear", "wsd: shape of the decay", choices=("linear", "sqrt", "cosine"))
-    min_factor: float = key(0.0, "the rate ends at this share of its peak")
+    warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate", NATURAL)
+    decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end", SHARE, only=("wsd",))
+    decay_type: str = key("linear", "wsd: shape of the decay", only=("wsd",), choices=("linear", "sqrt", "cosine"))
+    min_factor: float = key(0.0, "the rate ends at this share of its peak", SHARE, only=("wsd", "cosine"))
 
 
 @dataclass
 class Loss:
     name: str = key("cross_entropy", "loss function", choices=("cross_entropy", "linear_cross_entropy"))
-    chunk_tokens: int = key(2048, "linear_cross_entropy: tokens whose logits are held at a time; more are faster, fewer take less memory")
+    chunk_tokens: int = key(2048, "linear_cross_entropy: tokens whose logits are held at a time; more are faster, fewer save memory", COUNT,
+                            only=("linear_cross_entropy",))
 
 
 SOURCES = ("embedded", "text_files", "c4", "hf", "tokens", "synthetic")
+OF_FILES, OF_HUB = ("text_files", "tokens"), ("c4", "hf")
 
 
 @dataclass
 class Source:
     name: str = key(..., "source of the tokens", choices=SOURCES)
-    path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf")
-    subset: str | None = key(None, "hf: configuration of the dataset, for example `en`")
-    split: str = key("train", "hf: split of the dataset")
-    text_key: str = key("text", "name of the column that holds the text")
-    validation_path: str | None = key(None, "files held out for validation (text_files, tokens)")
-    validation_split: str = key("validation", "hf: split used for validation")
+    path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf", PATH, only=OF_FILES + OF_HUB)
+    subset: str | None = key(None, "hf: configuration of the dataset, for example `en`", only=OF_HUB)
+    split: str = key("train", "hf: split of the dataset", only=OF_HUB)
+    text_key: str = key("text", "name of the column that holds the text", only=("text_files", *OF_HUB))
+    validation_path: str | None = key(None, "files held out for validation (text_files, tokens)", PATH, only=OF_FILES)
+    validation_split: str = key("validation", "hf: split used for validation", only=OF_HUB)
 
 
 @dataclass
 class Part(Source):
-    weight: float = key(..., "this source's part of the samples, in proportion to the weights of the others")
+    weight: float = key(..., "this source's part of the samples, in proportion to the weights of the others",
+                        Interval(0, 1_000_000, open_low=True))
 
 
 @dataclass
 class Data(Source):
     name: str = key(..., "source of the tokens", choices=(*SOURCES, "mixture"))
-    seq_len: int = key(2048, "tokens of a sample")
-    local_batch: int = key(8, "samples a data-parallel rank takes at a time; gradient accumulation makes up the rest")
-    global_batch: int | None = key(None, "samples of an optimizer step over all ranks; null: local_batch on every rank once")
+    seq_len: int = key(2048, "tokens of a sample", Interval(2, 2**31 - 1))
+    local_batch: int = key(8, "samples a data-parallel rank takes at a time; gradient accumulation makes up the rest", COUNT)
+    global_batch: int | None = key(None, "samples of an optimizer step over all ranks; null: local_batch on every rank once", COUNT)
     document_mask: bool = key(False, "attention does not cross documents, and positions restart with each")
     shuffle: bool = key(True, "visit documents or samples in an order drawn from the seed")
-    prefetch: int = key(4, "batches prepared ahead of the step that takes them", identity=False)
+    prefetch: int = key(4, "batches prepared ahead of the step that takes them", Interval(1, 10_000), identity=False)
     mixture: dict[str, Part] = key(dict, "data=mixture: the sources by name, each with a weight and the keys above: "
                                    "+data.mixture={web: {weight: 0.7, name: c4}, own: {weight: 0.3, name: tokens, path: own.bin}}",
-                                   late=True)
-    shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", late=True)
-    max_bad_shards: int = key(0, "files or shards that may be left out, with a warning, as they are missing or damaged", identity=False)
+                                   only=("mixture",), late=True)
+    shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", NATURAL,
+                              late=True)
+    max_bad_shards: int = key(0, "files or shards that may be left out, with a warning, as they are missing or damaged", NATURAL,
+                              identity=False)
 
 
 @dataclass
 class Tokenizer:
     name: str = key("embedded", "kind of tokenizer", choices=("embedded", "tiktoken", "hf"))
-    path: str | None = key(None, "tokenizer.model (tiktoken) or tokenizer.json (hf)")
+    path: str | None = key(None, "tokenizer.model (tiktoken) or tokenizer.json (hf)", PATH, only=("tiktoken", "hf"))
+
+
+LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside the weights
 
 
 @dataclass
 class Checkpoint:
     name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned", "seed"))
-    interval: int = key(500, "steps between checkpoints; 0: only by the clock, and at the end", identity=False)
-    interval_minutes: float | None = key(None, "save also when this long ago the last save began; rank 0's clock decides", identity=False)
-    keep_latest_k: int = key(2, "older checkpoints are deleted; 0 keeps all", identity=False)
-    keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", identity=False)
+    interval: int = key(500, "steps between checkpoints; 0: only by the clock, and at the end", NATURAL, identity=False)
+    interval_minutes: float | None = key(None, "save also when this long ago the last save began; rank 0's clock decides", POSITIVE,
+                                         identity=False)
+    keep_latest_k: int = key(2, "older checkpoints are deleted; 0 keeps all", NATURAL, identity=False)
+    keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", NATURAL, identity=False)
     first_step: bool = key(False, "save step 1 too: shows at once whether the disk takes it", identity=False)
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
     export_dtype: str | None = key(None, "at the end write the weights alone to RUN/export, in this number format", identity=False,
                                    choices=("float32", "bfloat16"))
-    initial_load_path: str | None = key(None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights")
-    exclude_from_loading: list[str] = key(lambda: ["optimizer", "data", "lr_scheduler"], "what initial_load_path does not bring along: "
+    initial_load_path: str | None = key(None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights",
+                                        PATH)
+    exclude_from_loading: list[str] = key(lambda: [*LOADED], "what initial_load_path does not bring along: "
                                           "optimizer (its moments), data (the place in it), lr_scheduler (the number of the step)",
-                                          late=True)
+                                          late=True, choices=LOADED)
 
 
 @dataclass
 class Validation:
     name: str = key("off", "whether held-out loss is measured", choices=("off", "on"))
-    interval: int = key(100, "steps between validations; the last step is validated too")
-    steps: int = key(10, "global batches of a validation")
+    interval: int = key(100, "steps between validations; the last step is validated too", COUNT, only=("on",))
+    steps: int = key(10, "global batches of a validation", COUNT, only=("on",))
 
 
 @dataclass
 class Metrics:
-    name: str = key("console", "which option of conf/metrics this is", identity=False)
-    log_every: int = key(10, "steps between lines; the first and the last step are always logged", identity=False)
-    trackers: list[str] = key(list, "copies of metrics.jsonl: tensorboard, wandb", identity=False)
-    peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: known from its name, else MFU is null",
+    name: str = key("console", "which option of conf/metrics this is", NAME, identity=False)
+    log_every: int = key(10, "steps between lines; the first and the last step are always logged", COUNT, identity=False)
+    trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=("tensorboard", "wandb"))
+    peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: known from its name, else MFU is null", POSITIVE,
                                    identity=False)
-    wandb_project: str = key("titan_hydra", "wandb project", identity=False)
-    wandb_entity: str | None = key(None, "wandb user or team; null: the default of the account", identity=False)
+    wandb_project: str = key("titan_hydra", "wandb project", WORD, identity=False)
+    wandb_entity: str | None = key(None, "wandb user or team; null: the default of the account", WORD, identity=False)
     wandb_tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
     wandb_mode: str = key("offline", "wandb: offline writes beside the run, online sends", identity=False, choices=("offline", "online"))
 
@@ -221,65 +244,73 @@ class Metrics:
 @dataclass
 class Profiling:
     name: str = key("off", "whether traces are recorded", identity=False, choices=("off", "on"))
-    first_step: int = key(10, "the first step that is recorded, counted from the start of the process; the one before it warms up",
-                          identity=False)
-    steps: int = key(3, "steps that are recorded; they do not count for any rate", identity=False)
-    all_ranks: bool = key(False, "record on every rank; else on rank 0 alone", identity=False)
-    memory: bool = key(True, "on CUDA, write a memory snapshot of these steps too", identity=False)
+    first_step: int = key(10, "the first step that is recorded, counted from the start of the process; the one before it warms up", COUNT,
+                          only=("on",), identity=False)
+    steps: int = key(3, "steps that are recorded; they do not count for any rate", COUNT, only=("on",), identity=False)
+    all_ranks: bool = key(False, "record on every rank; else on rank 0 alone", only=("on",), identity=False)
+    memory: bool = key(True, "on CUDA, write a memory snapshot of these steps too", only=("on",), identity=False)
 
 
 @dataclass
 class Comm:
     name: str = key("default", "process groups: real ones, or fake ones that step any rank alone", choices=("default", "fake"))
-    rank: int = key(0, "comm=fake: which rank of the world is stepped")
-    init_timeout_seconds: int = key(300, "collective time-out until the first step is done", identity=False)
-    train_timeout_seconds: int = key(100, "collective time-out afterwards", identity=False)
+    rank: int = key(0, "comm=fake: which rank of the world is stepped", NATURAL, only=("fake",))
+    init_timeout_seconds: int = key(300, "collective time-out until the first step is done", COUNT, identity=False)
+    train_timeout_seconds: int = key(100, "collective time-out afterwards", COUNT, identity=False)
     health_check_seconds: int = key(60, "before training, time limit of a matmul on each device, then of a collective over all ranks; "
-                                    "0: no check", identity=False)
+                                    "0: no check", NATURAL, identity=False)
+
+
+REPLICATED = ("local_sgd", "diloco", "torchft")
 
 
 @dataclass
 class FaultTolerance:
     name: str = key("off", "how replica groups learn together: they average weights now and then, or sum gradients at every step",
                     late=True, choices=("off", "local_sgd", "diloco", "torchft"))
-    replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", late=True)
-    sync_every: int = key(20, "steps between two meetings over the same weights", late=True)
-    fragments: int = key(1, "parts of the model, by layers, that meet in turn, each every sync_every steps", late=True)
-    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD, on what the groups have moved on average", late=True)
-    outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", late=True)
-    timeout_seconds: int = key(30, "a group that gives no sign of life for so long is left out", identity=False, late=True)
-    max_restarts: int = key(3, "how often a group that has died is started again; 0: never", identity=False, late=True)
+    replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED, late=True)
+    sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"), late=True)
+    fragments: int = key(1, "parts of the model, by layers, that meet in turn, each every sync_every steps", COUNT,
+                         only=("local_sgd", "diloco"), late=True)
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD, on what the groups have moved on average", POSITIVE,
+                          only=("diloco",), late=True)
+    outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", BELOW_ONE, only=("diloco",), late=True)
+    timeout_seconds: int = key(30, "a group that gives no sign of life for so long is left out", COUNT, only=REPLICATED,
+                               identity=False, late=True)
+    max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED,
+                            identity=False, late=True)
 
 
 @dataclass
 class Cluster:
-    name: str = key("local", "which option of conf/cluster this is", identity=False)
+    name: str = key("local", "which option of conf/cluster this is", NAME, identity=False)
     executor: str = key("local", "inline: this process, one rank (pdb works); local: a process a rank; slurm: sbatch",
                         identity=False, choices=("inline", "local", "slurm"))
-    gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", identity=False)
-    device_memory_gib: float | None = key(None, "memory of a device; null: unknown", identity=False)
-    max_parallel: int = key(0, "cells of one shape that run at once; 0: no limit (slurm), one (local)", identity=False)
-    time_minutes: int | None = key(None, "time limit of a job", identity=False)
-    partition: str | None = key(None, "SLURM partition", identity=False)
-    account: str | None = key(None, "SLURM account", identity=False)
-    qos: str | None = key(None, "SLURM quality of service", identity=False)
-    constraint: str | None = key(None, "features that nodes must have", identity=False)
-    exclude: list[str] = key(list, "nodes never to use", identity=False)
-    reservation: str | None = key(None, "SLURM reservation", identity=False)
+    gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", Interval(1, 1024), identity=False)
+    device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
+    max_parallel: int = key(0, "cells of one shape that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
+    time_minutes: int | None = key(None, "time limit of a job", COUNT, identity=False)
+    partition: str | None = key(None, "SLURM partition", WORD, identity=False)
+    account: str | None = key(None, "SLURM account", WORD, identity=False)
+    qos: str | None = key(None, "SLURM quality of service", WORD, identity=False)
+    constraint: str | None = key(None, "features that nodes must have", WORD, identity=False)
+    exclude: list[str] = key(list, "nodes never to use", WORD, identity=False)
+    reservation: str | None = key(None, "SLURM reservation", WORD, identity=False)
     comment: str | None = key(None, "sbatch --comment", identity=False)
-    cpus_per_task: int | None = key(None, "CPU cores of a rank; null: SLURM's default", identity=False)
-    sbatch: dict[str, Any] = key(dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", identity=False)
+    cpus_per_task: int | None = key(None, "CPU cores of a rank; null: SLURM's default", Interval(1, 100_000), identity=False)
+    sbatch: dict[str, Any] = key(dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", ANY,
+                                 identity=False)
     srun: list[str] = key(list, "further srun arguments, such as --container-image=IMAGE", identity=False)
     setup: list[str] = key(list, "shell lines before the ranks start: module load, source", identity=False)
-    environment: dict[str, str] = key(dict, "environment variables of the ranks", identity=False)
-    python: str | None = key(None, "Python on the nodes; null: the one that runs launch.py", identity=False)
-    stop_seconds: int = key(180, "warning before the time limit: ranks finish their step, save and requeue", identity=False)
-    max_requeues: int = key(100, "a job that was preempted or timed out more often than this fails", identity=False)
+    environment: dict[str, str] = key(dict, "environment variables of the ranks", ANY, identity=False)
+    python: str | None = key(None, "Python on the nodes; null: the one that runs launch.py", PATH, identity=False)
+    stop_seconds: int = key(180, "warning before the time limit: ranks finish their step, save and requeue", COUNT, identity=False)
+    max_requeues: int = key(100, "a job that was preempted or timed out more often than this fails", NATURAL, identity=False)
 
 
 @dataclass
 class Debug:
-    name: str = key("off", "which option of conf/debug this is")
+    name: str = key("off", "which option of conf/debug this is", NAME)
     deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time")
     anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False)
     nan_hunt: bool = key(False, "names the first module, gradient or parameter that is not finite, with its step and rank; slow",
@@ -290,8 +321,9 @@ class Debug:
 
 @dataclass
 class Train:
-    imports: list[str] = key(list, "Python modules that add model families (docs/extend.md), imported on every rank")
-    gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", identity=False)
+    imports: list[str] = key(list, "Python modules that add model families (docs/extend.md), imported on every rank", WORD)
+    gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", COUNT,
+                           identity=False)
 
 
 @dataclass
@@ -301,13 +333,13 @@ class Launch:
     retry: str = key("none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all"))
     wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
-    max_gpu_hours: float | None = key(None, "refuse to start cells that could take more than this together", identity=False)
+    max_gpu_hours: float | None = key(None, "refuse to start cells that could take more than this together", POSITIVE, identity=False)
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
 
 
 @dataclass
 class Sweep:
-    name: str | None = key(None, "name of the sweep; null: the swept keys", identity=False)
+    name: str | None = key(None, "name of the sweep; null: the swept keys", NAME, identity=False)
     cell: str | None = key(None, "name of this cell in its sweep; set by launch.py", identity=False)
     baseline: str | None = key(None, "cell that the report compares with; null: the first", identity=False)
     cells: dict[str, list[str]] = key(dict, "named cells of sweeps/NAME.yaml, each a list of overrides", identity=False)
@@ -315,34 +347,34 @@ class Sweep:
 
 @dataclass
 class Paths:
-    runs: str = key("runs", "folder of run directories", identity=False)
+    runs: str = key("runs", "folder of run directories", PATH, identity=False)
 
 
 @dataclass
 class Job:
     """One cell: everything that is needed to run it, and nothing that depends on rank or time."""
 
-    name: str = key("run", "first half of the run directory's name; the identity hash is the other", identity=False)
-    notes: str = key("", "free text kept with the run", identity=False)
-    gpus: int | None = key(None, "ranks; null: the product of the degrees, or one node where dp_shard is -1")
-    steps: int = key(200, "optimizer steps")
-    seed: int = key(0, "seed of initial weights and data order")
+    name: str = key("run", "first half of the run directory's name; the identity hash is the other", NAME, identity=False)
+    notes: str = key("", "free text kept with the run", NOTE, identity=False)
+    gpus: int | None = key(None, "ranks; null: the product of the degrees, or one node where dp_shard is -1", DEGREE)
+    steps: int = key(200, "optimizer steps", COUNT)
+    seed: int = key(0, "seed of initial weights and data order", Interval(0, 2**63 - 1))
     model: Model = key(Model, "the network")
     parallelism: Parallelism = key(Parallelism, "how it is split over ranks")
     pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work")
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing")
     precision: Precision = key(Precision, "number formats")
-    compile: Compile = key(Compile, "torch.compile")
-    optimizer: Optimizer = key(Optimizer, "optimizer")
+    compile: Compile = key(Compile, "torch.compile, block by block")
+    optimizer: Optimizer = key(Optimizer, "how gradients change the weights")
     lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time")
-    loss: Loss = key(Loss, "loss function")
+    loss: Loss = key(Loss, "what is minimized")
     data: Data = key(Data, "training text")
     tokenizer: Tokenizer = key(Tokenizer, "text to tokens")
     checkpoint: Checkpoint = key(Checkpoint, "saving and loading")
     validation: Validation = key(Validation, "held-out loss")
     metrics: Metrics = key(Metrics, "what is logged and where to")
-    profiling: Profiling = key(Profiling, "traces")
-    comm: Comm = key(Comm, "process groups")
+    profiling: Profiling = key(Profiling, "traces of some steps")
+    comm: Comm = key(Comm, "process groups and their time limits")
     fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups that outlive each other", late=True)
     cluster: Cluster = key(Cluster, "where it runs")
     debug: Debug = key(Debug, "slower, more telling ways to run")

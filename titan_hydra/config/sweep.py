@@ -18,11 +18,16 @@ A cell's overrides win over the file, and the command line wins over both.
 """
 from __future__ import annotations
 
+import functools
 import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from .compose import explain
+from .explain import explain
 from .fault import Fault, suggest
+from .overrides import mistakes
 from .redact import redact
 
 Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and the overrides that made it
@@ -41,15 +46,19 @@ def expand(config: Any, overrides: list[str], faults: list[str]) -> list[Compose
     for key, value in (("sweep.cell", only), ("sweep.baseline", config.sweep.baseline)):
         if value is not None and value not in cells:
             faults.append(str(Fault(key, value, f"{_where(file)} has no such cell", legal=suggest(value, cells) or tuple(cells))))
-    composed = []
+    composed, compose, folders = [], *_composition()
     for name, own in cells.items():
-        if only in (None, name):
-            try:
-                composed.append(_compose_cell(name, file, list(own), typed))
-            except Exception as error:
-                if not (line := explain(error, own)):
-                    raise
-                faults.append(f"{line}   ({_where(file)}, cell {name}: {redact(' '.join(own))})")
+        if only not in (None, name):
+            continue
+        try:
+            if not (lines := mistakes(own, folders)):
+                composed.append(_compose_cell(compose, name, file, list(own), typed))
+        except Exception as error:
+            if not (line := explain(error)):
+                raise
+            lines = [line]
+        faults += [f"{line}   ({_where(file)}, cell {name}: {redact(' '.join(own))})" for line in lines]
+    _tell_of_overridden({name: own for name, own in cells.items() if only in (None, name)}, typed, _where(file))
     return composed
 
 
@@ -65,7 +74,7 @@ def named(composed: list[Composed]) -> list[Composed]:
     swept: dict[str, None] = {}
     for cell, group in groups.items():
         for (config, _), changes in zip(group, differing([overrides for _, overrides in group]), strict=True):
-            swept |= dict.fromkeys(change.lstrip("+~").partition("=")[0].rpartition(".")[2] for change in changes)
+            swept |= dict.fromkeys(_key(change).rpartition(".")[2] for change in changes)
             config.sweep.cell = " ".join([cell or "", *changes]).strip() or None
     taken: dict[str, int] = {}
     for config, _ in composed:
@@ -85,17 +94,44 @@ def differing(overrides: list[list[str]]) -> list[list[str]]:
     return [[override for override in cell if override not in common] for cell in overrides]
 
 
-def _compose_cell(name: str, file: list[str], own: list[str], typed: list[str]) -> Composed:
-    from hydra import compose
+def _composition() -> tuple[Callable[[list[str]], Any], list[Path]]:
+    """What composes a cell with the running Hydra, and the folders of its options."""
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
+
+    from .cells import composer_of
 
     hydra = HydraConfig.get()
     paths = [override for override in hydra.overrides.hydra if override.lstrip("+").startswith("hydra.searchpath")]
-    config = compose(hydra.job.config_name, [*paths, *file, *own, *typed])
+    composer = composer_of(GlobalHydra.instance().config_loader(), hydra.job.config_name)
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    return lambda overrides: composer([*paths, *overrides]), folders
+
+
+def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str], own: list[str], typed: list[str]) -> Composed:
+    config = compose([*file, *own, *typed])
     config.sweep.cells = {}
     config.sweep.cell = name
     choice = name if re.fullmatch(r"[\w. +-]+", name) else "'" + name.replace("'", "\\'") + "'"  # a comma would be Hydra's
     return config, [*file, f"sweep.cell={choice}", *own, *typed]
+
+
+def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:
+    """Warn where the command line sets what cells set themselves: it wins, and makes them more alike than their names say."""
+    for override in typed:
+        names = [name for name, own in cells.items() if override not in own and _key(override) in map(_key, own)]
+        if names:
+            quoted = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            _warn_once(f"warning: {override} takes the place of what {where} gives the cells {quoted}")
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _split(overrides: list[str]) -> tuple[list[str], list[str]]:

@@ -76,7 +76,7 @@ def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
 
 def with_unit(value: Any, unit: str) -> str:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{as_typed(value)} {unit}".rstrip() if number else as_typed(value)
+    return f"{as_typed(value)} {unit.removesuffix('s') if value == 1 and len(unit) > 2 else unit}".rstrip() if number else as_typed(value)
 
 
 def unit_of(key: str, help: str) -> str:

@@ -12,7 +12,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
-from titan_hydra.config.fault import as_typed, quoted
+from titan_hydra.config.cells import with_count
+from titan_hydra.config.checks import warnings
+from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.config.redact import redact
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.config.sweep import named
@@ -67,14 +69,6 @@ class Cell:
         return None if minutes is None else self.ranks * minutes / 60
 
 
-def refuse_launcher(arguments: list[str]) -> None:
-    """Hydra's launcher plugins would run each cell unchecked, and know nothing of ranks. Raises SystemExit(2)."""
-    for argument in arguments:
-        if argument.lstrip("+").startswith("hydra/launcher=") and not argument.endswith("=basic"):
-            print(f"{argument}: cells are started by this program itself; use cluster=slurm (or cluster=local)", file=sys.stderr)
-            raise SystemExit(Exit.CONFIG)
-
-
 def dispatch(composed: list[tuple]) -> int:
     """Run composed cells, (configuration, overrides) each. Returns the exit status: of the first cell that did not end well, or 0."""
     if not composed:  # --help, --cfg, --info
@@ -94,6 +88,9 @@ def dispatch(composed: list[tuple]) -> int:
 def begin(cells: list[Cell]) -> int:
     """Show, or start where the place allows it, cells that passed the checks. Returns the exit status."""
     states = rundir.states([cell.directory for cell in cells])
+    if place_faults := list(faults_of_the_place(cells, states)):
+        print(*place_faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
     if cells[0].job.launch.mode == "dry":
         show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
         if on_slurm(cells):
@@ -102,9 +99,6 @@ def begin(cells: list[Cell]) -> int:
             for array, text in submit.scripts(cells):
                 print(f"\n--- {show.shape(array)}\n{text}")
         return Exit.DONE
-    if place_faults := list(faults_of_the_place(cells, states)):
-        print(*place_faults, sep="\n", file=sys.stderr)
-        return Exit.CONFIG
     try:
         return go(cells, manifest.folder_of(cells))
     except OSError as error:
@@ -119,16 +113,19 @@ def begin(cells: list[Cell]) -> int:
 
 def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
     """Type, freeze and check all cells. Returns those without faults, and the faults of the others, a line each."""
-    cells, lines = [], []
-    for number, (config, overrides) in enumerate(composed, start=1):
+    cells, lines, notices = [], [], []
+    for number, (config, overrides) in enumerate(with_count(composed, "checked"), start=1):
         job, faults = read(config)
         if job is not None:
             job = freeze(job)
             faults = check(job)
-        where = f"   (cell {number} of {len(composed)}: {as_typed(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
+            notices += [] if faults else warnings(job)
+        where = f"   (cell {number} of {len(composed)}: {shown(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
         lines += [f"{fault}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed)))
+    for notice in dict.fromkeys(map(str, notices)):
+        print(f"warning: {notice}", file=sys.stderr)
     return cells, lines
 
 
@@ -153,14 +150,14 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """What stands against running here and now. Looks at all cells together; writes nothing where there is a fault."""
+    """What stands against running here and now. Looks at all cells together; a dry run needs no SLURM, and writes nothing."""
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
         if launch.force and state.kind in ("running", "queued"):
             faults.append(Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel "
                                 f"{cell.directory.name})"))
-    slurm, parallel = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells)
-    if slurm and shutil.which("sbatch") is None:
+    slurm, parallel, dry = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells), launch.mode == "dry"
+    if slurm and not dry and shutil.which("sbatch") is None:
         faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
     elif slurm:
         try:
@@ -177,11 +174,13 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         if hours is None:
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: there is no other bound"))
         elif hours > launch.max_gpu_hours:
-            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, f"{len(start)} cells could take {hours:,.1f} GPU-hours"))
+            reason = f"{counted(len(start), 'cell')} could take {hours:,.1f} GPU-hours"
+            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, reason))
     for runs in {} if faults else {cell.runs for cell in cells}:
         try:
-            runs.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=runs).close()
+            if not dry:
+                runs.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()  # has no name
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
     return faults

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")
-    parser.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines")
+    parser.add_argument("-n", "--lines", type=number, metavar="N", help="only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
     parser.add_argument("--guilty", action="store_true", help="the last words of the rank that made the run fail")
     add_runs(parser)
@@ -43,6 +43,13 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(missing(directory, state, number, args.rank))
     Tail(log, args.lines).more()
     return Exit.DONE
+
+
+def number(text: str) -> int:
+    """A number of lines. Raises ValueError, which argparse reports, where it is none."""
+    if not text.isdigit():
+        raise ValueError
+    return int(text)
 
 
 def guilty(directory: Path, state: State) -> int:

@@ -233,7 +233,7 @@ def choose(cells: list[Cell], shown: list[str], name: str | None) -> Cell:
                 return cell
     names = [cell.name for cell in cells]
     close = suggest(name, dict.fromkeys([*names, *shown]))
-    hint = f"did you mean {' or '.join(close)}?" if close else f"cells: {', '.join(names)}"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"cells: {', '.join(map(repr, names))}"
     raise ConfigError(f"--baseline {name}: no such cell; {hint}")
 
 

@@ -40,9 +40,12 @@ def main(args: argparse.Namespace) -> int:
 
     drawn = args.random is not None
     cases = list(draw(args.random, args.seed)) if drawn else MATRIX
+    if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
+        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
     chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
     if not chosen:
-        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only or "", [case.name for case in cases]))))
+        names = [case.name for case in cases if args.ranks in (None, case.ranks)]
+        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only, names))))
     outcomes = verify(chosen, STEPS_OF_RANDOM if drawn else STEPS)
     header = ("case", "ranks", "loss", "norm", "gradient", "weights", "start", "copies", "rounded", "passed")
     rows = [

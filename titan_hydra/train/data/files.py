@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from titan_hydra.config.files import expand, missing, similar
+from titan_hydra.config.files import SUFFIXES, expand, kind, missing, similar
 from titan_hydra.config.status import ConfigError
 from titan_hydra.train.data.shards import BadShard
 
@@ -33,11 +33,6 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
     if not any(file.stat().st_size for file in usable):
         raise ConfigError(f"{key}={path}: {'the file is' if len(usable) == 1 else 'all files are'} empty")
     return sorted(usable + [file for file in missing(path, files) if not suffixes or kind(file) in suffixes])
-
-
-def kind(file: Path) -> str:
-    """The suffix that says how to read a file: `.txt` for notes.txt and notes.txt.gz."""
-    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
@@ -92,7 +87,7 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
 
 READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
     ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".parquet": _parquet}
-TEXT_SUFFIXES = tuple(READERS)
+TEXT_SUFFIXES = SUFFIXES["text_files"]
 
 
 def _open(file: Path):

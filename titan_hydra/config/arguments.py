@@ -1,0 +1,57 @@
+"""The arguments of launch.py before Hydra sees them: flags may stand anywhere, and what is wrong is a line each."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .files import CONF
+from .load import kind_of
+from .overrides import SYNONYMS, mistakes
+from .status import ConfigError
+
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which Hydra takes one
+
+
+def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The overrides, and the flags: Hydra's parser needs the overrides in one row. Raises ConfigError with a line for each mistake."""
+    from hydra._internal.utils import get_args_parser  # Hydra has no public name for it
+
+    parser = get_args_parser()
+    parser.error = refuse  # argparse would print its usage first
+    args = parser.parse_intermixed_args(arguments)
+    flags = list(arguments)
+    for override in args.overrides:
+        flags.remove(override)
+    if wrong := _wrong_flag(args):
+        raise ConfigError(wrong)
+    if not (args.shell_completion or args.hydra_help or args.config_path):
+        folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
+        if lines := mistakes(args.overrides, folders):
+            raise ConfigError("\n".join(dict.fromkeys(lines)))
+    return args.overrides, flags
+
+
+def refuse(message: str) -> None:
+    """Refuse what argparse does not understand. Raises ConfigError."""
+    _, unknown, words = message.partition("unrecognized arguments: ")
+    first = words.split(" ")[0]
+    name = first.lstrip("-").partition("=")[0].replace("-", "_")
+    if unknown and (kind_of(name) is not None or any(name in words.split() for words in SYNONYMS.values())):
+        message = f"{first}: keys are given without dashes, as {first.lstrip('-').partition('=')[0]}=VALUE"
+    raise ConfigError(f"{message} (`python launch.py --help` lists keys and flags)")
+
+
+def _wrong_flag(args: Any) -> str | None:
+    """What is wrong with the flags of a command line."""
+    modes = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]
+    if len(modes) > 1:
+        return f"{' and '.join(modes)}: only one of them at a time"
+    if args.resolve and not args.cfg:
+        return "--resolve: goes with --cfg job"
+    if args.experimental_rerun:
+        return "--experimental-rerun: is not supported; the same command line resumes a run"
+    if args.shell_completion and not any(text.startswith(("install=", "uninstall=", "query=")) for text in args.overrides):
+        return "--shell-completion: takes install=SHELL or uninstall=SHELL (bash, fish or zsh)"
+    if args.package and not args.package.startswith(("_global_", "hydra")) and kind_of(args.package) is None:
+        return f"--package {args.package}: no such key or group"
+    return None

@@ -1,0 +1,192 @@
+"""What is wrong with the overrides of a command line: found before Hydra composes them, a line each, with what would be right."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from .fault import Fault, shown, suggest
+from .files import CONF, default_options
+from .load import kind_of, known_keys
+from .ranges import range_of
+from .schema import Job
+
+LONGEST = 20_000  # characters of an override; more takes Hydra's parser seconds, or ends it
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}
+SYNONYMS = {  # what other programs call our keys and groups
+    "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs", "optimizer.lr": "learning_rate max_lr",
+    "data.global_batch": "batch_size gradient_accumulation_steps grad_accum accumulate_grad_batches", "optimizer.weight_decay": "wd decay",
+    "optimizer.max_norm": "clip grad_clip gradient_clip max_grad_norm", "lr_scheduler.warmup_steps": "warmup num_warmup_steps warmup_iters",
+    "steps": "max_steps num_steps train_steps iterations iters max_iters epochs num_epochs max_epochs num_train_epochs",
+    "data.seq_len": "sequence_length seq_length block_size context_length max_length", "model.dim": "hidden_size hidden_dim d_model n_embd",
+    "model.n_layers": "layers num_layers n_layer num_hidden_layers depth", "model.n_heads": "heads num_heads n_head num_attention_heads",
+    "model.n_kv_heads": "num_key_value_heads kv_heads", "gpus": "nproc nproc_per_node world_size num_gpus n_gpus devices ranks nodes",
+    "data": "dataset corpus", "data.path": "dataset_path train_file", "precision": "dtype bf16 fp16 fp32 amp mixed_precision",
+    "paths.runs": "output_dir save_dir out_dir log_dir", "checkpoint.interval": "save_steps save_every save_interval",
+    "checkpoint.initial_load_path": "resume_from load ckpt pretrained", "validation.interval": "eval_steps eval_every eval_interval",
+    "metrics.log_every": "logging_steps log_interval", "metrics": "wandb tensorboard", "name": "run_name exp_name experiment_name",
+    "ac": "gradient_checkpointing activation_checkpointing", "parallelism": "fsdp ddp strategy", "lr_scheduler": "scheduler lr_schedule",
+}
+NOT_OURS = {  # Hydra's keys that would do what this program does in another way
+    "hydra/launcher": "cells are started by this program itself; use cluster=slurm (or cluster=local)",
+    "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them",
+    "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs", "hydra.sweep.dir": "see paths.runs",
+    "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
+}
+
+
+def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
+    """What is wrong with each override, a line each. Options are looked for in `folders`; what is legal to Hydra alone is left to it."""
+    found = (_mistake(text, folders) for text in overrides)
+    return [line for line in found if line]
+
+
+def _mistake(text: str, folders: Sequence[Path]) -> str | None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if len(text) > LONGEST:
+        return f"{shown(text, 60)}: an override has at most {LONGEST:,} characters"
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError) as error:
+        return f"{shown(text)}: {_unreadable(text, error)}"
+    key, add = override.key_or_group, override.is_add() or override.is_force_add()
+    if key.startswith("hydra"):
+        return next((f"{shown(text)}: {reason}" for start, reason in NOT_OURS.items() if key.startswith(start)
+                     and override.value() != "basic"), None)
+    if not key:
+        return f"{shown(text)}: is not KEY=VALUE"
+    if len(key) > 200:
+        return f"{shown(key, 60)}: no such key or group"
+    if not override.is_sweep_override():
+        values = [override.value()]
+    elif override.is_discrete_sweep() and override.value_type.name != "GLOB_CHOICE_SWEEP":  # a glob gives names that exist
+        values = [getattr(value, "text", value) for value in islice(override.sweep_iterator(), 1000)]
+    else:
+        values = []
+    if override.package is not None:
+        return None
+    if any((folder / key).is_dir() for folder in folders):
+        if override.is_delete():
+            return f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
+        return next(filter(None, (_wrong_option(key, value, add, folders) for value in values)), None)
+    if override.is_delete() and kind_of(key) is not None:
+        return f"~{key}: every key is needed; give it another value with {key}=VALUE" if key in known_keys() else None
+    return next(filter(None, (_wrong_value(key, value, override, folders) for value in values)), None)
+
+
+def _unreadable(text: str, error: BaseException) -> str:
+    """Why Hydra's parser does not take an override."""
+    if "=" not in text:
+        groups = [group for group in default_options() if (CONF / group / f"{text}.yaml").is_file()]
+        return f"is not KEY=VALUE; did you mean {groups[0]}={text}?" if groups else "is not KEY=VALUE"
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if not isinstance(error, ValueError) or "digits" not in str(error):
+        return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({shown(str(error).splitlines()[0], 80)})"
+    return "has too many digits"
+
+
+def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) -> str | None:
+    """What is wrong with the choice of an option of a group."""
+    if isinstance(value, dict):
+        return f"{group}: takes the name of an option; single keys are set one by one, as {group}.KEY=VALUE"
+    if isinstance(value, list):
+        return f"{group}: takes one option, not a list"
+    names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    typed = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if add and group in default_options():
+        return f"+{group}: the group is in the defaults already; write {group}=OPTION without +"
+    if not add and group == "sweeps":
+        return "sweeps: a file of sweeps/ is added to the configuration; write +sweeps=NAME"
+    legal = isinstance(value, str) and re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", value) and len(value) < 200
+    if legal and any((folder / group / f"{value}.yaml").is_file() for folder in folders):
+        return None
+    close = suggest_option(typed, names)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
+
+
+def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The options that a word may stand for, also as others write it: 8b, llama-3.1-8b."""
+    parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if part]
+    return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
+
+
+def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path]) -> str | None:
+    """What is wrong with a value for a key, or with the key."""
+    kind, add = kind_of(key), override.is_add() or override.is_force_add()
+    if kind is None:
+        return unknown_key(key)
+    if override.is_add() and key in known_keys() and not isinstance(value, dict | list):
+        return f"+{key}: the key exists already; write {key}=VALUE without +"
+    if not add and typing.get_origin(kind) is dict and isinstance(value, dict) and value:
+        return f"{key}: add to it with a plus, as +{key}={{NAME: VALUE}}"
+    if not add and key not in known_keys():
+        return f"{key}: names of your own are added with a plus, as +{shown(override.input_line)}"
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return next(filter(None, (_wrong_value(f"{key}.{name}", inner, override, folders) for name, inner in value.items())), None)
+    if dataclasses.is_dataclass(kind):
+        first = dataclasses.fields(kind)[0].name
+        return f"{key}={shown(str(value))}: is a group of keys, which are set one by one, as {key}.{first}=VALUE"
+    group, _, last = key.rpartition(".")
+    names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")}) if last == "name" and group else []
+    if names and isinstance(value, str) and value not in names:
+        return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
+    if _fits(key, value):
+        return None
+    help = f" ({known_keys()[key].metadata['help']})" if key in known_keys() else ""
+    return str(Fault(key, value, f"must be {wanted(key)}")) + help
+
+
+def unknown_key(key: str) -> str:
+    """A key or group that does not exist, with those that may have been meant."""
+    above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
+    if dataclasses.is_dataclass(kind_of(above)):  # it may stand under a name of the user's own
+        names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
+    elif kind_of(above) is not None:
+        return f"{shown(key)}: {above} is {wanted(above)}, and has no keys below it"
+    last = key.rpartition(".")[2].lower()
+    meant = tuple(name for name, words in SYNONYMS.items() if last in words.split())
+    legal = meant or suggest(key, names) or suggest(key.lower(), names)
+    return f"{shown(key)}: no such key or group" + (
+        f"; did you mean {' or '.join(legal)}?" if legal else "; `python launch.py --help` lists them")
+
+
+def wanted(key: str) -> str:
+    """The values of a key in words: type, choices, range."""
+    spec, parts = known_keys().get(key), [part for part in (*typing.get_args(kind_of(key)), kind_of(key)) if part is not type(None)]
+    optional = type(None) in typing.get_args(kind_of(key))
+    plain = parts[0] if optional else typing.get_origin(kind_of(key)) or kind_of(key)
+    choices, of = spec.metadata["choices"] if spec else (), str(range_of(spec) or "") if spec and plain is not dict else ""
+    of = f"one of {', '.join(choices)}" if choices else of
+    words = of if plain is str and of else KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "")
+    return words + " or null" * optional
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Whether OmegaConf takes a value for a key; it would take any whole number for true."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if kind_of(key) is bool and isinstance(value, int) and value not in (0, 1):
+        return False
+    try:
+        OmegaConf.update(_scratch(), key, value, force_add=True)
+    except (OmegaConfBaseException, ValueError):
+        return False
+    return True
+
+
+@functools.cache
+def _scratch() -> Any:
+    """A typed configuration to try values in."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(Job)

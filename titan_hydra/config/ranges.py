@@ -1,0 +1,105 @@
+"""The values that a key may have, beside its type: intervals of numbers and kinds of text. The schema names one for each key."""
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+LARGEST = 2**31 - 1  # what a count may be where nothing smaller is natural: it fits an int of C
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # ends lines, moves cursors, or has no form in UTF-8
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Finite numbers from `low` to `high`; an open end is not among them. `also` lists values that have a meaning of their own."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    also: tuple[float, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        above = self.low < value if self.open_low else self.low <= value
+        below = value < self.high if self.open_high else value <= self.high
+        return value in self.also or (_finite(value) and above and below)
+
+    def __str__(self) -> str:
+        low, high = _shown(self.low), _shown(self.high)
+        words = f"{'more than' if self.open_low else 'at least'} {low}"
+        if self.open_low is self.open_high is False and self.high not in (math.inf, LARGEST):
+            words = f"from {low} to {high}"
+        elif self.high not in (math.inf, LARGEST):
+            words += f" and {'less than' if self.open_high else 'at most'} {high}"
+        return words + "".join(f", or {_shown(value)}" for value in self.also)
+
+    def objection(self, value: Any) -> str | None:
+        """Why a number is not among them; None if it is."""
+        if value in self:
+            return None
+        if not _finite(value):
+            return "must be a finite number"
+        return f"must be at most {self.high:,}" if value > self.high == LARGEST else f"must be {self}"
+
+    def nearest(self, value: Any) -> tuple[float, ...]:
+        """The end that is nearest to a number outside, where that end is among them."""
+        end = self.low if value < self.low else self.high
+        return (end,) if _finite(value) and end in self else ()
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text of one line without control characters that `pattern` matches as a whole; `longest` is in bytes, as file systems count."""
+
+    words: str
+    pattern: str = ""
+    longest: int = 10_000
+    longest_part: int = 10_000  # between slashes
+
+    def __str__(self) -> str:
+        return self.words
+
+    def objection(self, value: str) -> str | None:
+        """Why a text is not one of these; None if it is."""
+        if CONTROL.search(value):
+            return "must not hold control characters"
+        if self.pattern and not re.fullmatch(self.pattern, value):
+            return f"must be {self.words}"
+        if len(value.encode()) > self.longest:
+            return f"is {len(value.encode()):,} bytes long, and {self.longest:,} are the most"
+        if any(len(part.encode()) > self.longest_part for part in value.split("/")):
+            return f"has a part of more than {self.longest_part} bytes, the most that a file name may have"
+        return None
+
+
+Range = Interval | Text
+
+
+def range_of(spec: Any) -> Range | None:
+    """The range of a key by its field; None where its type or its choices are all there is to say."""
+    return spec.metadata["range"] or (LINE if "str" in spec.type and not spec.metadata["choices"] and "Part" not in spec.type else None)
+
+COUNT = Interval(1, LARGEST)
+NATURAL = Interval(0, LARGEST)
+DEGREE = Interval(1, 1_000_000)
+WIDTH = Interval(1, 2**20)  # of a model, in any of its dimensions
+POSITIVE = Interval(0, open_low=True)
+NOT_NEGATIVE = Interval(0)
+SHARE = Interval(0, 1)
+BELOW_ONE = Interval(0, 1, open_high=True)
+
+LINE = Text("text on one line, not empty", ".+")
+NOTE = Text("text on one line")
+WORD = Text("a word without blanks", r"\S+", longest=1000)
+NAME = Text("a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200)  # a folder's
+PATH = Text("a path", ".+", longest=4095, longest_part=255)
+ANY = Text("")  # text of the user's own; control characters are refused all the same
+
+
+def _shown(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def _finite(number: float) -> bool:
+    return isinstance(number, int) or math.isfinite(number)  # an int may be larger than any float
