@@ -6,6 +6,7 @@ import random
 import typing
 from pathlib import Path
 
+from titan_hydra.config import compose_job
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import default_options
 from titan_hydra.config.load import kind_of, known_keys
@@ -16,6 +17,7 @@ from titan_hydra.config.schema import default_of
 REPORT = Path(__file__).with_name("report_lines.txt")  # a line each; `!` before those that must be refused
 LEAVES = {key: spec for key, spec in known_keys().items() if not isinstance(kind_of(key), type) or kind_of(key).__module__ == "builtins"}
 GROUPS = default_options()
+DEFAULT = compose_job()
 WRONG_TYPES = {
     int: ["abc", "1.5", "nan", "[1]", "{a: 1}", "''", "true", "9" * 30, "1e3", "[[1]]"],
     float: ["abc", "nan", "inf", "-inf", "[1]", "true", "''", "{a: 1}", "[nan]", "-nan"],
@@ -79,7 +81,7 @@ def of_key(key: str, draw: random.Random, wrong_types: int):
     yield [f"{misspelt(key, draw)}=1"], True
     yield [f"{key}.x=1"], plain is not dict or None
     yield from (([f"{key}={value}"], None) for value in inside(spec, plain, draw))
-    if spec.metadata["only"] and plain in (int, float) and GROUPS.get(key.partition(".")[0]) not in spec.metadata["only"]:
+    if spec.metadata["only"] and plain in (int, float) and getattr(DEFAULT, key.partition(".")[0]).name not in spec.metadata["only"]:
         yield [f"{key}={default_of(spec) / 2 + 0.3 if plain is float else default_of(spec) + 1}"], True
 
 

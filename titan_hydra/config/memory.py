@@ -77,4 +77,8 @@ def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where:
             "data.local_batch": "block inputs and logits take", "data.global_batch": "tokens and labels of one step take",
             "gpus": f"{ranks:,} processes take"}[key]
     value = {"model.name": job.model.name, "gpus": job.gpus}.get(key) or getattr(job.data, key.partition(".")[2])
-    yield Fault(key, value, f"{what} at least {ranks * needs[key] / GIB:,.1f} GiB, and {where} has {room / GIB:,.1f}")
+    yield Fault(key, value, f"{what} at least {_gib(ranks * needs[key])} GiB, and {where} has {_gib(room)}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f}" if size >= GIB else f"{size / GIB:.2g}"
