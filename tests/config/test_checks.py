@@ -141,7 +141,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"data__local_batch": 999_999_999}, "data.local_batch", "block inputs and logits take at least"),
     ({"data__global_batch": 2_000_000_000}, "data.global_batch", "tokens and labels of one step take at least"),
     ({"model__n_layers": 10_000, "model__dim": 16384}, "model.name", "parameters with gradients and the optimizer's moments take at least"),
-    ({"cluster__executor": "slurm", "cluster__gpus_per_node": 8, "cluster__device_memory_gib": 0.01}, "data.local_batch", "device has 0.01"),
+    ({"cluster__executor": "slurm", "cluster__gpus_per_node": 8, "cluster__device_memory_gib": 0.01}, "data.local_batch", "has 0.01"),
     ({"optimizer__name": "muon", "precision__param_dtype": "bfloat16"}, "precision.param_dtype", "float32"),
     ({**ZBV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
     ({**ZBV, "ac__name": "op"}, "ac.name", "full"),

@@ -182,13 +182,13 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
 
 
 def with_count(items: Sequence, done: str) -> Iterator:
-    """The items, one by one; where all of them take more than a second, a line on stderr counts those that are done."""
+    """The items, one by one; where they take long, a line on stderr counts those that are done."""
     began = told = time.monotonic()
     terminal = sys.stderr.isatty()
     for number, item in enumerate(items, start=1):
         yield item
         now = time.monotonic()
-        if now - began > 1 and (told == began or now - told > (0.1 if terminal else 5)):
+        if now - began > 1 and now - told > (0.1 if terminal else 5):
             told = now
             print(f"{done} {number} of {len(items)} cells", end="\r" if terminal else "\n", file=sys.stderr, flush=True)
     if terminal and told > began:
