@@ -121,7 +121,7 @@ def test_identity_is_the_experiments_not_the_places():
         assert identity(compose_job(override)) != identity(job), override
 
 
-KNOWN = {  # hashes that version 0.1 gave: folders of runs that are there already; its debug model was trained in bf16, without validation
+KNOWN = {  # hashes that version 0.1 gave: folders of runs that are there already; trained in bf16, not validated
     "": "0ec4dd2f", "debug=tiny": "5f6e2910", "parallelism=tp": "9bae1dc9", "parallelism=pp data.local_batch=8": "0a572bd9",
     "precision=float8_emulate": "0b94835b", "optimizer=muon": "93541598", "optimizer=sgd": "8353da15", "lr_scheduler=cosine": "3643ad54",
     "ac=layer ac.every=3": "6a522196", "loss=linear_cross_entropy": "515d65f1", "data=synthetic": "b383dac3",
@@ -135,7 +135,18 @@ KNOWN = {  # hashes that version 0.1 gave: folders of runs that are there alread
 
 @pytest.mark.parametrize("line", KNOWN)
 def test_a_line_has_the_hash_that_it_always_had(line):
-    assert identity(compose_job("precision=bf16", "validation=off", *line.split())) == KNOWN[line]
+    sets_steps = line.startswith(("debug=", "experiment="))
+    then = ["precision=bf16", "validation=off", *["steps=200"] * (not sets_steps)]  # the debug model and the embedded text set others now
+    assert identity(compose_job(*then, *line.split())) == KNOWN[line]
+
+
+def test_what_the_debug_model_and_the_embedded_text_choose_is_theirs_alone():
+    job = compose_job()
+    assert (job.precision.name, job.validation.name) == ("fp32", "on")
+    job = compose_job("data=text_files", f"data.path={CONF.parent}/README.md")
+    assert (job.precision.name, job.validation.name) == ("fp32", "off")
+    job = compose_job("model=llama3_1b", "data=synthetic", "cluster=slurm", "gpus=8")
+    assert (job.precision.name, job.validation.name, job.steps) == ("bf16", "off", 200)
 
 
 def test_identity_does_not_depend_on_how_a_value_was_given():
