@@ -53,7 +53,7 @@ def a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def make(*overrides, steps=(4, 8, 12)):
-        job = compose_job("debug=tiny", "steps=12", "lr_scheduler.decay_ratio=0.25", *overrides)
+        job = compose_job("debug=tiny", "steps=12", *overrides)
         directory = tmp_path / f"runs/{job.name}-{identity(job)}"
         for step in steps:
             folder = directory / f"checkpoints/step-{step:08d}"
@@ -72,6 +72,9 @@ def a_run(tmp_path, monkeypatch, capsys):
     return make, extend
 
 
+SCHEDULES = {"wsd": ["lr_scheduler.decay_ratio=0.25"], "constant": ["lr_scheduler=constant"], "cosine": ["lr_scheduler=cosine"]}
+
+
 @pytest.mark.parametrize("schedule, steps, origin", [
     ("wsd", 40, 8),  # the rate of 12 steps falls after step 10
     ("wsd", 10, 8),  # a decay that begins earlier, from the same checkpoint
@@ -86,7 +89,7 @@ def a_run(tmp_path, monkeypatch, capsys):
 ])
 def test_the_checkpoint_is_the_newest_with_the_same_rates_before_it(a_run, schedule, steps, origin):
     make, extend = a_run
-    directory = make(f"lr_scheduler={schedule}")
+    directory = make(*SCHEDULES[schedule])
     status, out, err = extend(directory, f"steps={steps}")
     if isinstance(origin, int):
         assert (status, err) == (0, "") and f"goes on from step {origin} of {directory.name}" in out and "1 to start" in out
@@ -97,7 +100,7 @@ def test_the_checkpoint_is_the_newest_with_the_same_rates_before_it(a_run, sched
 
 def test_a_checkpoint_after_the_rates_have_parted_must_be_named(a_run):
     make, extend = a_run
-    directory = make(steps=[12])
+    directory = make(*SCHEDULES["wsd"], steps=[12])
     status, _, err = extend(directory, "steps=40")
     assert status == 2 and "learning rates of 12 and 40 steps differ from step 11 on" in err and "--step 12" in err
     status, out, _ = extend(directory, "steps=40", "--step", "12")
@@ -109,8 +112,8 @@ def test_a_checkpoint_after_the_rates_have_parted_must_be_named(a_run):
 @pytest.mark.parametrize("overrides, words, message", [
     ((), ["optimizer.lr=1"], "optimizer.lr=1: is part of the experiment"),
     ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
-    ((), ["steps=many"], "steps=many: is not a valid int"),
-    ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: is not a valid int"),
+    ((), ["steps=many"], "steps=many: must be a whole number"),
+    ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: must be a whole number"),
     ((), ["checkpoint.interval=5"], "steps: how many?"),
     (("checkpoint=off",), ["steps=20"], "no complete checkpoint"),
     (("fault_tolerance=diloco", "fault_tolerance.replicas=2"), ["steps=20"], "fault_tolerance=diloco"),
@@ -123,7 +126,7 @@ def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
 
 def test_only_named_values_change():
     job = compose_job("debug=tiny", "cluster.setup=['echo \\${HOME}']")
-    other = change(job, ["metrics.wandb_mode=online", "cluster.environment={A: b}", "metrics.trackers=[wandb]"])
+    other = change(job, ["metrics.wandb_mode=online", "+cluster.environment={A: b}", "metrics.trackers=[wandb]"])
     assert (other.metrics.wandb_mode, other.cluster.environment, other.metrics.trackers) == ("online", {"A": "b"}, ["wandb"])
     assert job.metrics.wandb_mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)
     for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb_mode=sideways"):

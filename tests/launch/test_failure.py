@@ -172,6 +172,7 @@ def test_a_death_that_only_srun_saw_comes_before_those_who_noticed(tmp_path):
     assert (failure.kind, failure.rank) == (Kind.KILLED, 3)
 
 
+BEAT = {"step": 3, "phase": "optimizer", "count": 1, "since": 1.0, "time": 1.0}
 EXITED, GONE = "node0: task 0: Exited with exit code 1", {"rank0": GLOO_CLOSED}
 ORDERS = {  # srun's lines, who wrote why it ended, the ranks that had been asked to stop, who is to blame, words
     "exit 0": ([EXITED, "node1: task 3: Killed"], GONE | {"rank2": GLOO_CLOSED}, (3,), 1, "ended with status 0 and without a word"),
@@ -188,7 +189,7 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
     """srun reports a task when its node tells it: one that dumps core comes long after those who noticed."""
     lines, spoken, asked, rank, words = ORDERS[case]
     for number in range(4):
-        (tmp_path / f"beat_{number}.json").write_text(json.dumps({"count": 1, "asked": 5.0 * (number in asked)}))
+        (tmp_path / f"beat_{number}.json").write_text(json.dumps(BEAT | {"asked": 5.0 * (number in asked)}))
     for order in permutations(lines):
         failure = guilty(write_slurm(tmp_path, "".join(f"srun: error: {line}\n" for line in order), **spoken), "FAILED")
         assert failure.rank == rank and words in failure.line, (order, failure.line)
@@ -196,8 +197,8 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
 
 def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
     """Its thread is frozen too, and so it has not noted that it was asked to stop."""
-    (tmp_path / "beat_1.json").write_text(json.dumps({"step": 3, "phase": "optimizer", "count": 7, "asked": 0.0}))
-    (tmp_path / "beat_0.json").write_text(json.dumps({"step": 3, "phase": "optimizer", "count": 8, "asked": 0.0}))
+    (tmp_path / "beat_1.json").write_text(json.dumps(BEAT | {"count": 7, "asked": 0.0}))
+    (tmp_path / "beat_0.json").write_text(json.dumps(BEAT | {"count": 8, "asked": 0.0}))
     log = "srun: error: node0: task 0: Exited with exit code 77\nsrun: error: node0: task 1: Killed\n"
     failure = guilty(write_slurm(tmp_path, log, rank0=GLOO_LATE, rank2=GLOO_CLOSED, rank3=GLOO_CLOSED), "FAILED")
     assert (failure.kind, failure.rank) == (Kind.HANG, 1) and "rank 1 was late: in step 3, optimizer" in failure.line
@@ -210,16 +211,16 @@ def test_preempted_too_often(tmp_path):
 
 
 @pytest.mark.parametrize(("overrides", "hint"), [
-    (("model=llama3_8b",), "ac=lean"),
-    (("model=llama3_8b", "ac=lean"), "ac=op"),
-    (("model=llama3_8b", "ac=full", "data.local_batch=8"), "data.local_batch=4 data.global_batch=8"),
-    (("model=llama3_8b", "ac=full", "data.local_batch=1"), "more ranks"),
-    (("model=llama3_8b", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "ac=full"),  # zbv refuses op
+    (("model=llama3_8b", "gpus=1"), "ac=lean"),
+    (("model=llama3_8b", "gpus=1", "ac=lean"), "ac=op"),
+    (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=8"), "data.local_batch=4 data.global_batch=8"),
+    (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=1"), "more ranks"),
+    (("model=llama3_8b", "gpus=2", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "ac=full"),  # zbv refuses op
 ])
 def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     attempt = tmp_path / "attempts" / "1"
     attempt.mkdir(parents=True)
-    (tmp_path / "config.json").write_text(json.dumps(to_dict(compose_job(*overrides))))
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(compose_job("cluster=slurm", *overrides))))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     error.facts = {"step": 0, "peak_gib": 93.14, "capacity_gib": 94.5}
     failure = guilty(write_slurm(attempt, "", rank1=RuntimeError("[Stage 0] failed"), rank2=raised(RuntimeError("stage"), error)))

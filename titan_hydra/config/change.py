@@ -6,48 +6,47 @@ from collections.abc import Container, Iterable
 from functools import reduce
 from typing import Any
 
-from .compose import explain
+from .explain import explain
 from .fault import Fault, suggest
-from .load import known_keys
+from .load import known_keys, values_are_what_the_schema_takes
+from .overrides import mistakes
 from .schema import Job
 from .status import ConfigError
 
 
 def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> Job:
     """A copy of a job with each KEY=VALUE. Raises ConfigError for a bad value, and for a key of the identity that `experiment` lacks."""
-    job = copy.deepcopy(job)
+    job, values = copy.deepcopy(job), list(values)
+    if lines := mistakes(values):
+        raise ConfigError("\n".join(lines))
     for text in values:
         key, value = _typed(text)
-        metadata = known_keys()[key].metadata
-        typed = text.partition("=")[2]
-        if metadata["identity"] and key not in experiment:
-            raise ConfigError(str(Fault(key, typed, "is part of the experiment, which stays the same; launch.py with "
+        if known_keys()[key].metadata["identity"] and key not in experiment:
+            raise ConfigError(str(Fault(key, text.partition("=")[2], "is part of the experiment, which stays the same; launch.py with "
                                         "checkpoint.initial_load_path starts another one from its checkpoint")))
-        if metadata["choices"] and value not in metadata["choices"]:
-            raise ConfigError(str(Fault(key, typed, "no such choice", legal=metadata["choices"])))
         *path, name = key.split(".")
         setattr(reduce(getattr, path, job), name, value)
+    if faults := list(values_are_what_the_schema_takes(job)):
+        raise ConfigError("\n".join(map(str, faults)))
     return job
 
 
 def _typed(text: str) -> tuple[str, Any]:
     """The key and the value of KEY=VALUE, in the type that the schema gives it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    schema = OmegaConf.structured(Job)
+    override, schema = OverridesParser.create().parse_override(text), OmegaConf.structured(Job)
+    key = override.key_or_group
+    if override.is_delete() or override.is_sweep_override():
+        raise ConfigError(f"{text}: only KEY=VALUE, with one value")
+    if key not in known_keys() or any(known.startswith(f"{key}.") for known in known_keys()):
+        close = [known for known in suggest(key, known_keys()) if known != key]
+        raise ConfigError(f"{key}: no such key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
     try:
-        override = OverridesParser.create().parse_override(text)
-        key = override.key_or_group
-        if override.is_add() or override.is_delete() or override.is_sweep_override():
-            raise ConfigError(f"{text}: only KEY=VALUE, with one value")
-        if key not in known_keys() or any(known.startswith(f"{key}.") for known in known_keys()):
-            close = [known for known in suggest(key, known_keys()) if known != key]
-            raise ConfigError(f"{key}: no such key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
         OmegaConf.update(schema, key, override.value(), merge=False)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, [text]) or str(error)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error) or str(error)) from error
     value = OmegaConf.select(schema, key)
     return key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

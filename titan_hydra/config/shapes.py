@@ -36,7 +36,7 @@ FILES = {  # by name
     "ranks.json": Fields({}, PROCESS | {"ended": Moment, "ranks": list[Fields({}, ENDED)]}),
     "rank.json": Fields({}, PROCESS | ENDED | {"started": Moment, "error": (ERROR, None), "load": Fields({}, dict.fromkeys(
         ("cores", "start", "end"), float))}),
-    "beat.json": Fields({"step": int, "phase": str, "count": int, "since": Moment, "time": Moment}),
+    "beat.json": Fields({"step": int, "phase": str, "count": int, "since": Moment, "time": Moment}, {"asked": Moment}),
     "status.json": Fields({"step": int}, {"time": Moment}),
     "cancelled": Fields({}, {"by": str, "time": Moment}),
     "flight.json": Fields({
