@@ -90,7 +90,7 @@ class Launcher:
     def wait_for_step(self, step: int = 20, attempt: int = 1) -> None:
         self.wait(lambda: json.loads((self.attempt(attempt) / "status.json").read_text())["step"] >= step)
 
-    def wait(self, condition, seconds: float = 60) -> float:
+    def wait(self, condition, seconds: float = 180) -> float:
         """Wait until something is so; a file or row that is not there yet means not yet. Returns how long it took."""
         began = time.monotonic()
         while time.monotonic() - began < seconds:

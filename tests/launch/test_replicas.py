@@ -56,8 +56,9 @@ def late(self, *arguments, **named):
     agree(self, *arguments, **named)
 Manager.start_quorum = late
 """
-GROUPS = ("debug=tiny", "precision=fp32", "steps=100", "fault_tolerance=diloco", "fault_tolerance.sync_every=2",
-          "fault_tolerance.timeout_seconds=4", "checkpoint.interval=0")
+COMMON = ("debug=tiny", "precision=fp32", "steps=100", "fault_tolerance.timeout_seconds=4", "checkpoint.interval=0")
+GROUPS = (*COMMON, "fault_tolerance=diloco", "fault_tolerance.sync_every=2")
+TORCHFT = (*COMMON, "fault_tolerance=torchft")
 
 
 def meetings(directory, event="meeting"):
@@ -129,7 +130,7 @@ def test_the_others_go_on_and_a_killed_group_rejoins_with_equal_weights(launcher
 def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher):
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(SLOWLY + KILLED)
-    process = launcher.start(*GROUPS, "fault_tolerance=torchft", "fault_tolerance.replicas=3")
+    process = launcher.start(*TORCHFT, "fault_tolerance.replicas=3")
     launcher.wait(lambda: len(steps(launcher, 0)) > 3, 120)
     (launcher.folder / "now").touch()
     launcher.wait(lambda: quorums(launcher, 1)[-1] == 2)
@@ -149,7 +150,7 @@ def test_per_step_an_exchange_that_fails_in_one_group_is_made_again_by_all_at_on
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(FAILS)
     (launcher.folder / "now").touch()
-    result = launcher.run(*GROUPS, "fault_tolerance=torchft", "steps=6", "comm.init_timeout_seconds=600", "comm.train_timeout_seconds=600")
+    result = launcher.run(*TORCHFT, "steps=6", "comm.init_timeout_seconds=600", "comm.train_timeout_seconds=600")
     assert result.returncode == 0, result.stderr
     logs = [(launcher.attempt() / f"rank_{rank}.log").read_text() for rank in range(2)]
     again = "step 1 is made again: "
@@ -164,7 +165,7 @@ def test_per_step_the_others_state_is_taken_by_all_ranks_of_a_group_or_by_none(l
     """Rank 1 of the group that comes back fails once to receive it."""
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(SLOWLY + KILLED + LOSES)
-    process = launcher.start(*GROUPS, "gpus=2", "fault_tolerance=torchft")
+    process = launcher.start(*TORCHFT, "gpus=2")
     launcher.wait(lambda: len(steps(launcher, 0)) > 3, 120)
     (launcher.folder / "now").touch()
     launcher.wait(lambda: (launcher.folder / "lost").exists(), 120)
@@ -189,7 +190,7 @@ def test_a_run_outlives_its_first_group(launcher):
 def test_per_step_a_group_that_freezes_is_left_out_and_takes_the_others_state_when_it_thaws(launcher):
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(SLOWLY)
-    process = launcher.start(*GROUPS, "fault_tolerance=torchft", "fault_tolerance.replicas=3", "comm.train_timeout_seconds=10")
+    process = launcher.start(*TORCHFT, "fault_tolerance.replicas=3", "comm.train_timeout_seconds=10")
     launcher.wait(lambda: len(steps(launcher, 0)) > 3, 120)
     os.kill(launcher.rank(1)["pid"], signal.SIGSTOP)
     launcher.wait(lambda: quorums(launcher, 0)[-1] == 2)

@@ -6,6 +6,7 @@ FILE = """\
 # An example.
 defaults:
   - override /data: synthetic
+lr_scheduler: {{warmup_steps: 1}}
 sweep: {{name: example, cells: {cells}}}
 """
 

@@ -182,7 +182,7 @@ def served(sweep, capsys):
     address = process.stdout.readline().split()[0]
     yield address, directory
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (0, "ended\n", "")
 
 

@@ -33,7 +33,7 @@ def test_bars_say_what_the_table_says(sweep, capsys, tmp_path):
         assert said in text(tmp_path / "memory.svg")
     for said in (">base (baseline)<", ">wrong<", ">nats per token<", ">step<"):
         assert said in text(tmp_path / "loss.svg")
-    assert ">wrong: left at step 1, +100.00 % (more than 0.10 %)<" in text(tmp_path / "difference.svg")
+    assert ">wrong: left at step 1, +100.00 % (more than 0.01 %)<" in text(tmp_path / "difference.svg")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for name in names:
         origin = "  \N{MIDDLE DOT}  ".join(("table", "llama3_debug, 1 rank, H100, commit 0123456", "python launch.py +sweeps=table"))

@@ -177,11 +177,11 @@ class Submitter(Launcher):
             assert found.setdefault(row["step"], values) == values, (run.name, row["step"])
         return found
 
-    def settle(self, seconds: float = 90) -> None:
+    def settle(self, seconds: float = 240) -> None:
         """Wait until no job is queued or running."""
         self.wait(lambda: not self.cluster.active(), seconds, poll=0.5)
 
-    def wait(self, condition, seconds: float = 60, poll: float = 0.2) -> float:
+    def wait(self, condition, seconds: float = 180, poll: float = 0.2) -> float:
         """As Launcher.wait, at a pace that leaves the two cores to the ranks; says what the queue looks like when it fails."""
         began = time.monotonic()
         while time.monotonic() - began < seconds:

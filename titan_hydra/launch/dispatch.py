@@ -159,7 +159,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     slurm, parallel, dry = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells), launch.mode == "dry"
     if slurm and not dry and shutil.which("sbatch") is None:
         faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
-    elif slurm:
+    elif slurm and not dry:
         try:
             snapshot.files(snapshot.ROOT)
         except ConfigError as error:
