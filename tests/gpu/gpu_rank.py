@@ -24,7 +24,6 @@ import gpu_together
 import torch
 import torch.distributed as dist
 
-from titan_hydra.config import compose_quickly
 from titan_hydra.config.files import write_json
 from titan_hydra.config.run import Run
 from titan_hydra.train.world import world
@@ -36,7 +35,6 @@ def main(folder: Path, rank: int) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     if not plan["gpu"]:
         torch.set_num_threads(1)
-    compose_quickly()
     here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank)
     known = {case.name: case for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]}
     known |= {f"reference of {case.name}": case for case in known.values()}

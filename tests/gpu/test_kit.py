@@ -21,7 +21,7 @@ import gpu_together
 from hydra._internal.config_repository import ConfigRepository
 from hydra.plugins.sweeper import Sweeper
 
-from titan_hydra.config import compose_job, compose_quickly
+from titan_hydra.config import compose_job
 from titan_hydra.train import verify
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,6 @@ def quickly(monkeypatch):
     """Hydra reads each file once."""
     monkeypatch.setattr(ConfigRepository, "load_config", ConfigRepository.load_config)
     monkeypatch.setattr(Sweeper, "validate_batch_is_legal", Sweeper.validate_batch_is_legal)
-    compose_quickly()
 
 
 def test_a_case_that_raises_dies_or_hangs_costs_itself(tmp_path):
