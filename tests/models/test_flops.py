@@ -15,6 +15,7 @@ PARAMETERS = {"debug": 6_163_712, "1b": 1_235_814_400, "3b": 3_212_749_824, "8b"
 
 def option(size):
     values = yaml.safe_load((Path(__file__).parents[2] / f"conf/model/llama3_{size}.yaml").read_text())
+    values = values.get("model", values)  # the debug model's option sets other groups' keys too
     return Model(**values | {"rope_scaling": RopeScaling(**values.get("rope_scaling", {}))})
 
 

@@ -133,7 +133,7 @@ def test_the_norm_of_all_stages_survives_huge_and_infinite_gradients(world):
 
 GOOD = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
 BROKEN = [
-    (GOOD[:1], "for 1 ranks"), ([GOOD[0], "1F0,1Q0"], "1Q0"), ([GOOD[0], GOOD[1].replace("1", "2")], "every stage from 0 to 1"),
+    (GOOD[:1], "for 1 rank,"), ([GOOD[0], "1F0,1Q0"], "1Q0"), ([GOOD[0], GOOD[1].replace("1", "2")], "every stage from 0 to 1"),
     ([GOOD[0], "1F0,1B0,1F1"], "must run B"), ([GOOD[0], "1F0,1B0,1B0,1F1,1B1"], "twice"), ([GOOD[0], "1F0,1B0"], "forward of every"),
     ([GOOD[0], "1F1,1B1,1F0,1B0"], "in the order of the microbatches"), (["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "0B0 waits for ever"),
     ([GOOD[0], "1F0,1W0,1I0,1F1,1B1"], "waits for ever"),

@@ -75,8 +75,9 @@ def test_local_sgd_that_meets_at_every_step_is_data_parallel(tiny, run_job):
 
 
 def test_diloco_without_momentum_at_rate_1_is_local_sgd(tiny, run_job):
-    jobs = [tiny("steps=5", f"fault_tolerance={name}", "fault_tolerance.sync_every=2", "fault_tolerance.outer_lr=1",
-                 "fault_tolerance.outer_momentum=0", "fault_tolerance.fragments=2") for name in ("local_sgd", "diloco")]
+    common = "steps=5", "fault_tolerance.sync_every=2", "fault_tolerance.fragments=2"
+    outer = "fault_tolerance.outer_lr=1", "fault_tolerance.outer_momentum=0"
+    jobs = tiny(*common, "fault_tolerance=local_sgd"), tiny(*common, "fault_tolerance=diloco", *outer)
     local_sgd, diloco = (of_groups(run_job(job), 2, 5) for job in jobs)
     assert distance(*local_sgd) == distance(*diloco) == 0
     assert distance(local_sgd[0], diloco[0]) < 1e-6
