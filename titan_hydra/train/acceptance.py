@@ -186,7 +186,8 @@ MATRIX = [
 
     # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not depend on what else
     # shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2), whose parts then have scales of
-    # their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch: Float8's rounding (e5m2: 12 %) goes another way.
+    # their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch: Float8's rounding (e5m2: 12 %) goes another
+    # way, and Adam's division by the moments carries that into the weights.
     *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
@@ -202,12 +203,12 @@ MATRIX = [
     case("float8 rowwise, fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=8", loss=5e-5, norm=2e-4, gradients=2e-2,
          slow=True, **ROWWISE),
     case("float8 tensorwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", norm=5e-5, gradients=1e-3,
-         **TENSORWISE),
+         weights=0.1, **TENSORWISE),
     *(case(f"float8 tensorwise, fsdp 2, gathered as {format}", 2, "parallelism=fsdp", "data.local_batch=8",
-           f"precision.float8_all_gather={format == 'float8'}", loss=1e-4, norm=5e-4, gradients=0.25, **TENSORWISE)
+           f"precision.float8_all_gather={format == 'float8'}", loss=1e-4, norm=5e-4, gradients=0.25, weights=0.5, **TENSORWISE)
       for format in ("float8", "float32")),
     *(case(f"float8 tensorwise, {layout} 4, {other} 2", 4, f"parallelism={layout}", f"parallelism.{other}=2", "data.local_batch=8",
-           loss=1e-4, norm=5e-4, gradients=0.25, slow=True, **TENSORWISE)
+           loss=1e-4, norm=5e-4, gradients=0.25, weights=0.5, slow=True, **TENSORWISE)
       for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
 
     # Number formats against float32: rounding of 8 bits (bf16) or 4 (e4m3) in each product, and none of it may bias the loss
