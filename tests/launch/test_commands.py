@@ -1,5 +1,6 @@
 """The titan commands on real local runs: a sweep with one cell that is done and one that failed, and a sweep that runs."""
 import json
+import shlex
 import shutil
 import socket
 import subprocess
@@ -191,6 +192,14 @@ def test_copies_beside_attempts_and_ranks_are_no_attempts_and_no_ranks(swept, ti
         shutil.rmtree(copies[0])
         for copy in copies[1:]:
             copy.unlink()
+
+
+def test_commands_that_are_suggested_can_be_pasted(swept, titan, tmp_path):
+    runs = tmp_path / "a $(touch pwned) b"
+    shutil.copytree(swept.folder / "runs", runs)
+    lines = [line.strip() for line in titan("status", "--runs", runs)[1].splitlines()]
+    suggested = [shlex.split(line.partition("   ")[0]) for line in lines if line.startswith("titan ")]
+    assert {words[1] for words in suggested} >= {"logs", "retry"} and all(str(runs) in words for words in suggested), lines
 
 
 def test_sync_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     others = sorted({partition.name for partition in found} - {chosen.name})
     if others:
         print(f"other partitions with GPUs: {', '.join(others)} (--partition, or cluster.partition= for a single run)")
-    where = "" if args.folder.resolve() == (CONF / "cluster").resolve() else f"--config-dir {args.folder.resolve().parent} "
+    where = "" if args.folder.resolve() == (CONF / "cluster").resolve() else f"--config-dir {shlex.quote(str(args.folder.resolve().parent))} "
     print(f"look at it, then try: python launch.py {where}cluster={name} gpus={chosen.gpus} launch.mode=dry")
     return Exit.DONE
 

@@ -140,10 +140,11 @@ def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue
     if not queue.answers:
         yield "SLURM does not answer: its jobs' states are what their files say"
     yield summary(rows)
-    runs, target = "" if args.runs == Path("runs") else f" --runs {args.runs}", f" {shlex.quote(args.target)}" if args.target else ""
+    runs = "" if args.runs == Path("runs") else f" --runs {shlex.quote(str(args.runs))}"
+    target = f" {shlex.quote(args.target)}" if args.target else ""
     steps = list(next_steps(rows, runs, target))
     if selection.manifest and {row.state.kind for row in rows} == {"done"}:
-        steps.append((f"titan report{runs} {selection.manifest.name}", "the table"))
+        steps.append((f"titan report{runs} {shlex.quote(selection.manifest.name)}", "the table"))
     if selection.manifest and (others := len(set(all_runs(args.runs.absolute())) - {row.directory for row in rows})):
         steps.append((f"titan ls{runs}", f"{others} other run{'s' if others > 1 else ''}"))
     width = max((len(command) for command, _ in steps), default=0)
