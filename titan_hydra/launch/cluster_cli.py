@@ -79,7 +79,8 @@ def main(args: argparse.Namespace) -> int:
     others = sorted({partition.name for partition in found} - {chosen.name})
     if others:
         print(f"other partitions with GPUs: {', '.join(others)} (--partition, or cluster.partition= for a single run)")
-    where = "" if args.folder.resolve() == (CONF / "cluster").resolve() else f"--config-dir {shlex.quote(str(args.folder.resolve().parent))} "
+    folder = args.folder.resolve()
+    where = "" if folder == (CONF / "cluster").resolve() else f"--config-dir {shlex.quote(str(folder.parent))} "
     print(f"look at it, then try: python launch.py {where}cluster={name} gpus={chosen.gpus} launch.mode=dry")
     return Exit.DONE
 
