@@ -59,6 +59,7 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.pop("WANDB_SERVICE", None)  # that of the process that started this one may still hold a killed attempt of the run
         offline = job.metrics.wandb_mode == "offline"
         for folder in (run.directory / "wandb").glob("offline-run-*") if offline else ():
             if not any(folder.glob("*.synced")):
