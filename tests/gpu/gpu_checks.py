@@ -137,14 +137,14 @@ def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
     directory, status = attempt(here, job)
     assert status == 0, said(directory)
     before, last = rows(directory), directory / "checkpoints/step-00000006"
-    sums = {name: file for name, file in read_json(last / "manifest.json")["files"].items() if name.endswith(".distcp")}
+    sums = {name: file for name, file in json.loads((last / "manifest.json").read_text())["files"].items() if name.endswith(".distcp")}
     shutil.rmtree(last)
     (directory / "result.json").unlink()
     _, status = attempt(here, job, 2)
     assert status == 0, said(directory, 2)
     for old, new in zip(before, rows(directory), strict=True):
         assert (old["loss"], old["grad_norm"]) == (new["loss"], new["grad_norm"]), f"step {old['step']} is another one"
-    again = read_json(last / "manifest.json")["files"]
+    again = json.loads((last / "manifest.json").read_text())["files"]
     assert sums and all(again[name] == file for name, file in sums.items()), "the last checkpoint has other bytes"
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     held = [event["seconds_held"] for event in events if event["event"] == "checkpoint"]
