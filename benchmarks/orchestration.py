@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 LAUNCH, TITAN = [str(ROOT / "launch.py")], ["-m", "titan_hydra.cli"]
 CELLS = ["-m", "seed=range(24)", "parallelism=ddp,fsdp,tp,pp", "gpus=2", "debug=tiny", "data.local_batch=4"]
 GROUPS = ["-m", "parallelism=ddp,fsdp,hsdp,tp,pp,cp", "precision=bf16,bf16_full,fp32,float8_emulate", "ac=none,full,op,lean", *CELLS[3:]]
-LIMITS = {"--help": 1.0, "dry run of 96 cells": 5.0, "dry run of 96 cells, three groups": 8.0, "submission of 96 cells to SLURM": 40.0,
+LIMITS = {"--help": 1.0, "dry run of 96 cells": 5.0, "dry run of 96 cells, three groups": 5.0, "submission of 96 cells to SLURM": 40.0,
           "titan status of 500 runs": 1.5}
 
 
