@@ -13,12 +13,12 @@ exit 1
 ILL = """
 import time
 update, count = trainer.Trainer.update, []
-def ill(self):
+def ill(self, *given):
     count.append(1)
     if len(count) == 3 and not os.path.exists("healed"):
         raise ValueError("not healed")
     time.sleep(0.3)
-    update(self)
+    update(self, *given)
 trainer.Trainer.update = ill
 """
 
