@@ -100,7 +100,7 @@ def test_cells_without_numbers_are_rows(sweep, capsys):
     assert "| burst | OOM | \N{EN DASH} |" in out
     assert "- burst: OOM after step 3: rank 0: OutOfMemoryError: CUDA out of memory" in out
     assert "| stopped | 110\\* |" in out
-    assert "- \\* stopped: interrupted at step 4 of 200; over 3 logged rows so far" in out
+    assert "- \\* stopped: interrupted at step 4 of 80; over 3 logged rows so far" in out
     assert "| later | not started |" in out
     assert "900" not in out
 
