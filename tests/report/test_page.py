@@ -178,7 +178,8 @@ def served(sweep, capsys):
     sweep.report(capsys)
     command = [sys.executable, "-m", "titan_hydra.cli", "report", "table", "--runs", str(sweep.runs), "--serve", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)})
+                               env={**os.environ, "PYTHONPATH": str(ROOT)},
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored where tests run in the background
     address = process.stdout.readline().split()[0]
     yield address, directory
     process.send_signal(signal.SIGINT)
