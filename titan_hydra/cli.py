@@ -33,7 +33,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand. What the user got wrong is one line on stderr; tracebacks are for bugs."""
+    """Run one subcommand. A mistake of the user's is printed as one line on stderr; tracebacks are for bugs."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] and argv[0] in COMMANDS:
         module, text = COMMANDS[argv[0]]
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_arguments(parser)
         try:
             args = parser.parse_intermixed_args(argv[1:])  # options may stand between KEY=VALUE
-        except TypeError:  # not where a command has commands of its own
+        except TypeError:  # argparse does not support this for commands with subcommands
             args = parser.parse_args(argv[1:])
     else:
         listing = "\n".join(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         sys.stderr.close()
         return Exit.DONE
 

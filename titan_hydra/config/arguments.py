@@ -1,4 +1,4 @@
-"""The arguments of launch.py before Hydra sees them: flags may stand anywhere, and what is wrong is a line each."""
+"""Parse the arguments of launch.py before Hydra does: flags may stand anywhere, and each mistake is one line."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +13,7 @@ MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which
 
 
 def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The overrides, and the flags: Hydra's parser needs the overrides in one row. Raises ConfigError with a line for each mistake."""
+    """Return the overrides and the flags. Hydra's parser needs the overrides adjacent. Raises ConfigError with a line for each mistake."""
     from hydra._internal.utils import get_args_parser  # Hydra has no public name for it
 
     parser = get_args_parser()
@@ -32,7 +32,7 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def refuse(message: str) -> None:
-    """Refuse what argparse does not understand. Raises ConfigError."""
+    """Raise ConfigError for what argparse does not understand."""
     _, unknown, words = message.partition("unrecognized arguments: ")
     first = words.split(" ")[0]
     name = first.lstrip("-").partition("=")[0].replace("-", "_")
@@ -42,7 +42,7 @@ def refuse(message: str) -> None:
 
 
 def _wrong_flag(args: Any) -> str | None:
-    """What is wrong with the flags of a command line."""
+    """Return what is wrong with the flags of a command line; None if nothing is."""
     modes = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]
     if len(modes) > 1:
         return f"{' and '.join(modes)}: only one of them at a time"

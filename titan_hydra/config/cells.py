@@ -1,4 +1,4 @@
-"""Composing the cells of a command line: what Hydra's own composition gives, in milliseconds a cell."""
+"""Compose the cells of a command line: the same result as Hydra's own composition, in milliseconds a cell."""
 from __future__ import annotations
 
 import functools
@@ -23,7 +23,7 @@ PLAIN = (None, [])  # a file of conf/ without a package of its own and without a
 
 
 class Composition(NamedTuple):
-    """A configuration as Hydra composes it, which is not to be changed."""
+    """A configuration as Hydra composes it. It is cached and shared: copy it by unpickling `pickled`, do not change it."""
 
     config: DictConfig
     choices: dict[str, str | None]  # the option of each group
@@ -31,21 +31,21 @@ class Composition(NamedTuple):
 
 
 class Composer:
-    """Composes as Hydra does: `Composer(loader)(overrides)`.
+    """Compose cells with the same result as Hydra: `Composer(loader)(overrides)`.
 
-    Hydra takes a fifth of a second for each cell, since it merges 30 files. What the files give depends on the chosen options alone: it is
-    kept, and Hydra's own function applies the values to a copy. Where several groups vary, not every combination is composed either: an
-    option that sets keys of its own group and nothing else makes the same section whatever the others are.
+    Hydra takes a fifth of a second for each cell, because it merges 30 files. The merged files depend only on the chosen options, so they
+    are cached and Hydra's own function applies the values to a copy. Where several groups vary, not every combination is composed: an
+    option that sets keys of its own group and nothing else gives the same section whatever the other options are.
     """
 
     def __init__(self, loader: ConfigLoader, config_name: str = "config") -> None:
         self.loader, self.config_name = loader, config_name
-        self.composed: dict[tuple[str, ...], Composition] = {}  # by the overrides that choose options
-        self.fixed: dict[tuple[str, ...], bool] = {}  # whether all lists of defaults name options outright, by the same overrides
+        self.composed: dict[tuple[str, ...], Composition] = {}  # key: the overrides that choose options
+        self.fixed: dict[tuple[str, ...], bool] = {}  # same key; whether no defaults list refers to a choice (${...})
         self.files: dict[str, tuple[str | None, Any]] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """The configuration of one cell. Raises what Hydra raises."""
+        """Compose the configuration of one cell. Raises what Hydra raises."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl  # the two functions have no public names
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import ConfigCompositionException
@@ -54,7 +54,7 @@ class Composer:
 
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
-        elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)  # then Hydra alone knows what is a group
+        elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)  # may add groups: leave all to Hydra
         values = [] if elsewhere else [override for override in parsed if self._is_value(override)]
         config = self._with_options([override for override in parsed if override not in values])
         try:
@@ -64,14 +64,14 @@ class Composer:
         return config
 
     def _is_value(self, override: Override) -> bool:
-        """Whether an override sets a key; else it chooses an option, or is Hydra's own."""
+        """Whether an override sets the value of a key. If not, it chooses an option of a group or belongs to Hydra itself."""
         if override.is_hydra_override():
             return False
         return isinstance(override.value(), dict) or not any(
             source.is_group(override.key_or_group) for source in self.loader.get_sources())
 
     def _with_options(self, overrides: list[Override]) -> DictConfig:
-        """The configuration with these options, for the caller to change."""
+        """Compose the configuration with these options. The result is a copy that the caller may change."""
         from hydra.core.override_parser.types import OverrideType
 
         changes = {override.get_key_element(): override for override in overrides if override.type is OverrideType.CHANGE}  # the last ones
@@ -86,7 +86,7 @@ class Composer:
         return config
 
     def _by_hydra(self, overrides: list[Override]) -> Composition:
-        """What Hydra composes, less its own section."""
+        """Compose the overrides with Hydra, without its own `hydra` section. Each list of overrides is composed once."""
         from hydra.types import RunMode
         from omegaconf import open_dict
 
@@ -100,14 +100,18 @@ class Composer:
         return self.composed[lines]
 
     def _is_plain(self, override: Override) -> bool:
-        """Whether an override does no more than choose an option of a group of the top, one that sets its own group alone."""
+        """Whether an override only chooses an option, in a top-level group, whose file sets keys of that group alone."""
         group, name = override.key_or_group, override.value()
         if override.is_add() or override.is_force_add() or override.is_delete() or override.package or override.is_hydra_override():
             return False
         return isinstance(name, str) and "/" not in group and self._file(f"{group}/{name}") == PLAIN
 
     def _are_independent(self, groups: Iterable[str], others: list[Override]) -> bool:
-        """Whether the other overrides leave plain options in these groups, and no list of defaults depends on a choice."""
+        """Whether choices in `groups` can be composed one at a time.
+
+        Two conditions: with `others` applied, the current option of each group sets keys of that group alone, and no defaults list refers
+        to a choice (`${...}`).
+        """
         from hydra.types import RunMode
 
         lines, choices = tuple(override.input_line for override in others), self._by_hydra(others).choices
@@ -117,7 +121,7 @@ class Composer:
         return self.fixed[lines] and all(self._file(f"{group}/{choices.get(group)}") == PLAIN for group in groups)
 
     def _file(self, path: str) -> tuple[str | None, Any]:
-        """The package that a file of conf/ names, if any, and its list of defaults."""
+        """Return the package that a file of conf/ declares (None if it declares none) and its defaults list."""
         from omegaconf import OmegaConf
 
         if path not in self.files:
@@ -130,15 +134,15 @@ class Composer:
 
 @functools.lru_cache(maxsize=1)
 def composer_of(loader: ConfigLoader, config_name: str) -> Composer:
-    """The one composer of a command line."""
+    """Return the composer of this command line. It is created once, so that all cells share its cache."""
     return Composer(loader, config_name)
 
 
 @dataclass
 class Cells:
-    """Takes the place of Hydra's sweeper under -m: composes each cell here and now, and hands it with its overrides to `collect`.
+    """Replaces Hydra's sweeper under -m: composes each cell at once and passes it with its overrides to `collect`.
 
-    Hydra's own composes each cell twice, since a launcher may compose it elsewhere later, and writes a folder.
+    Hydra's own sweeper composes each cell twice, since a launcher may compose it elsewhere later, and writes a folder.
     """
 
     loader: ConfigLoader
@@ -146,7 +150,7 @@ class Cells:
     config: DictConfig  # what all cells share, with Hydra's own section
 
     def sweep(self, arguments: list[str]) -> None:
-        """Raises what Hydra raises for the first cell that does not compose, and ConfigError where there is no cell."""
+        """Compose all cells. Raises what Hydra raises for the first cell that does not compose, and ConfigError if there is no cell."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from omegaconf import OmegaConf
@@ -158,12 +162,12 @@ class Cells:
         compose, others = composer_of(self.loader, hydra.job.config_name), OmegaConf.to_container(hydra.overrides.hydra)
         for overrides in with_count(cells, "composed"):
             config = compose([*others, *overrides])
-            OmegaConf.copy_cache(from_config=self.config, to_config=config)  # so that a time of day is the same for all
+            OmegaConf.copy_cache(from_config=self.config, to_config=config)  # resolvers such as ${now:} give all cells the same time
             self.collect(config, overrides)
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
-    """The overrides of each cell: every combination of the values. Raises ConfigError where there are none, or too many."""
+    """List the overrides of each cell: every combination of the values. Raises ConfigError if there are none or more than MOST_CELLS."""
     choices: dict[str, list[str]] = {}
     for override in overrides:
         key = override.get_key_element()
@@ -182,7 +186,7 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
 
 
 def with_count(items: Sequence, done: str) -> Iterator:
-    """The items, one by one; where they take long, a line on stderr counts those that are done."""
+    """Yield the items one by one. After one second, print a progress line to stderr: how many are done."""
     began = told = time.monotonic()
     terminal = sys.stderr.isatty()
     for number, item in enumerate(items, start=1):

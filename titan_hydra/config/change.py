@@ -1,4 +1,4 @@
-"""Other values for a job that exists already, typed as on the command line of launch.py. Only values: options are composed there."""
+"""Change values of an existing job, typed as on the command line of launch.py. Only values: an option would have to be composed."""
 from __future__ import annotations
 
 import copy
@@ -15,7 +15,10 @@ from .status import ConfigError
 
 
 def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> Job:
-    """A copy of a job with each KEY=VALUE. Raises ConfigError for a bad value, and for a key of the identity that `experiment` lacks."""
+    """Return a copy of a job with each KEY=VALUE applied.
+
+    Raises ConfigError for a bad value, and for a key of the identity hash that is not in `experiment`.
+    """
     job, values = copy.deepcopy(job), list(values)
     if lines := mistakes(values):
         raise ConfigError("\n".join(lines))
@@ -32,7 +35,7 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
 
 
 def _typed(text: str) -> tuple[str, Any]:
-    """The key and the value of KEY=VALUE, in the type that the schema gives it."""
+    """Parse KEY=VALUE into the key and its value, in the type that the schema gives it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -1,4 +1,4 @@
-"""Rules for checkpoints: when they are due, and where a run starts from."""
+"""The rules for checkpoints: when they are written, and which one a run starts from."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from .schema import LOADED, Job
 
 
 def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
-    """A run of weeks must not find out at its end that it never saved."""
+    """A run that keeps checkpoints must save at least once; one of weeks must not end without having saved."""
     config = job.checkpoint
     if config.name not in ("off", "seed") and config.interval == 0 and config.interval_minutes is None and not config.last_step:
         yield Fault("checkpoint.interval", 0, "nothing would be saved; checkpoint=off says so", legal=(100,))
@@ -18,7 +18,7 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
-    """A run that should start from given weights must not start from random ones, and not from less than was asked for."""
+    """The given initial weights exist, with every part that is not excluded: a run must not start from random weights instead."""
     path, left_out = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading
     if not path:
         return

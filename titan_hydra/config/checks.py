@@ -1,7 +1,7 @@
-"""The rules that a cell must keep before it may reach a device: one small function each, with its reason.
+"""The rules that a cell must satisfy before it may reach a device: one small function each, with its reason.
 
-A rule looks at a frozen job and yields a `Fault` for whatever breaks it. Rules of one group do not repeat what an earlier group
-has found: `check` stops after the first group with faults, since the later ones count on it.
+A rule examines a frozen job and yields a `Fault` for whatever violates it. `check` stops after the first group of rules with faults,
+because the rules of later groups rely on what the earlier ones have established.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACE: list[Rule] = []  # the machine and its files
 
 
 def check(job: Job) -> list[Fault]:
-    """All faults of a frozen job, from the first group of rules that has any."""
+    """Return the faults of a frozen job, from the first group of rules that finds any."""
     for group in (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE):
         faults = [fault for rule in group for fault in rule(job)]
         if faults:
@@ -39,7 +39,7 @@ def check(job: Job) -> list[Fault]:
 
 
 def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
-    """Adds a rule to its group."""
+    """Add the decorated rule to a group."""
     def add(function: Rule) -> Rule:
         group.append(function)
         return function
@@ -51,7 +51,8 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 
 @rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
-    """Every rank has one place in the mesh: the product of the degrees is their number. One degree may be -1 and takes the rest."""
+    """The product of the degrees is the number of ranks, as each rank has one place in the mesh. One degree may be -1: it takes the rest.
+    """
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
     if len(free) == 2:
         yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
@@ -91,7 +92,7 @@ def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(VALUES)
 def family_is_registered(job: Job) -> Iterator[Fault]:
-    """The model class is picked by name; what a module of the user's adds is known only where it is imported, on the ranks."""
+    """The model family is chosen by name. Families that a user's module adds are known only where it is imported, on the ranks."""
     for module in job.train.imports:
         if not PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]):
             yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
@@ -101,7 +102,7 @@ def family_is_registered(job: Job) -> Iterator[Fault]:
 
 @rule(VALUES)
 def cells_belong_to_a_sweep(job: Job) -> Iterator[Fault]:
-    """Names for the report of a sweep mean nothing to a run alone."""
+    """The names of a cell and of a baseline are for the report of a sweep; a run outside a sweep must not set them."""
     for key in ("cell", "baseline"):
         if job.sweep.name is None and (value := getattr(job.sweep, key)) is not None:
             yield Fault(f"sweep.{key}", value, "this run belongs to no sweep; -m and +sweeps=NAME make one")
@@ -109,7 +110,7 @@ def cells_belong_to_a_sweep(job: Job) -> Iterator[Fault]:
 
 @rule(VALUES)
 def rotary_frequencies_are_stretched_between_two_wavelengths(job: Job) -> Iterator[Fault]:
-    """Llama 3.1 stretches the low frequencies, leaves the high ones, and blends between the two bounds."""
+    """Llama 3.1 stretches the low frequencies, leaves the high ones unchanged, and interpolates between the two bounds."""
     scaling = job.model.rope_scaling
     if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
         yield Fault("model.rope_scaling.low_freq_factor", scaling.low_freq_factor,
@@ -118,14 +119,14 @@ def rotary_frequencies_are_stretched_between_two_wavelengths(job: Job) -> Iterat
 
 @rule(VALUES)
 def feed_forward_has_a_width(job: Job) -> Iterator[Fault]:
-    """A multiplier near 0 would leave none."""
+    """The feed-forward has a width of at least 1; a multiplier near 0 would round it to 0."""
     if ffn_width(job.model) < 1:
         yield Fault("model.ffn_dim_multiplier", job.model.ffn_dim_multiplier, "leaves no feed-forward")
 
 
 @rule(VALUES)
 def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
-    """Back ends come from torch, from packages that announce theirs, or from a module of the user's."""
+    """A torch.compile back end is torch's own, announced by an installed package, or registered by a module of the user's."""
     name = job.compile.backend
     if job.compile.name == "off" or name in BACKENDS or job.train.imports:
         return
@@ -152,7 +153,9 @@ def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
-    """w1 and w3 give each rank the columns that w2 takes rows for. Tensors that say nothing of their neighbours must be alike."""
+    """Each TP rank holds a column slice of w1/w3 and the matching row slice of w2. They are plain local tensors, so all slices need the
+    same size.
+    """
     width, tp = ffn_width(job.model), job.parallelism.tp
     if width % tp:
         yield Fault("model.multiple_of", job.model.multiple_of, f"a feed-forward width of {width} cannot be split over parallelism.tp={tp}",
@@ -174,8 +177,9 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
-    """Context parallelism cuts a sequence into cp parts, each of two chunks where the ring is balanced; sequence parallelism cuts
-    each part into tp."""
+    """Context parallelism cuts a sequence into cp parts, each of two chunks if the ring is load-balanced; sequence parallelism cuts each
+    part into tp more.
+    """
     seq_len, cp, tp, parallelism = job.data.seq_len, job.parallelism.cp, job.parallelism.tp, job.parallelism
     balanced = cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
     parts = cp * lcm(2 if balanced else 1, tp if parallelism.sequence_parallel else 1)
@@ -191,7 +195,7 @@ LAYOUT.append(pipeline.pipeline_is_laid_out)
 
 @rule(LAYOUT)
 def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
-    """Ulysses hands each context-parallel rank whole heads out of those that tensor parallelism has left together."""
+    """Ulysses gives each context-parallel rank whole heads, out of those that its tensor-parallel rank holds."""
     cp, tp, model = job.parallelism.cp, job.parallelism.tp, job.model
     if job.parallelism.cp_rotate != "ulysses" or model.n_heads % tp or model.n_kv_heads % tp:
         return
@@ -215,7 +219,7 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
-    """The ring merges what fused kernels return, and knows no mask but the causal one; Ulysses runs any attention on whole sequences."""
+    """The ring merges the results of fused kernels and supports only the causal mask. Ulysses runs any attention, on whole sequences."""
     if job.parallelism.cp == 1 or job.parallelism.cp_rotate == "ulysses":
         return
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
@@ -229,7 +233,7 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
-    """They split the backward in two; torch then computes wrong gradients under resharding, without an error (cpu.md, section 3)."""
+    """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an error."""
     if job.parallelism.pp == 1 or not pipeline.splits_backward(job):
         return
     if job.parallelism.reshard_after_forward == "always":
@@ -248,7 +252,9 @@ RECIPE.extend(precision.RULES + replicas.RULES)
 
 @rule(RECIPE)
 def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler cuts the all-gathers and reduce-scatters of sequence parallelism into pieces; without them there is nothing to cut."""
+    """Async TP: the compiler overlaps the all-gathers and reduce-scatters of sequence parallelism with matmuls. Without them it does
+    nothing.
+    """
     if not job.parallelism.async_tp:
         return
     if job.compile.name != "block":
@@ -260,16 +266,16 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """What to keep within a share of the memory is chosen where the compiler splits a block into forward and backward."""
+    """The compiler chooses what to keep within the memory budget, where it splits a block into forward and backward."""
     if job.ac.name == "memory_budget" and job.compile.name != "block":
         yield Fault("compile.name", job.compile.name, "ac=memory_budget is work of the compiler", legal=("block",))
 
 
 @rule(RECIPE)
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
-    """torch 2.13 hands the recomputation of a split block its mesh among the saved tensors, and asserts that they are tensors.
-
-    torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own rows can be stepped there.
+    """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved tensors of the
+    recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own
+    rows can be stepped there.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
     recomputed = job.ac.name in ("full", "layer", "memory_budget")
@@ -279,7 +285,7 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def saved_operators_are_names(job: Job) -> Iterator[Fault]:
-    """Whether torch has an operator is known when a rank starts; what cannot be one is refused here."""
+    """The operators to save have names of the right form. Whether torch has them is known only when a rank starts."""
     for name in job.ac.save_ops:
         if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
             yield Fault("ac.save_ops", job.ac.save_ops, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
@@ -287,7 +293,7 @@ def saved_operators_are_names(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
-    """What it gathers lives until the backward; reading it again there, to free it between, is what ac=full does."""
+    """SimpleFSDP keeps gathered parameters until the backward. Freeing them and gathering again is what ac=full does."""
     if job.parallelism.backend == "simple_fsdp" and job.parallelism.reshard_after_forward != "default":
         yield Fault("parallelism.reshard_after_forward", job.parallelism.reshard_after_forward,
                     "simple_fsdp keeps what it gathers until the backward; ac=full frees it", legal=("default",))
@@ -295,14 +301,14 @@ def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
-    """A run that ends before the first recorded step would end without a trace."""
+    """The first profiled step is a step of the run; otherwise the run would end without a trace."""
     if job.profiling.name == "on" and job.profiling.first_step > job.steps:
         yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {counted(job.steps, 'step')}", legal=(job.steps,))
 
 
 @rule(RECIPE)
 def probes_see_modules(job: Job) -> Iterator[Fault]:
-    """What a compiled block computes has no modules any more."""
+    """Probes hook modules, and a compiled block has none at run time."""
     for key in ("nan_hunt", "trace_activations"):
         if getattr(job.debug, key) and job.compile.name != "off":
             yield Fault("compile.name", job.compile.name, f"debug.{key}=true looks into blocks", legal=("off",))
@@ -310,7 +316,7 @@ def probes_see_modules(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
-    """torch's Muon orthogonalizes each matrix as one; a bf16 master would lose its small updates."""
+    """torch's Muon orthogonalizes each matrix as a whole, and a bf16 master weight would lose its small updates."""
     if job.optimizer.name == "muon" and job.precision.param_dtype != "float32":
         yield Fault("precision.param_dtype", job.precision.param_dtype, "Muon is used with float32 parameters", legal=("float32",))
 
@@ -319,7 +325,7 @@ def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
 
 @rule(PLACE)
 def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
-    """Nodes are taken whole: ranks are fewer than one node has, or a multiple of it."""
+    """Whole nodes are allocated: the ranks fit on one node, or are a multiple of a node's devices."""
     if job.comm.name == "fake":  # one process, whatever the number of ranks
         if not 0 <= job.comm.rank < job.gpus:
             yield Fault("comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1))
@@ -342,7 +348,7 @@ PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_a
 # --- what is legal, and hardly meant -------------------------------------------------------------------------------------------------
 
 def warnings(job: Job) -> Iterator[Fault]:
-    """What a frozen job without faults should be told before it starts."""
+    """Yield what is legal but probably a mistake, for a frozen job without faults: printed before it starts, refused by nothing."""
     if job.lr_scheduler.warmup_steps > job.steps:
         yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps,
                     f"more than steps={job.steps}: optimizer.lr is never reached")

@@ -1,4 +1,4 @@
-"""The rules of cluster settings: what SLURM would refuse an hour later, or what would break the way in which ranks are started."""
+"""The rules of cluster settings: what SLURM would refuse an hour later, and what would keep the ranks from starting."""
 from __future__ import annotations
 
 import itertools
@@ -11,7 +11,7 @@ from .load import elements
 from .ranges import PATH
 from .schema import Cluster, Job
 
-# sbatch flags that follow from the layout, or that the batch script counts on; dropping one (null) is the site's business.
+# sbatch flags that follow from the layout, or that the batch script relies on, and the key that sets each. A site may drop one (null).
 OURS = {
     "nodes": "the layout", "ntasks": "the layout", "ntasks-per-node": "the layout", "array": "the cells of a sweep",
     "job-name": "name", "output": "paths.runs", "error": "paths.runs", "signal": "cluster.stop_seconds", "requeue": "cluster.max_requeues",
@@ -20,25 +20,25 @@ OURS = {
     "cpus-per-task": "cluster.cpus_per_task",
 }
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")  # keys that become its lines
-START, EARLY = 60, 60  # seconds that ranks may need until their first step; that SLURM may warn them too early
+START, EARLY = 60, 60  # seconds: what ranks may need until their first step; how early SLURM may send the signal
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 
 def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
-    """On this machine devices are counted; on a cluster only its file knows how many a node has."""
+    """A SLURM job needs the number of devices of a node, which only the cluster's file knows. On this machine they are counted."""
     if job.cluster.executor == "slurm" and job.cluster.gpus_per_node is None:
         yield Fault("cluster.gpus_per_node", None, "cluster.executor=slurm needs it: the number of nodes follows from it")
 
 
 def environment_has_legal_names(job: Job) -> Iterator[Fault]:
-    """A name that the shell cannot export would end the batch script on its first lines."""
+    """Environment variables have names that a shell can export; any other would end the batch script on its first lines."""
     for name in job.cluster.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             yield Fault("cluster.environment", name, "not the name of an environment variable (letters, digits and _)")
 
 
 def flags_are_the_sites(job: Job) -> Iterator[Fault]:
-    """Further flags of sbatch and srun must not be those that the launcher sets; srun takes a word without a dash for its program."""
+    """Extra flags of sbatch and srun must not be those that the launcher sets. srun takes an argument without a dash for its program."""
     for flag, value in job.cluster.sbatch.items():
         name = flag.replace("_", "-")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
@@ -55,7 +55,8 @@ def flags_are_the_sites(job: Job) -> Iterator[Fault]:
 
 
 def text_reaches_the_script_as_it_is(job: Job) -> Iterator[Fault]:
-    """sbatch drops backslashes from its own lines; a control character in the path of the runs would end a line of the script."""
+    """Text in sbatch lines holds no backslash, which sbatch drops. The path of the runs holds no control character, which would end a line.
+    """
     for key in SBATCH:
         for text in elements(getattr(job.cluster, key)):
             if isinstance(text, str) and "\\" in text:
@@ -67,12 +68,14 @@ def text_reaches_the_script_as_it_is(job: Job) -> Iterator[Fault]:
 
 
 def warning_seconds(cluster: Cluster, minutes: int) -> int:
-    """How long before the end of a job of so many minutes its ranks are asked to stop."""
+    """Return how many seconds before the end of a job of `minutes` its ranks are asked to stop."""
     return min(cluster.stop_seconds, 30 * minutes)
 
 
 def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
-    """SLURM gives the warning up to a minute early; a job that is asked to stop before its first step only goes round in the queue."""
+    """A job is long enough to take a step before it is asked to stop, or it would be requeued for ever. SLURM may send the signal a minute
+    early.
+    """
     minutes = job.cluster.time_minutes
     if job.cluster.executor == "slurm" and minutes and minutes > 0 and job.cluster.stop_seconds > 0:
         enough = next(some for some in itertools.count(1) if 60 * some - warning_seconds(job.cluster, some) - EARLY >= START)

@@ -1,4 +1,4 @@
-"""The schema in Hydra's ConfigStore, and one job for programs other than launch.py."""
+"""Register the schema with Hydra, and compose one job for programs other than launch.py."""
 from __future__ import annotations
 
 import functools
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def register_schema() -> None:
-    """Let conf/config.yaml start from the typed schema, and -m compose our way. Call before Hydra composes; twice is harmless."""
+    """Register the schema for conf/config.yaml, and replace Hydra's sweeper by `Cells` under -m. Call before Hydra composes; twice is
+    harmless.
+    """
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
 
@@ -35,7 +37,7 @@ def register_schema() -> None:
 
 @functools.cache
 def own_composer() -> Composer:
-    """Composes from this checkout's conf/."""
+    """Return the composer of this checkout's conf/."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -55,7 +57,7 @@ def compose_job(*overrides: str) -> Job:
 
 
 def compose_unchecked(*overrides: str) -> Job:
-    """Compose and type one job, as it is before it is frozen. Raises ConfigError for keys and options that do not exist."""
+    """Compose and type one job without freezing or checking it. Raises ConfigError for keys and options that do not exist."""
     if lines := mistakes(overrides):
         raise ConfigError("\n".join(lines))
     try:

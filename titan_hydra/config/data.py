@@ -1,4 +1,4 @@
-"""The rules of data: sources and mixtures of them, their files, and the tokenizer that their text goes through."""
+"""The rules of data: sources, mixtures of them, their files, and the tokenizer of their text."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are 
 
 
 def sources(data: Data) -> dict[str, Source]:
-    """The sources of a job, by the key they stand under: the parts of a mixture, or the one that data itself is."""
+    """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
     return {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)} if data.name == "mixture" else {"data": data}
 
 
 def shares(weights: list[float]) -> list[int]:
-    """How many of PERIOD samples each source gives; what rounding down leaves goes to those it has cut most."""
+    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remainder goes to the sources that lost most."""
     exact = [PERIOD * weight / sum(weights) for weight in weights]
     left = PERIOD - sum(map(int, exact))
     cut_most = sorted(range(len(exact)), key=lambda part: int(exact[part]) - exact[part])[:left]
@@ -25,7 +25,7 @@ def shares(weights: list[float]) -> list[int]:
 
 
 def mixture_has_weighted_sources(job: Job) -> Iterator[Fault]:
-    """A weight is large enough that its source is met within a period of the pattern."""
+    """Each weight is large enough for at least one sample in a period of the mixture's pattern."""
     parts = job.data.mixture
     if job.data.name != "mixture":
         return
@@ -38,7 +38,7 @@ def mixture_has_weighted_sources(job: Job) -> Iterator[Fault]:
 
 
 def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
-    """It is part of the shuffled order, and of sources whose documents come as a stream."""
+    """The shuffle buffer is used only if shuffling is on, and only by sources whose documents arrive as a stream."""
     if not job.data.shuffle_buffer:
         return
     if not job.data.shuffle:
@@ -62,7 +62,10 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
 
 
 def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
-    """Warn of text so short that each step sees all of it several times. A token is a byte at the least, and what is packed is longer."""
+    """Warn if the text is shorter than one step, so that each step would contain all of it several times.
+
+    A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .parquet) hold more text than bytes and give no warning.
+    """
     step = job.data.global_batch * job.data.seq_len
     for key, source in sources(job.data).items():
         files = expand(source.path) if source.name == "text_files" else []

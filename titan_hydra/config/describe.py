@@ -1,4 +1,4 @@
-"""The configuration in words: docs/configuration.md and the text of `python launch.py --help`, both made from the schema and conf/.
+"""Describe the configuration: docs/configuration.md and the text of `python launch.py --help`, made from the schema and conf/.
 
     python -m titan_hydra.config.describe                          # print the page
     python -m titan_hydra.config.describe docs/configuration.md    # write it
@@ -27,7 +27,7 @@ GROUPS_OF_RECIPES = {  # groups without keys of their own: their options set key
 }
 
 def main() -> None:
-    """Print the page, or write it to the file that is named."""
+    """Print the page, or write it to the file that was given."""
     parser = argparse.ArgumentParser(prog="python -m titan_hydra.config.describe", description="Every option and key, as a page.")
     parser.add_argument("file", nargs="?", type=Path, help="write it here (docs/configuration.md) instead of printing it")
     file = parser.parse_args().file
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     index = ["- [Keys without a group](#keys-without-a-group)", *(f"- [{group}](#{group}): {meaning(group)}" for group in groups())]
     introduction = (ASSETS / "configuration.md").read_text(encoding="utf-8")
     parts = [introduction, *index, "", "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
@@ -54,7 +54,7 @@ def _group_items(group: str) -> list[str]:
 
 
 def help_text(words: Sequence[str] = ()) -> str:
-    """All groups, options and keys on a screen or two; or what is known of some of them, as the page has it."""
+    """Return the help of all groups, options and keys, one or two screens long; with `words`, only their entries of the page."""
     if words:
         from .overrides import unknown_key
 
@@ -76,39 +76,39 @@ def _marked(group: str, file: Path) -> str:
 
 
 def groups() -> list[str]:
-    """Sections of the schema in its order, those without a folder in conf/ too, then the whole recipes and the sweeps."""
+    """List the groups: sections of the schema in its order, also those without a folder in conf/, then the recipes and the sweeps."""
     return [key for key, spec in KEYS.items() if "." not in key and _is_group(spec)] + [*GROUPS_OF_RECIPES]
 
 
 def meaning(group: str) -> str:
-    """What a group is about."""
+    """Return what a group is about."""
     return GROUPS_OF_RECIPES.get(group) or KEYS[group].metadata["help"]
 
 
 def keys_of(group: str) -> dict[str, dataclasses.Field]:
-    """The keys below a group that take a value."""
+    """Return the keys of a group that take a value."""
     return {key: spec for key, spec in KEYS.items() if key.startswith(f"{group}.") and not _is_group(spec)}
 
 
 def plain_keys() -> dict[str, dataclasses.Field]:
-    """The keys that stand in no group."""
+    """Return the keys outside every group."""
     return {key: spec for key, spec in KEYS.items() if "." not in key and not _is_group(spec)}
 
 
 def option_files(group: str) -> list[Path]:
-    """The options of a group, the default first."""
+    """Return the option files of a group, the default first."""
     files = sorted((CONF / group).glob("*.yaml"))
     return sorted(files, key=lambda file: file.stem != default_options().get(group))
 
 
 def when(file: Path) -> str:
-    """The comment line of an option file: when to choose it. Hydra's own `# @package` line is not it. "" if there is none."""
+    """Return the comment line of an option file: when to choose it. Skips Hydra's `# @package` line. "" if there is none."""
     comments = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#") and "@package" not in line]
     return comments[0].lstrip("# ") if comments else ""
 
 
 def settings(group: str, file: Path) -> dict[str, Any]:
-    """The keys that an option sets, by their full names, less `name`."""
+    """Return the keys that an option sets, by their full names, without `name`."""
     package = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}."
     flat = dict(_flatten(load_yaml(file), package))
     return {key: value for key, value in flat.items() if key != f"{group}.name"}
@@ -124,7 +124,7 @@ def _key_item(key: str) -> str:
 
 
 def _values_of(key: str) -> str:
-    """Type, range and choices of a key."""
+    """Describe the values of a key: type, range and choices."""
     spec, kind = KEYS[key], _type_of(key)
     if spec.metadata["choices"]:
         return f"{kind}, one of {', '.join(spec.metadata['choices'])}"
@@ -142,7 +142,7 @@ def _option_item(group: str, file: Path) -> str:
 
 
 def _shown_default(key: str) -> str:
-    """A key's value when nothing sets it. Values without a group may be given in conf/config.yaml."""
+    """Return the value of a key that nobody sets. Keys without a group may get theirs in conf/config.yaml."""
     if "." not in key:
         default = load_yaml(CONF / "config.yaml").get(key, default_of(KEYS[key]))
         return f"`{as_typed(default)}`" if default != "" else "empty"
@@ -176,7 +176,8 @@ def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
 
 
 def _sentence(text: str) -> str:
-    """With a capital and a full stop; but a text that begins with a name (`linear_cross_entropy: ...`) keeps it."""
+    """Capitalize a text and end it with a full stop. A text that begins with a name (`linear_cross_entropy: ...`) keeps its first letter.
+    """
     start = text if re.match(r"\w*_|[\w=]+(, \w+)*:", text) else text[0].upper() + text[1:]
     return start + "." * (text[-1] not in ".?!")
 

@@ -12,7 +12,7 @@ OURS = ("titan_hydra", "__main__")
 
 
 def explain(error: BaseException) -> str | None:
-    """What is wrong on the command line, in one line, from an exception that Hydra has raised; None if it is another program's."""
+    """Return an exception of Hydra, OmegaConf or YAML as one line about the command line; None if another program raised it."""
     if not _theirs(error):
         return None
     chain = [error]
@@ -27,7 +27,10 @@ def explain(error: BaseException) -> str | None:
 
 
 def _theirs(error: BaseException) -> bool:
-    """Whether theirs is the innermost frame that is theirs or ours; what the standard library raises counts for its caller."""
+    """Whether the exception was raised by Hydra, OmegaConf, antlr4 or yaml rather than by this package.
+
+    The innermost frame of either decides; frames of the standard library count for their caller.
+    """
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((package in THEIRS for package in reversed(packages) if package in THEIRS + OURS), False)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """`key=value: reason`, and what would be legal: numbers (the nearest are shown) or words (all are)."""
+    """A rejected value, printed as `key=value: reason` with what would be legal: the nearest numbers, or all words."""
 
     key: str
     value: Any
@@ -26,12 +26,12 @@ class Fault:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, the word in its form: 1 rank, 2 ranks."""
+    """Return a number with a noun in the right form: 1 rank, 2 ranks."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def as_typed(value: Any) -> str:
-    """A value as it is typed on a command line."""
+    """Return a value as it is typed on a command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
@@ -42,7 +42,7 @@ def as_typed(value: Any) -> str:
 
 
 def quoted(words: Iterable[str]) -> str:
-    """Words as they are typed into a shell."""
+    """Quote words for a shell and join them."""
     def one(word: str) -> str:
         return f'"{word}"' if "'" in word and not re.search(r'[$`"\\!]', word) else shlex.quote(word)
 
@@ -50,14 +50,14 @@ def quoted(words: Iterable[str]) -> str:
 
 
 def shown(text: str, longest: int = 200) -> str:
-    """A text as a part of a line: without control characters, and not longer than a reader needs."""
+    """Return a text fit for one printed line: control characters escaped, cut after `longest` characters."""
     if not text.isprintable():
         text = text.encode("unicode_escape").decode()
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 
 
 def nearest(value: Any, legal: Iterable) -> list:
-    """The legal numbers next below and above `value`; words as they are."""
+    """Return the legal numbers next below and above `value`. Legal values that are not whole numbers are returned unchanged."""
     legal = list(legal)
     if not legal or not all(isinstance(choice, int) for choice in legal) or not isinstance(value, int):
         return legal
@@ -67,7 +67,7 @@ def nearest(value: Any, legal: Iterable) -> list:
 
 
 def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The known words that `word` may have been meant to be, best first; a dotted key is matched by its last part too."""
+    """Return up to three known words that `word` was probably meant to be, best first. A dotted key matches by its last part too."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=2, cutoff=0.72)
     last = word.rsplit(".", 1)[-1]

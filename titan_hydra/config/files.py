@@ -1,4 +1,4 @@
-"""Files on disk: which exist, how many entries a vocabulary has, and writing small ones whole. No heavy imports."""
+"""Look up files (data, tokenizers, conf/) and write small ones atomically. Imports nothing heavy."""
 from __future__ import annotations
 
 import difflib
@@ -24,7 +24,7 @@ LLAMA3_SPECIALS = 256  # appended to the ranks of every Llama 3 tokenizer.model
 
 
 def expand(pattern: str) -> list[Path]:
-    """The files that a path or a glob names, sorted; a folder names all files in it. Raises ConfigError if these are too many."""
+    """Return the files that a path or a glob names, sorted; for a folder all files in it. Raises ConfigError for more than MOST_FILES."""
     path = home(pattern)
     if path.is_file():  # also where its name would mean something as a glob
         return [path]
@@ -42,17 +42,17 @@ def expand(pattern: str) -> list[Path]:
 
 
 def home(path: str) -> Path:
-    """A path with ~ and ~user spelled out; a user that does not exist is left as typed."""
+    """Expand ~ and ~user. A user that does not exist is left as typed."""
     return Path(os.path.expanduser(path))
 
 
 def kind(file: Path) -> str:
-    """The suffix that says how to read a file: `.txt` for notes.txt and notes.txt.gz."""
+    """Return the suffix that decides how a file is read: `.txt` for notes.txt and notes.txt.gz."""
     return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
 
 
 def missing(pattern: str, found: list[Path]) -> list[Path]:
-    """Files that `pattern` means and that are not there: gaps in sets that say how large they are, such as c4.00003-of-00128.json.gz."""
+    """Return the files that `pattern` should match but that do not exist: gaps in numbered sets, such as c4.00003-of-00128.json.gz."""
     gone, there = set(), set(found)
     sets = {(file.parent, match[1], len(match[2]), match[3], match[4]) for file in found
             if (match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)(\D.*|)", file.name))}
@@ -64,7 +64,7 @@ def missing(pattern: str, found: list[Path]) -> list[Path]:
 
 
 def similar(pattern: str) -> tuple[str, ...]:
-    """Files that stand where `pattern` points and have a like name."""
+    """Return files beside `pattern` with a similar name."""
     path = home(pattern)
     names = [entry.name for entry in path.parent.iterdir() if entry.name != path.name] if path.parent.is_dir() else []
     return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=2))
@@ -72,7 +72,7 @@ def similar(pattern: str) -> tuple[str, ...]:
 
 @functools.cache
 def load_yaml(file: Path) -> dict:
-    """A file of conf/ as plain values; not to be changed."""
+    """Read a file of conf/ as plain values. The result is cached: do not change it."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(OmegaConf.load(file))
@@ -80,7 +80,7 @@ def load_yaml(file: Path) -> dict:
 
 @functools.cache
 def default_options() -> dict[str, str | None]:
-    """The option of each group in the defaults list of conf/config.yaml; not to be changed."""
+    """Return the option of each group in the defaults list of conf/config.yaml. The result is cached: do not change it."""
     chosen = {}
     for entry in load_yaml(CONF / "config.yaml")["defaults"]:
         if isinstance(entry, dict):
@@ -89,12 +89,12 @@ def default_options() -> dict[str, str | None]:
 
 
 def tokenizer_file(config: Tokenizer) -> Path:
-    """Where the tokenizer is read from; the embedded one is part of the package."""
+    """Return the file of the tokenizer; the embedded one is part of the package."""
     return ASSETS / "tokenizer.model" if config.name == "embedded" else home(config.path or "")
 
 
 def vocabulary_size(config: Tokenizer) -> int:
-    """Number of token ids, special ones included. Raises OSError or ValueError when the file is not a tokenizer."""
+    """Return the number of token ids, special ones included. Raises OSError or ValueError if the file is not a tokenizer."""
     file = tokenizer_file(config)
     if file.exists() and not file.is_file():
         raise ValueError("a folder" if file.is_dir() else "not a file")
@@ -110,12 +110,12 @@ def vocabulary_size(config: Tokenizer) -> int:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write, flush to disk, rename: a reader sees the old file or the new one, also after a power cut."""
+    """Write a JSON file atomically and durably: a reader sees the old content or the new one, also after a power cut."""
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def read_json(path: Path) -> dict | None:
-    """Read the object in a file. None if there is no such file, or if it is damaged: half-written, or not what such a file holds."""
+    """Read a JSON object. None if the file does not exist or is damaged: truncated, or of another shape than a file of that name has."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
@@ -124,7 +124,9 @@ def read_json(path: Path) -> dict | None:
 
 
 def read_rows(path: Path) -> tuple[list[dict], int]:
-    """Read the rows of a .jsonl file. Returns those that are intact, and how many are not; a last row without its end is still written."""
+    """Read a .jsonl file. Returns its intact rows and the number of damaged ones; a last row without a line end is still being written and
+    is not counted.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -144,7 +146,7 @@ def read_rows(path: Path) -> tuple[list[dict], int]:
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write a small file so that a reader sees the old content or the new one; if durable, also after a power cut."""
+    """Write a small file atomically: a reader sees the old content or the new one; if `durable`, also after a power cut."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""From a composed Hydra configuration to a typed `Job`, with nothing left to be decided later, and to its identity."""
+"""Turn a composed Hydra configuration into a typed `Job` with every derived value filled in, and compute its identity."""
 from __future__ import annotations
 
 import copy
@@ -20,12 +20,15 @@ DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 def to_dict(job: Any) -> dict:
-    """A (nested) dataclass as plain dicts, lists and scalars: what config.json holds."""
+    """Return a (nested) dataclass as plain dicts, lists and scalars, the form of config.json."""
     return dataclasses.asdict(job)
 
 
 def from_dict(cls: type, data: dict) -> Any:
-    """The inverse of `to_dict`. Raises KeyError on a missing key, TypeError on an unknown one: config.json is ours, not typed by hand."""
+    """Build a dataclass from what `to_dict` returned.
+
+    Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by hand.
+    """
     hints = _hints(cls)
     values = dict(data)
     for name, kind in hints.items():
@@ -37,7 +40,10 @@ def from_dict(cls: type, data: dict) -> Any:
 
 
 def read(config: Any) -> tuple[Job | None, list[Fault]]:
-    """Type one composed cell (an OmegaConf DictConfig). Returns the job, or None and the faults: of keys, and of values by themselves."""
+    """Type one composed cell (an OmegaConf DictConfig). Returns the job, or None and its faults.
+
+    Only keys and single values are checked; how values fit together is left to `check`.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -54,7 +60,7 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
 
 
 def _as_written(config: Any, key: str) -> Any:
-    """The value of a key before its interpolation."""
+    """Return the value of a key before its interpolation is resolved."""
     from omegaconf import OmegaConf
 
     value = OmegaConf.to_container(config, resolve=False)
@@ -64,9 +70,9 @@ def _as_written(config: Any, key: str) -> Any:
 
 
 def freeze(job: Job) -> Job:
-    """A copy in which everything that can be derived is spelled out: ranks, the degree given as -1, the global batch.
+    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch.
 
-    What does not divide is left as it is; `check` names it.
+    Values that do not divide evenly are left as they are; `check` reports them.
     """
     job = copy.deepcopy(job)
     degrees = job.parallelism
@@ -85,7 +91,7 @@ def freeze(job: Job) -> Job:
 
 
 def world_size(job: Job) -> int:
-    """Ranks of the layout, which are those of one replica group: the product of the degrees."""
+    """Return the ranks of one replica group: the product of the degrees."""
     product = 1
     for name in DEGREES:
         product *= getattr(job.parallelism, name)
@@ -93,28 +99,28 @@ def world_size(job: Job) -> int:
 
 
 def all_ranks(job: Job) -> int:
-    """Ranks of all replica groups together."""
+    """Return the ranks of all replica groups together."""
     return job.fault_tolerance.replicas * world_size(job)
 
 
 def processes(job: Job) -> int:
-    """Processes that run a job: one a rank, or a single one that pretends the others are there (comm=fake)."""
+    """Return the number of processes of a job: one for each rank, or a single one that simulates the others (comm=fake)."""
     return 1 if job.comm.name == "fake" else all_ranks(job)
 
 
 def data_parallel(job: Job) -> int:
-    """Ranks of a replica group that see different samples: dp_replicate x dp_shard."""
+    """Return the ranks of a replica group that see different samples: dp_replicate x dp_shard."""
     return job.parallelism.dp_replicate * job.parallelism.dp_shard
 
 
 def ffn_width(model: Model) -> int:
-    """Inner width of the feed-forward: 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple_of."""
+    """Return the inner width of the feed-forward: 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple of multiple_of."""
     width = int(model.ffn_dim_multiplier * int(8 * model.dim / 3))
     return -(-width // model.multiple_of) * model.multiple_of
 
 
 def devices_here() -> int:
-    """CUDA devices of this machine that this user may see, counted without torch."""
+    """Count the CUDA devices of this machine that are visible to this user, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -122,7 +128,7 @@ def devices_here() -> int:
 
 
 def identity(job: Job) -> str:
-    """8 hex digits of the sha256 of the whole configuration, less the fields that are not part of the experiment."""
+    """Return 8 hex digits of the sha256 of the configuration, without the fields that are not part of the experiment."""
     return hashlib.sha256(json.dumps(_identity_part(job), sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -141,7 +147,7 @@ def _identity_part(node: Any) -> dict:
 
 @functools.cache
 def known_keys(cls: type = Job, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Every dotted key of the schema, in order, with its field. Not to be changed."""
+    """Return every dotted key of the schema, in order, with its field. The result is cached: do not change it."""
     keys = {}
     for spec in dataclasses.fields(cls):
         keys[prefix + spec.name] = spec
@@ -153,7 +159,7 @@ def known_keys(cls: type = Job, prefix: str = "") -> dict[str, dataclasses.Field
 
 @functools.cache
 def kind_of(key: str) -> Any:
-    """The type of a key, also of one in a table of the user's own names; None if there is no such key."""
+    """Return the type of a dotted key, also of one below a name of the user's own; None if there is no such key."""
     kind: Any = Job
     for part in key.split("."):
         if dataclasses.is_dataclass(kind):
@@ -166,7 +172,7 @@ def kind_of(key: str) -> Any:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any, Any]]:
-    """Every key of a job, or of a section of it, that takes a value: its dotted name, field and value, and the section it stands in."""
+    """Yield every key of a job, or of a section of it, that holds a value: dotted name, field, value, and the section that contains it."""
     for spec in dataclasses.fields(node):
         key, value = prefix + spec.name, getattr(node, spec.name)
         if dataclasses.is_dataclass(value):
@@ -179,7 +185,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 
 
 def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
-    """Numbers and texts are in range, names pick from their choices, and the chosen option of a group reads what was given."""
+    """Values are within their ranges and choices, and a key is set only if the chosen option of its group reads it."""
     for key, spec, value, section in leaves(job):
         choices, range, only = spec.metadata["choices"], range_of(spec), spec.metadata["only"]
         for element in elements(value):
@@ -196,7 +202,7 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
 
 
 def elements(value: Any) -> Iterator[Any]:
-    """What ranges and choices are about: the value, or the elements of a list, or the names and values of a table."""
+    """Yield what ranges and choices apply to: the value, the elements of a list, or the names and values of a table."""
     if isinstance(value, dict):
         for name, entry in value.items():
             yield name
@@ -213,13 +219,13 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _entry(kind: Any) -> type | None:
-    """The dataclass of the values of a dict, as in dict[str, Part]."""
+    """Return the dataclass of a dict's values, as in dict[str, Part]; None if there is none."""
     values = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
     return next((value for value in values if dataclasses.is_dataclass(value)), None)
 
 
 def _key_faults(cls: type, data: dict, prefix: str) -> Iterator[Fault]:
-    """Keys that the schema lacks (added with `+`), that were deleted (`~`) or that nothing has given a value."""
+    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value."""
     hints = _hints(cls)
     for name, value in data.items():
         if name not in hints:

@@ -1,4 +1,4 @@
-"""What a job takes of memory at the least, from its configuration alone, and the rule that refuses what cannot fit.
+"""The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
 
 Lower bounds: parameters, gradients and the optimizer's moments; of the activations each block's input and the logits; one batch on the
 host.
@@ -21,7 +21,7 @@ PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past ever
 
 
 def parameters(model: Model) -> int | None:
-    """Parameters of a model of the package's own families; None for another's."""
+    """Count the parameters of a model of the package's own families; None for any other family."""
     if model.family != "llama3":
         return None
     head = model.dim // model.n_heads
@@ -30,7 +30,9 @@ def parameters(model: Model) -> int | None:
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Bytes that a rank needs at least, by the key that they grow with; `data.global_batch` is on the host, the others on the device."""
+    """Return the bytes that a rank needs at least, by the key that each part grows with. `data.global_batch` counts host memory, the other
+    keys device memory.
+    """
     size = {"float32": 4, "bfloat16": 2}
     layout, model, stored, used = job.parallelism, job.model, size[job.precision.param_dtype], size[job.precision.compute_dtype]
     moments = {"adamw": 2, "muon": 1, "sgd": int(job.optimizer.sgd_momentum > 0)}[job.optimizer.name]
@@ -45,7 +47,7 @@ def of_a_rank(job: Job) -> dict[str, float]:
 
 
 def of_this_machine() -> int:
-    """Bytes that processes may take here: the machine's, or the container's where that has a limit."""
+    """Return the bytes of memory that processes may use here: the machine's, or the container's limit if it is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -53,7 +55,7 @@ def of_this_machine() -> int:
 
 
 def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
-    """What does not fit would be found out after minutes, by a machine that swaps or a kernel that kills."""
+    """A job must fit into memory; otherwise the failure comes minutes later, as a machine that swaps or a process killed by the kernel."""
     needs, ranks = of_a_rank(job), processes(job)
     if job.cluster.device_memory_gib:
         del needs["data.global_batch"]
@@ -69,7 +71,7 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
 
 
 def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where: str) -> Iterator[Fault]:
-    """The fault of the key that most of the memory is for, where there is not enough."""
+    """Yield a fault if `ranks` processes need more than `room` bytes. It names the key that takes most of the memory."""
     if ranks * sum(needs.values()) <= room:
         return
     key = max(needs, key=needs.__getitem__)

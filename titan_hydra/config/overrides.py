@@ -1,4 +1,4 @@
-"""What is wrong with the overrides of a command line: found before Hydra composes them, a line each, with what would be right."""
+"""Find the mistakes in the overrides of a command line before Hydra composes them: one line each, with what would be right."""
 from __future__ import annotations
 
 import dataclasses
@@ -41,7 +41,7 @@ NOT_OURS = {  # Hydra's keys that would do what this program does in another way
 
 
 def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """What is wrong with each override, a line each. Options are looked for in `folders`; what is legal to Hydra alone is left to it."""
+    """Return one line for each wrong override. Options are looked up in `folders`; syntax that only Hydra understands is not checked."""
     found = (_mistake(text, folders) for text in overrides)
     return [line for line in found if line]
 
@@ -82,7 +82,7 @@ def _mistake(text: str, folders: Sequence[Path]) -> str | None:
 
 
 def _unreadable(text: str, error: BaseException) -> str:
-    """Why Hydra's parser does not take an override."""
+    """Explain why Hydra's parser rejects an override."""
     if "=" not in text:
         groups = [group for group in default_options() if (CONF / group / f"{text}.yaml").is_file()]
         return f"is not KEY=VALUE; did you mean {groups[0]}={text}?" if groups else "is not KEY=VALUE"
@@ -94,7 +94,7 @@ def _unreadable(text: str, error: BaseException) -> str:
 
 
 def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) -> str | None:
-    """What is wrong with the choice of an option of a group."""
+    """Return what is wrong with choosing this option in a group; None if nothing is."""
     if isinstance(value, dict):
         return f"{group}: takes the name of an option; single keys are set one by one, as {group}.KEY=VALUE"
     if isinstance(value, list):
@@ -114,13 +114,13 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
 
 
 def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The options that a word may stand for, also as others write it: 8b, llama-3.1-8b."""
+    """Return the options that a word may stand for, other spellings included: 8b, llama-3.1-8b."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if part]
     return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
 
 
 def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path]) -> str | None:
-    """What is wrong with a value for a key, or with the key."""
+    """Return what is wrong with a key or with the value given to it; None if nothing is."""
     kind, add = kind_of(key), override.is_add() or override.is_force_add()
     if kind is None:
         return unknown_key(key)
@@ -146,7 +146,7 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path]) -
 
 
 def unknown_key(key: str) -> str:
-    """A key or group that does not exist, with those that may have been meant."""
+    """Return the message for a key or group that does not exist, with the ones that were probably meant."""
     above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
     if dataclasses.is_dataclass(kind_of(above)):  # it may stand under a name of the user's own
         names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
@@ -160,7 +160,7 @@ def unknown_key(key: str) -> str:
 
 
 def wanted(key: str) -> str:
-    """The values of a key in words: type, choices, range."""
+    """Describe the values of a key in words: type, choices, range."""
     spec, parts = known_keys().get(key), [part for part in (*typing.get_args(kind_of(key)), kind_of(key)) if part is not type(None)]
     optional = type(None) in typing.get_args(kind_of(key))
     plain = parts[0] if optional else typing.get_origin(kind_of(key)) or kind_of(key)
@@ -171,7 +171,9 @@ def wanted(key: str) -> str:
 
 
 def _fits(key: str, value: Any) -> bool:
-    """Whether OmegaConf takes a value for a key; it would take any whole number for true."""
+    """Whether OmegaConf accepts a value for a key. Numbers other than 0 and 1 are refused for a bool; OmegaConf takes any whole number as
+    true.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -186,7 +188,7 @@ def _fits(key: str, value: Any) -> bool:
 
 @functools.cache
 def _scratch() -> Any:
-    """A typed configuration to try values in."""
+    """Return a typed configuration for trying values; the schema is built once."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(Job)

@@ -1,5 +1,6 @@
-"""How a pipeline is laid out, known before any rank starts: which stage holds which modules, which rank holds which stage, how many
-microbatches run; and the rules for it. The trainer asks the same functions as the rules."""
+"""The layout of a pipeline, computed before any rank starts: which stage holds which modules, which rank holds which stages, how many
+microbatches run; and the rules for it. The trainer calls the same functions as the rules.
+"""
 from __future__ import annotations
 
 import csv
@@ -14,21 +15,21 @@ from .schema import Job, Model
 
 FIXED_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipe_v": 2}  # stages on each rank, where the schedule leaves no choice
 V_SHAPED = ("zbv", "dualpipe_v")  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
-SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipe_v")  # gradients of the inputs first, those of the weights when there is time
+SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipe_v")  # the backward computes the inputs' gradients first, the weights' later
 
-TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of an action, for one stage
+TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of an action on one stage, in forwards
 Action = tuple[int, str, int]  # stage, one of F (forward), B (whole backward), I (inputs' half), W (weights' half), microbatch
 
 
 # --- the layout ---------------------------------------------------------------------------------------------------------------------
 
 def stage_count(job: Job) -> int:
-    """Stages of the whole pipeline."""
+    """Return the number of stages of the whole pipeline."""
     return job.parallelism.pp * job.pp_schedule.stages_per_rank
 
 
 def stages_of_ranks(job: Job) -> list[list[int]]:
-    """The stages of each pipeline rank, ascending: in a loop, in a V, or as the csv schedule places them."""
+    """Return the stages of each pipeline rank, ascending: in a loop, in a V, or as the csv schedule places them."""
     pp, stages, schedule = job.parallelism.pp, stage_count(job), job.pp_schedule
     if schedule.name == "csv":
         return [sorted({stage for stage, _, _ in actions}) for actions in read_schedule(schedule.csv)]
@@ -38,12 +39,12 @@ def stages_of_ranks(job: Job) -> list[list[int]]:
 
 
 def module_names(model: Model) -> list[str]:
-    """What a model can be cut between, in the order in which it runs."""
+    """Return the modules that a model can be split between, in forward order."""
     return ["tok_embeddings", *(f"layers.{block}" for block in range(model.n_layers)), "norm", "output"]
 
 
 def modules_of_stages(job: Job) -> list[list[str]]:
-    """The names of the modules of each stage, by explicit names, by a number of blocks, or balanced."""
+    """Return the names of the modules of each stage, split by explicit names, by a number of blocks, or balanced."""
     names = module_names(job.model)
     if job.pp_schedule.split:
         firsts = [names.index(name) for name in job.pp_schedule.split]
@@ -54,16 +55,16 @@ def modules_of_stages(job: Job) -> list[list[str]]:
 
 
 def blocks_of_stages(job: Job) -> list[int]:
-    """Blocks of each stage: `layers_per_stage` (the last stage takes what is left), or balanced.
+    """Return the number of blocks of each stage: `layers_per_stage` (the last stage takes the rest), or balanced.
 
-    The embedding and the head weigh as much as a block each, so that the paper's 126 blocks on 16 stages come out even. Each block
-    goes to the stage that has least to do, an inner one where several have.
+    The embedding and the head count as one block each, so that the paper's 126 blocks on 16 stages divide evenly. Each block goes to the
+    stage with the least work; among equals, an inner stage.
     """
     stages, layers, per_stage = stage_count(job), job.model.n_layers, job.pp_schedule.layers_per_stage
     if per_stage:
         return [min(per_stage, layers - stage * per_stage) for stage in range(stages)]
     ends = (0, stages - 1)
-    blocks = [1] * stages  # a stage without a block would only pass on what it gets
+    blocks = [1] * stages  # a stage without a block would compute nothing
     for _ in range(layers - stages):
         lightest = min(range(stages), key=lambda stage: (blocks[stage] + (stage in ends), stage in ends, stage))
         blocks[lightest] += 1
@@ -71,7 +72,7 @@ def blocks_of_stages(job: Job) -> list[int]:
 
 
 def microbatches(job: Job) -> int:
-    """Microbatches of a local batch: as configured, else the largest legal number up to twice the stages; 0 if none is legal."""
+    """Return the microbatches of a local batch: as configured, else the largest legal number up to twice the stages; 0 if none is legal."""
     if job.pp_schedule.microbatches is not None:
         return job.pp_schedule.microbatches
     choices = legal_microbatches(job)
@@ -79,12 +80,12 @@ def microbatches(job: Job) -> int:
 
 
 def legal_microbatches(job: Job) -> list[int]:
-    """The numbers that divide the local batch and that the schedule takes."""
+    """Return the numbers of microbatches that divide the local batch and that the schedule accepts."""
     return [number for number in divisors(job.data.local_batch) if objection(job, number) is None]
 
 
 def objection(job: Job, number: int) -> str | None:
-    """Why the schedule does not take this number of microbatches."""
+    """Return why the schedule does not accept this number of microbatches; None if it does."""
     schedule, stages, rounds = job.pp_schedule, stage_count(job), max(1, number // job.parallelism.pp)
     if schedule.name in ("1f1b", "dualpipe_v") and number < stages:
         return f"{schedule.name} needs at least one for each of the {stages} stages"
@@ -96,7 +97,7 @@ def objection(job: Job, number: int) -> str | None:
 
 
 def splits_backward(job: Job) -> bool:
-    """Whether a block's backward runs in two halves, with all that forbids."""
+    """Whether the schedule runs a stage's backward in two halves (inputs, weights). Several techniques cannot be combined with that."""
     if job.pp_schedule.name == "csv":
         return any(kind == "W" for actions in read_schedule(job.pp_schedule.csv) for _, kind, _ in actions)
     return job.pp_schedule.name in SPLIT_BACKWARD
@@ -106,7 +107,7 @@ def splits_backward(job: Job) -> bool:
 
 @cache
 def read_schedule(path: str) -> list[list[Action]]:
-    """The actions of each rank: a line a rank, cells like 2F0 (stage 2, forward, microbatch 0), empty ones idle.
+    """Read the actions of each rank: a line a rank, cells like 2F0 (stage 2, forward, microbatch 0), empty ones idle.
 
     A cell (0F5;3B2)OVERLAP_F_B is two actions. Raises OSError, or ValueError with the cell that cannot be read.
     """
@@ -125,7 +126,10 @@ def _actions(cell: str) -> list[Action]:
 
 
 def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
-    """Why the actions are no schedule for the job's ranks and stages: each must be there once, and never wait for ever."""
+    """Return why the actions are no schedule for the job's ranks and stages; None if they are.
+
+    Every stage is on one rank, every microbatch runs its forward and its backward once on each stage, and no action waits for ever.
+    """
     pp, per_rank = job.parallelism.pp, job.pp_schedule.stages_per_rank
     if len(ranks) != pp:
         return f"it is for {counted(len(ranks), 'rank')}, a line each, and parallelism.pp is {pp}"
@@ -153,9 +157,10 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
 
 
 def play(ranks: list[list[Action]], stages: int) -> list[list[tuple[float, Action]]]:
-    """When each action starts, if each rank does its own in order and each as soon as what it needs is there; sending takes no time.
+    """Simulate a schedule: when each action starts if each rank runs its own in order, each as soon as its inputs exist; sending takes no
+    time.
 
-    A rank with an action that waits for ever has none from there on.
+    A rank with an action that waits for ever has no entries from there on.
     """
     ends: dict[Action, float] = {}
     played: list[list[tuple[float, Action]]] = [[] for _ in ranks]
@@ -174,7 +179,7 @@ def play(ranks: list[list[Action]], stages: int) -> list[list[tuple[float, Actio
 
 
 def _ready(action: Action, ends: dict[Action, float], stages: int) -> float | None:
-    """When what an action needs is done; None if that is not known yet."""
+    """Return the time at which the inputs of an action are complete; None if that is not known yet."""
     stage, kind, number = action
     if kind == "F":
         return 0.0 if stage == 0 else ends.get((stage - 1, "F", number))
@@ -188,7 +193,9 @@ def _ready(action: Action, ends: dict[Action, float], stages: int) -> float | No
 # --- the rules, which checks.py runs with the others on the layout ---------------------------------------------------------------------
 
 def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
-    """Schedule, stages, split and microbatches fit the model, the ranks and each other; one fault at a time, as each needs the last."""
+    """Schedule, stages, split and microbatches fit the model, the ranks and each other. Stops at the first rule with faults, as each needs
+    the one before.
+    """
     if job.parallelism.pp > 1:
         for rule in (schedule_file_is_a_schedule, stages_hold_blocks, split_covers_the_model, batch_cuts_into_microbatches,
                      head_is_not_tied):
@@ -199,7 +206,7 @@ def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
 
 
 def schedule_file_is_a_schedule(job: Job) -> Iterator[Fault]:
-    """A schedule that waits for ever, or forgets a backward, would be found out only on the cluster."""
+    """A csv schedule is complete and cannot deadlock; otherwise the error would appear only on the cluster."""
     path = job.pp_schedule.csv
     if job.pp_schedule.name != "csv":
         return
@@ -233,7 +240,7 @@ def stages_hold_blocks(job: Job) -> Iterator[Fault]:
 
 
 def split_covers_the_model(job: Job) -> Iterator[Fault]:
-    """Each stage begins behind the one before it."""
+    """The stages follow each other in the order of the modules and cover the whole model."""
     schedule, stages, layers = job.pp_schedule, stage_count(job), job.model.n_layers
     if schedule.split:
         names = module_names(job.model)

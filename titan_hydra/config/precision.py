@@ -10,7 +10,7 @@ STEPS = {"float8": 16, "mxfp8": 32}  # the matmuls take dimensions in steps of t
 
 
 def recipe_is_chosen(job: Job) -> Iterator[Fault]:
-    """Float8 is a family of recipes; MXFP8 has one, and no converter has none."""
+    """Float8 has several recipes, so one must be chosen; MXFP8 has a single recipe, and no converter has none."""
     converter, recipe = job.precision.converter, job.precision.recipe
     if converter == "float8" and recipe is None:
         yield Fault("precision.recipe", None, "precision.converter=float8 needs one", legal=("rowwise", "tensorwise"))
@@ -21,7 +21,7 @@ def recipe_is_chosen(job: Job) -> Iterator[Fault]:
 
 
 def widths_suit_the_format(job: Job) -> Iterator[Fault]:
-    """Matmuls in these formats take dimensions in steps; a model whose width is not converts nothing."""
+    """The model's width is a multiple of the format's step. Linears of any other width would not be converted."""
     step = STEPS.get(job.precision.converter)
     if step and job.model.dim % step:
         around = (job.model.dim // step * step, (job.model.dim // step + 1) * step)
@@ -29,7 +29,7 @@ def widths_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def float8_is_gathered_tensorwise(job: Job) -> Iterator[Fault]:
-    """FSDP gathers a Float8 weight with one scale; and only FSDP2 has the hooks for it."""
+    """FSDP gathers Float8 weights that have a single scale (tensorwise), and only FSDP2 has the hooks for it."""
     if not job.precision.float8_all_gather:
         return
     if (job.precision.converter, job.precision.recipe) != ("float8", "tensorwise"):
@@ -41,13 +41,13 @@ def float8_is_gathered_tensorwise(job: Job) -> Iterator[Fault]:
 
 
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
-    """Emulation shows numerics, not speed; compilers fuse its casts and round elsewhere."""
+    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places."""
     if job.precision.emulate and job.compile.name != "off":
         yield Fault("precision.emulate", True, f"is not for compile={job.compile.name}", legal=(False,))
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
-    """Under tp with tensorwise scaling the linears of a block share an input that was gathered as Float8: all are, or none."""
+    """Under tp with tensorwise scaling the linears of a block share an input gathered as Float8, so all of them are converted."""
     precision = job.precision
     if job.parallelism.tp == 1:
         return

@@ -1,4 +1,4 @@
-"""The values that a key may have, beside its type: intervals of numbers and kinds of text. The schema names one for each key."""
+"""The values that a key accepts beside its type: intervals of numbers and kinds of text. The schema gives each key one of them."""
 from __future__ import annotations
 
 import math
@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 2**31 - 1  # what a count may be where nothing smaller is natural: it fits an int of C
+LARGEST = 2**31 - 1  # the limit of a count without a natural one: it fits an int of C
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # ends lines, moves cursors, or has no form in UTF-8
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Finite numbers from `low` to `high`; an open end is not among them. `also` lists values that have a meaning of their own."""
+    """Finite numbers from `low` to `high`; an open end is excluded. `also` lists further values with a special meaning."""
 
     low: float
     high: float = math.inf
@@ -35,7 +35,7 @@ class Interval:
         return words + "".join(f", or {_shown(value)}" for value in self.also)
 
     def objection(self, value: Any) -> str | None:
-        """Why a number is not among them; None if it is."""
+        """Return why a number is outside; None if it is inside."""
         if value in self:
             return None
         if not _finite(value):
@@ -43,7 +43,7 @@ class Interval:
         return f"must be at most {self.high:,}" if value > self.high == LARGEST else f"must be {self}"
 
     def nearest(self, value: Any) -> tuple[float, ...]:
-        """The end that is nearest to a number outside, where that end is among them."""
+        """Return the end nearest to a number outside, if that end is included."""
         end = self.low if value < self.low else self.high
         return (end,) if _finite(value) and end in self else ()
 
@@ -61,7 +61,7 @@ class Text:
         return self.words
 
     def objection(self, value: str) -> str | None:
-        """Why a text is not one of these; None if it is."""
+        """Return why a text is not accepted; None if it is."""
         if CONTROL.search(value):
             return "must not hold control characters"
         if self.pattern and not re.fullmatch(self.pattern, value):
@@ -77,7 +77,7 @@ Range = Interval | Text
 
 
 def range_of(spec: Any) -> Range | None:
-    """The range of a key by its field; None where its type or its choices are all there is to say."""
+    """Return the range of a key, given its field; None if its type or its choices already define its values."""
     return spec.metadata["range"] or (LINE if "str" in spec.type and not spec.metadata["choices"] and "Part" not in spec.type else None)
 
 COUNT = Interval(1, LARGEST)

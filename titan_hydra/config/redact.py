@@ -1,4 +1,4 @@
-"""Secrets (WANDB_API_KEY, HF_TOKEN, passwords) stay in the environment: they are recognized here, by name, by value and by shape."""
+"""Recognize secrets (WANDB_API_KEY, HF_TOKEN, passwords) by name, by value and by form, so that no file of a run holds one."""
 from __future__ import annotations
 
 import os
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}  # parts of a secret's name
-LAST = {"PASS", "PWD"}  # the last part of several
-PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # in code they mean other things too
-SHORTEST = 8  # a shorter value is in every other text
+LAST = {"PASS", "PWD"}  # secret only as the last of several parts
+PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # ambiguous in code
+SHORTEST = 8  # characters; a shorter value would match ordinary text
 SHAPES = re.compile(  # what the issuers make recognizable, passwords in addresses, headers, and private keys
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}"
     r"|\bA[KS]IA[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\bwandb_v1_\w{20,}|\beyJ[\w-]{8,}\.[\w-]{4,}\.[\w-]*"
@@ -22,7 +22,7 @@ LITERAL = re.compile(r"""(?P<quote>["'])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=q
 
 
 def sureness(name: str) -> int:
-    """Whether a variable of this name holds a secret: 0 no, 1 perhaps, 2 surely. HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
+    """Rate whether a variable of this name holds a secret: 0 no, 1 perhaps, 2 surely. HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
     whole = (re.sub("(?<=[a-z])(?=[A-Z])", "_", name) if name[:1].islower() else name).upper()
     parts = whole.split("_")
     sure = SURE & set(parts) or (len(parts) > 1 and parts[-1] in LAST) or re.search("PASSWORD|AUTH_CONFIG", whole)
@@ -30,14 +30,15 @@ def sureness(name: str) -> int:
 
 
 def known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The secrets in the environment: name by value."""
+    """Return the secrets in the environment, as a map from value to name."""
     return {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:
-    """A text without secrets: those of the environment, what looks like one, and literals assigned to a name that says so.
+    """Remove secrets from a text: values from the environment, known formats, and literals assigned to a name like a secret's.
 
-    In the shell's form, NAME=value, any value is a literal. Of `code`, as in a diff, lines that assign to such a name lose all literals.
+    In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign to such a name lose all
+    literals.
     """
     for value, name in sorted(known(environment).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(value, f"[redacted {name}]")
@@ -48,7 +49,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = 
 def _assigned(match: re.Match) -> str:
     name, value, sure = match["name"], match["quoted"] or match["bare"], sureness(match["name"])
     shell = match["is"] == "=" and name.isupper()
-    a_file = shell and value.startswith(("/", "~", "./"))  # with the secret in it
+    a_file = shell and value.startswith(("/", "~", "./"))  # a path to a file with the secret, not the secret
     if not sure or (sure < 2 and len(value) < SHORTEST) or a_file or re.search(r"[$`]", value):
         return match[0]
     literal = (sure == 2 or not re.search(r"\s", value)) if match["quoted"] else shell or _mixed(value)
@@ -56,13 +57,13 @@ def _assigned(match: re.Match) -> str:
 
 
 def _mixed(value: str) -> bool:
-    """Whether a word without quotes looks like a literal rather than a name."""
+    """Whether an unquoted word looks like a literal rather than a name."""
     return any(char.isdigit() for char in value) and any(char.isalpha() for char in value) and "." not in value
 
 
 def _without_values(lines: list[str]) -> Iterator[str]:
-    """Lines of code without the literals in those that assign to a secret's name, and in the line that such a one leaves open."""
-    sure, block = 0, False  # of the line before, where it was left open: an expression, or a text of many lines
+    """Yield lines of code without the literals in lines that assign to a secret's name, and without those that continue such a line."""
+    sure, block = 0, False  # state of a line that continues on the next: an open expression, or a text of several lines
     for line in lines:
         if block:
             yield f"{line[:1]}[redacted]"
@@ -85,12 +86,12 @@ def _without_values(lines: list[str]) -> Iterator[str]:
 def _without_literal(match: re.Match, sure: int) -> str:
     value = match["value"]
     harmless = sure < 2 and (len(value) < SHORTEST or re.search(r"\s", value))
-    a_name = value.isupper() and sureness(value)  # of the variable that has it
+    a_name = value.isupper() and sureness(value)  # the name of the variable that holds the secret
     return match[0] if harmless or a_name or "[redacted" in value else f"{match['quote']}[redacted]{match['quote']}"
 
 
 def found(content: Any, environment: Mapping[str, str] = os.environ, key: str = "") -> Iterator[tuple[str, str]]:
-    """Where in a (nested) configuration secrets stand: the dotted key and what it is, never the value."""
+    """Find secrets in a (nested) configuration. Yields the dotted key and the reason, never the value."""
     if isinstance(content, Mapping):
         for name, value in content.items():
             inner = f"{key}.{name}" if key else str(name)

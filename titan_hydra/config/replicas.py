@@ -10,7 +10,7 @@ from .schema import Job
 
 
 def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
-    """A fragment is some layers, and meetings are evenly spread over sync_every steps, a fragment each."""
+    """A fragment is a set of layers; within sync_every steps each fragment is synchronized once, evenly spaced."""
     config = job.fault_tolerance
     if config.name not in ("local_sgd", "diloco"):
         return
@@ -23,13 +23,13 @@ def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
 
 
 def torchft_is_there(job: Job) -> Iterator[Fault]:
-    """The ranks run on this machine, so what is not installed here is not there either."""
+    """torchft is installed in this Python: the ranks of replica groups run on this machine."""
     if job.fault_tolerance.name == "torchft" and not PathFinder.find_spec("torchft", sys.path):
         yield Fault("fault_tolerance.name", "torchft", "is not installed: pip install -e '.[torchft]'", legal=("local_sgd", "diloco"))
 
 
 def replica_groups_are_processes_here(job: Job) -> Iterator[Fault]:
-    """A group that dies must leave the others alive: srun would end them all, and a single process has nobody to meet."""
+    """A replica group that dies must leave the others alive: srun would end them all, and a single process has no other group."""
     if job.fault_tolerance.name == "off":
         return
     if job.cluster.executor == "slurm":
@@ -44,7 +44,7 @@ def replica_groups_are_processes_here(job: Job) -> Iterator[Fault]:
 
 
 def too_many(job: Job, node: int) -> Fault:
-    """The fault of a job that needs more devices than this machine has."""
+    """Return the fault of a job that needs more devices than this machine has."""
     groups = job.fault_tolerance.replicas
     if groups > node:
         return Fault("fault_tolerance.replicas", groups, f"this machine has {counted(node, 'device')}", legal=(node,))

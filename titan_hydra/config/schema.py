@@ -15,10 +15,10 @@ from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, 
 
 def key(default: Any, help: str, range: Range | None = None, only: tuple[str, ...] = (), identity: bool = True,
         choices: tuple[str, ...] = (), late: bool = False) -> Any:
-    """A described configuration field. A callable default is a factory; `...` means that conf/ must give the value.
+    """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the value.
 
-    Range and choices are those of each element where the key is a list or a table. `late` fields came after the first release: while at
-    their default they are not hashed, so that earlier runs keep their identity.
+    Range and choices apply to each element where the key is a list or a table. `late` fields were added after the first release: they are
+    not hashed while at their default, so that earlier runs keep their identity.
     """
     metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "late": late}
     if default is ...:
@@ -385,5 +385,5 @@ class Job:
 
 
 def default_of(spec: Any) -> Any:
-    """The default of a dataclass field, a factory called."""
+    """Return the default of a dataclass field, calling its factory if it has one."""
     return spec.default if spec.default is not MISSING else spec.default_factory()

@@ -1,4 +1,4 @@
-"""What the JSON files of a run directory and of a sweep hold. A file that holds anything else is damaged: its readers take it as absent."""
+"""The shapes of the JSON files in a run directory and a sweep. Readers treat a file of any other shape as damaged, and so as absent."""
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +18,7 @@ NUMBER = float | None
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """An object of JSON: the fields that it must have, and types of others that it may have. Further ones may be anything."""
+    """The shape of a JSON object: required fields, and the types of optional ones. Other fields may hold anything."""
 
     needed: dict[str, Any]
     others: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -62,7 +62,7 @@ FILES = {  # by name
 
 
 def intact(name: str, content: Any) -> bool:
-    """Whether the content of a file of that name (rank_3.json is a rank.json), or a row of it, is what it should be."""
+    """Whether the content of a file of that name, or one row of it, has the expected shape. rank_3.json counts as rank.json."""
     name = re.sub(r"_\d+(?=\.jsonl?$)", "", name)
     if name == "attempt.json" and isinstance(content, dict) and content.get("executor") == "slurm":
         name = "attempt.json of SLURM"
@@ -71,16 +71,16 @@ def intact(name: str, content: Any) -> bool:
 
 @functools.cache
 def test_of_file(name: str) -> Test:
-    """The test of what a file of that name holds; of one that is not known here, that it is an object."""
+    """Return the test for files of that name; for a name not listed here, any object passes."""
     if name == "config.json":
         keys = typing.get_type_hints(Job)
-        return test_of(Fields({"model": keys["model"]}, keys))  # one that stands beside converted weights has no more
+        return test_of(Fields({"model": keys["model"]}, keys))  # a config.json written with converted weights holds only the model
     return test_of(FILES.get(name, dict))
 
 
 def test_of(kind: Any) -> Test:
-    """A test of a value from JSON: whether it is of a type, which is plain, a union, list[...], dict[str, ...], fields, or a dataclass."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):  # keys of another version may be missing, or unknown
+    """Return a test whether a JSON value is of a type: plain, a union, list[...], dict[str, ...], `Fields`, or a dataclass."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):  # a file of another version may lack keys or have others
         kind = Fields({}, typing.get_type_hints(kind))
     if isinstance(kind, Fields):
         needed, tests = kind.needed.keys(), {name: test_of(inner) for name, inner in (kind.needed | kind.others).items()}
@@ -97,12 +97,12 @@ def test_of(kind: Any) -> Test:
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a string that can be printed and be a path: JSON can spell a zero byte, and half of a surrogate pair."""
+    """Whether a value is a string that can be printed and used as a path: JSON can encode a zero byte and half of a surrogate pair."""
     return isinstance(value, str) and (value.isprintable() or not re.search("[\0\ud800-\udfff]", value))
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number that can be multiplied by a fraction."""
+    """Whether a value is a whole number of at most 63 bits, small enough to be multiplied by a float."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2 ** 63
 
 

@@ -1,11 +1,11 @@
-"""How a run ends: the exit statuses, the classes of failure, and the errors that carry them."""
+"""The exit statuses of a run, the classes of failure, and the errors that carry them."""
 from enum import IntEnum, StrEnum
 
-LAST_WORDS = "--- this rank ends with exit status"  # a rank's line before it says why; from there on, its log is not echoed
+LAST_WORDS = "--- this rank ends with exit status"  # printed by a rank before the reason; the launcher stops echoing its log here
 
 
 class Exit(IntEnum):
-    """What a rank's exit status says; launch, SLURM scripts and `titan status` all read it."""
+    """The exit statuses of a rank, read by the launcher, SLURM scripts and `titan status`."""
 
     DONE = 0
     BUG = 1
@@ -18,7 +18,7 @@ class Exit(IntEnum):
 
 
 class Kind(StrEnum):
-    """The classes of failure that `titan status` and reports speak of."""
+    """The classes of failure that `titan status` and reports print."""
 
     CONFIG = "config"
     OUT_OF_MEMORY = "out of memory"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
     UNKNOWN = "unknown"
 
 
-KIND_OF = {  # an exit status that a rank gave itself; any other is a bug
+KIND_OF = {  # exit statuses that a rank chose itself; any other is a bug
     Exit.CONFIG: Kind.CONFIG,
     Exit.OUT_OF_MEMORY: Kind.OUT_OF_MEMORY,
     Exit.HANG: Kind.HANG,
@@ -43,25 +43,25 @@ KIND_OF = {  # an exit status that a rank gave itself; any other is a bug
 
 
 class RunError(Exception):
-    """Ends a run for a known reason: one line for the user, no traceback. Subclasses say with which status."""
+    """Ends a run for a known reason, printed as one line without a traceback. Subclasses set the exit status."""
 
     status = Exit.BUG
 
 
 class ConfigError(RunError):
-    """The job asks for something that cannot be: bad value, missing file."""
+    """The job cannot run as configured: bad value, missing file."""
 
     status = Exit.CONFIG
 
 
 class Stopped(RunError):
-    """Asked to stop (Ctrl-C, preemption); the state is saved and the run can go on later."""
+    """The run was asked to stop (Ctrl-C, preemption). Its state is saved, and it can be resumed."""
 
     status = Exit.REQUEUED
 
 
 class NotFinite(RunError):
-    """Loss or gradient norm is NaN or infinite; raised on every rank, before the optimizer step."""
+    """Loss or gradient norm is NaN or infinite. Raised on every rank, before the optimizer step."""
 
     status = Exit.NOT_FINITE
 
@@ -71,6 +71,6 @@ class CheckpointError(RunError):
 
 
 class Unhealthy(RunError):
-    """A node is not fit to train on: a device is taken, counts wrongly, or does not answer. The message names the host."""
+    """A node is not fit for training: a device is in use, computes wrong results, or does not respond. The message names the host."""
 
     status = Exit.UNHEALTHY

@@ -1,6 +1,6 @@
-"""From one composed configuration to the cells of its sweep file, and names for cells that have none.
+"""Expand a composed configuration into the cells of its sweep file, and name cells that have no name.
 
-A file of sweeps/ names its cells and says by overrides how each differs from what stands beside them:
+A file of sweeps/ names its cells and lists, as overrides, how each differs from the rest of the file:
 
     # @package _global_
     # When to choose it.
@@ -34,10 +34,10 @@ Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and 
 
 
 def expand(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
-    """The cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in @hydra.main's function.
+    """Return the cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in @hydra.main's function.
 
-    What does not compose is a line in `faults`, and no cell: an exception here would be Hydra's to print. `sweep.cell=NAME` takes one
-    cell only, so that the overrides of a cell make that cell again.
+    A cell that does not compose adds a line to `faults` instead of raising, since Hydra would print an exception in its own way.
+    `sweep.cell=NAME` selects one cell, so that the overrides of a cell reproduce that cell.
     """
     cells, only = config.sweep.cells, config.sweep.cell
     if not cells:
@@ -63,9 +63,9 @@ def expand(config: Any, overrides: list[str], faults: list[str]) -> list[Compose
 
 
 def named(composed: list[Composed]) -> list[Composed]:
-    """Give the cells of one command line what they lack: sweep.name from the swept keys, and sweep.cell from what differs.
+    """Fill in the missing names of the cells of one command line: sweep.name from the swept keys, sweep.cell from what differs.
 
-    No two cells keep the same name: where -m has multiplied a file's cells, what it swept is added. A single run stays without names.
+    No two cells keep the same name: where -m has multiplied a file's cells, the swept overrides are appended. A single run stays unnamed.
     """
     groups: dict[str | None, list[Composed]] = {}
     for config, overrides in composed:
@@ -89,13 +89,13 @@ def named(composed: list[Composed]) -> list[Composed]:
 
 
 def differing(overrides: list[list[str]]) -> list[list[str]]:
-    """For each cell its overrides less those that all cells share."""
+    """Return for each cell its overrides without those that all cells share."""
     common = set.intersection(*map(set, overrides)) if overrides else set()
     return [[override for override in cell if override not in common] for cell in overrides]
 
 
 def _composition() -> tuple[Callable[[list[str]], Any], list[Path]]:
-    """What composes a cell with the running Hydra, and the folders of its options."""
+    """Return a function that composes a cell with the running Hydra, and the folders of its options."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -112,12 +112,12 @@ def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str
     config = compose([*file, *own, *typed])
     config.sweep.cells = {}
     config.sweep.cell = name
-    choice = name if re.fullmatch(r"[\w. +-]+", name) else "'" + name.replace("'", "\\'") + "'"  # a comma would be Hydra's
+    choice = name if re.fullmatch(r"[\w. +-]+", name) else "'" + name.replace("'", "\\'") + "'"  # Hydra would split at a comma
     return config, [*file, f"sweep.cell={choice}", *own, *typed]
 
 
 def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:
-    """Warn where the command line sets what cells set themselves: it wins, and makes them more alike than their names say."""
+    """Warn if the command line overrides keys that cells set: it wins, and the cells then differ less than their names suggest."""
     for override in typed:
         names = [name for name, own in cells.items() if override not in own and _key(override) in map(_key, own)]
         if names:
@@ -135,7 +135,7 @@ def _warn_once(line: str) -> None:
 
 
 def _split(overrides: list[str]) -> tuple[list[str], list[str]]:
-    """The choice of the sweep file, and what was typed beside it, less the choice of one cell."""
+    """Return the override that chooses the sweep file, and the other typed overrides without the choice of one cell."""
     file = [override for override in overrides if override.lstrip("+").startswith("sweeps=")]
     return file, [override for override in overrides if override not in file and not override.lstrip("+").startswith("sweep.cell=")]
 
