@@ -1,1 +1,1 @@
-"""Reads run directories: tables as the paper has them, plots, and what differs between two runs. Imports no torch."""
+"""Reads run directories: tables in the paper's form, plots, and the differences between two runs. Imports no torch."""

@@ -1,7 +1,7 @@
-"""Does a cell learn what the baseline learns? Its losses are held against the baseline's at equal steps.
+"""Compare a cell's losses with the baseline's at equal steps: does the cell learn the same?
 
-Same weights, same data in the same order: what is left between two right layouts is the rounding of sums made in another order, which
-training then amplifies. docs/report.md says how wide that is, and what was measured.
+With the same weights and the same data in the same order, two correct layouts differ only by the rounding of sums in another order, which
+training then amplifies. docs/report.md gives the width of the band and the measurements behind it.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .cells import Cell, mean
 
-WINDOW = 10  # rows whose mean difference is looked at: one odd step is not a trend
+WINDOW = 10  # rows that a mean difference covers: a single outlier is not a trend
 NEIGHBOURS = 25  # rows on either side from which the noise of the baseline's loss is taken
 SHARE = 0.1  # of that noise that a mean difference may reach, once rounding has been amplified by training
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3, "float8": 4e-3}  # share of the loss that a mean may be off by rounding alone
@@ -19,7 +19,9 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3, "float8": 4e-3}  # share of the l
 
 @dataclass(frozen=True)
 class Band:
-    """Where a cell's loss left the baseline's band; `step` None: it never did. Fractions of the baseline's loss."""
+    """The result of comparing a cell's losses with the baseline's: the step at which they left the band, None if they never did.
+    Differences are fractions of the baseline's loss.
+    """
 
     step: int | None = None
     difference: float = 0.0
@@ -32,7 +34,7 @@ class Band:
 
     @property
     def told(self) -> str:
-        """Step and size of the departure."""
+        """Format the step and the size of the departure."""
         size = "not a number" if math.isnan(self.difference) else f"{self.difference:+.2%} (more than {self.tolerance:.2%})"
         return f"step {self.step}, {size.replace('-', chr(0x2212)).replace('%', ' %')}"
 
@@ -53,23 +55,25 @@ def band(baseline: Cell, cell: Cell) -> Band | None:
 
 
 def off_by(reference: list[float], own: list[float]) -> list[float]:
-    """For each row the difference of the losses, as a fraction, a mean over it and the rows before; of the first row by itself."""
+    """Return for each row the relative difference of the losses, averaged over the row and up to WINDOW - 1 rows before it."""
     relative = [(b - a) / (a or 1.0) for a, b in zip(reference, own, strict=True)]
     return [mean(relative[max(0, row - WINDOW + 1):row + 1]) for row in range(len(relative))]
 
 
 def tolerances(reference: list[float], precision: str) -> list[float]:
-    """For each row how far a mean may be off, as a fraction of the loss.
+    """Return for each row how far the mean difference may deviate, as a fraction of the loss.
 
-    What rounding does to a forward pass, and from the second row on a share of the noise that the baseline's own loss has from batch to
-    batch: where differences end up after they have been amplified. The first row comes before any update and gets no such share.
+    The tolerance is what rounding does to a forward pass, plus, from the second row on, a share of the baseline's own noise from batch to
+    batch: amplified differences end up there. The first row is logged before any update and gets no such share.
     """
     noise = [0.0, *(local_noise(reference, row) for row in range(1, len(reference)))]
     return [ROUNDING[precision] + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
 
 
 def local_noise(losses: list[float], row: int) -> float:
-    """Standard deviation of the loss from row to row, less its trend: that of neighbours' differences, by the root of two."""
+    """Return the standard deviation of the loss from row to row without its trend: that of the differences of neighbouring rows, divided by
+    the root of two.
+    """
     near = losses[max(0, row - NEIGHBOURS):row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
     trend = mean(steps)
@@ -77,6 +81,6 @@ def local_noise(losses: list[float], row: int) -> float:
 
 
 def coarser(*cells: Cell) -> str:
-    """The number format with the largest rounding that the cells compute in."""
+    """Return the number format with the largest rounding among those that the cells compute in."""
     names = ("float8" if cell.config.get("precision.converter") else cell.config.get("precision.compute_dtype") for cell in cells)
     return max((name if name in ROUNDING else "bfloat16" for name in names), key=ROUNDING.get)

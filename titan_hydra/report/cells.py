@@ -1,4 +1,4 @@
-"""The cells of a report: what each run directory holds, with rates and losses in one form whether the run is done or under way."""
+"""The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running runs."""
 from __future__ import annotations
 
 import hashlib
@@ -19,16 +19,16 @@ from titan_hydra.launch.records import flat
 from titan_hydra.launch.rundir import State, inspect_all
 from titan_hydra.launch.view import short_names
 
-SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are called what they are called elsewhere
-FEW = 10  # measured steps below which a rate says little
+SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are printed by their own name
+FEW = 10  # a rate from fewer measured steps is not reliable
 LAST, ROWS = 0.1, 5  # a mean loss is of the rows of this last share of the steps, and of so many rows at least
-BUSY = 1.25  # load by cores above which others have taken part of the machine
-OUTSIDE = ("name", "notes", "cluster", "launch", "paths", "sweep", "metrics", "profiling")  # groups that do not say what is learned
+BUSY = 1.25  # load per core above which other programs shared the machine
+OUTSIDE = ("name", "notes", "cluster", "launch", "paths", "sweep", "metrics", "profiling")  # groups that do not affect what is learned
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run directory. `config` is flat (dotted key to value); files that do not exist, or cannot be read, are empty."""
+    """One run directory. `config` is flat (dotted key to value); files that are missing or unreadable count as empty."""
 
     name: str
     directory: Path
@@ -57,19 +57,23 @@ class Cell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the rows that are not the first of a process, which pay for its warm-up, nor slowed by a profiler."""
+        """Tokens per second of the logged rows, without the first row of the run (warm-up), rows off the logging interval, and profiled
+        rows.
+        """
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         rows = [row for row in self.rows[1:] if (row["step"] % every == 0 or row["step"] == last) and "profiled_steps" not in row]
         return [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
 
     @property
     def partial(self) -> bool:
-        """Whether the numbers are of a run that is not over, or was stopped; a failed one has none."""
+        """Whether the numbers belong to a run that is not finished; a failed run has none."""
         return not self.done and not self.state.failure and bool(self.steady)
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """What result.json says, or the rows so far where the run is not over, each a mean over `metrics.log_every` steps."""
+        """The numbers of result.json; for an unfinished run the same computed from its rows so far, each a mean over `metrics.log_every`
+        steps.
+        """
         if not self.partial:
             return self.result
         known = {name: [row[name] for row in self.rows if row.get(name) is not None] for name in ("memory_reserved_gib", "mfu")}
@@ -80,41 +84,44 @@ class Cell:
 
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # per device: the median of the steady steps
     iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # distance of the same steps' quartiles
-    noise = iqr  # difference of rates below which nothing is known
+    noise = iqr  # two rates that differ by less than this cannot be told apart
     measured = property(lambda self: self.numbers.get("measured_steps"))  # steps, or rows, behind the rate
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
 
     @property
     def busy(self) -> bool:
-        """Whether more wanted to run on its machine than there are cores."""
+        """Whether the load of the run's machine exceeded its cores, so that other programs took part of it."""
         return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get("cores", 1)
 
     def column(self, name: str, first: int = 0) -> dict[int, float]:
-        """A column of metrics.jsonl by step, from some row on."""
+        """Return a column of metrics.jsonl by step, from row `first` on."""
         return {row["step"]: row[name] for row in self.rows[first:] if row.get(name) is not None}
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Loss of each logged step."""
+        """The loss of each logged step."""
         return self.column("loss")
 
     @cached_property
     def loss(self) -> float | None:
-        """Mean loss of the last rows, each the mean of the steps since the row before (of version 0.1: one step's): one step's is noise."""
+        """The mean loss of the last rows, as the loss of a single step is noisy; None for a failed run.
+
+        Rows with `loss_mean` are means over the steps since the row before; rows written by version 0.1 have only the loss of one step.
+        """
         rows = [row for row in self.rows if row["loss"] is not None and not self.state.failure]
         last = [row for row in rows if row["step"] > (1 - LAST) * self.step]
         return mean([row.get("loss_mean") or row["loss"] for row in max(last, rows[-ROWS:], key=len)])
 
     @cached_property
     def validation(self) -> dict[int, float]:
-        """Held-out loss of each step that was validated."""
+        """The held-out loss of each validated step."""
         return {event["step"]: event["validation_loss"] for event in self.events
                 if event["event"] == "validation" and event.get("validation_loss") is not None}
 
     @property
     def held_out(self) -> float | None:
-        """The last held-out loss."""
+        """The last held-out loss; None for a failed run."""
         if self.state.failure:
             return None
         return self.result.get("validation_loss") or next(reversed(self.validation.values()), None)
@@ -125,7 +132,7 @@ class Cell:
         return self.rows[-1]["step"] if self.rows else 0
 
     def places(self, axis: str) -> dict[int, float]:
-        """Where each logged step lies on an axis: step, tokens (seen by the whole job), seconds (of training)."""
+        """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of training)."""
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
         places, seconds, before = {}, 0.0, 0
         for row in self.rows:
@@ -135,7 +142,7 @@ class Cell:
         return places
 
     def on(self, axis: str, steps: list[int]) -> list[float]:
-        """Steps as places on an axis; steps that were not logged in proportion to the last one that was."""
+        """Convert steps to coordinates on an axis. Steps that were not logged are scaled from the last logged one."""
         places = self.places(axis)
         last = places[self.step] / self.step if self.step else 0.0
         return [places.get(step, step * last) for step in steps]
@@ -146,7 +153,7 @@ class Cell:
 
     @property
     def commit(self) -> str | None:
-        """The commit that ran, with + where the files were not those of it."""
+        """The commit that ran, with + if the files differed from it."""
         sha = self.result.get("git_sha") or self.env.get("git_sha")
         return sha and sha[:7] + ("+" if self.dirty else "")
 
@@ -157,12 +164,12 @@ class Cell:
 
     @property
     def code(self) -> str | None:
-        """The commit, and which change to it: the same for the same code."""
+        """The commit and a hash of the uncommitted diff: equal for equal code."""
         diff = self.env.get("git_diff")
         return self.commit and self.commit + (hashlib.sha256(diff.encode()).hexdigest()[:6] if diff else "")
 
     def version(self, package: str) -> str | None:
-        """Of the process that ran, or of the one that submitted it."""
+        """Return a package's version, in the process that ran or else in the one that submitted it."""
         return (self.result.get("versions") or self.env.get("versions") or {}).get(package)
 
     @property
@@ -172,12 +179,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Mean(Cell):
-    """Cells that differ in one key alone, a seed say, as one: their numbers are means, and the noise is what the cells differ by."""
+    """Cells that differ in one key alone (for example a seed) as one cell: its numbers are means, its noise comes from their spread."""
 
     members: dict[str, Cell] = field(default_factory=dict)  # by the key's value
 
     def of(self, name: str) -> list[float]:
-        """What the members have of a number."""
+        """List one attribute of the members, without those for which it is None."""
         return [value for cell in self.members.values() if (value := getattr(cell, name)) is not None]
 
     rate = property(lambda self: mean(self.of("rate")))
@@ -196,7 +203,7 @@ class Mean(Cell):
         return None if error is None else 2 * error
 
     def column(self, name: str, first: int = 0) -> dict[int, float]:
-        """The members' mean of each step that all of them have logged."""
+        """Return the members' mean at each step that all of them have logged."""
         return self._merged(lambda cell: cell.column(name, first), mean)
 
     @cached_property
@@ -205,7 +212,7 @@ class Mean(Cell):
 
     @property
     def errors(self) -> dict[int, float]:
-        """Standard error of the mean loss of each step; {} of one member."""
+        """Standard error of the mean loss of each step; {} for a single member."""
         errors = self._merged(lambda cell: cell.losses, error_of)
         return {} if None in errors.values() else errors
 
@@ -216,12 +223,12 @@ class Mean(Cell):
 
 
 def mean(values: list[float]) -> float | None:
-    """Their mean, also of numbers that are not finite; None of nothing."""
+    """Return the mean, also of values that are not finite; None for an empty list."""
     return sum(values) / len(values) if values else None
 
 
 def error_of(values: list[float]) -> float | None:
-    """Standard error of their mean; None for fewer than two."""
+    """Return the standard error of the mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     squares = [(value - mean(values)) * (value - mean(values)) for value in values]
@@ -237,7 +244,7 @@ def gather(selection: Selection) -> list[Cell]:
 
 
 def read(chosen: RunCell, now: State) -> Cell:
-    """Read one run. A damaged one has no numbers."""
+    """Read one run. A damaged run gets no numbers."""
     cell = Cell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell
@@ -255,7 +262,7 @@ def read(chosen: RunCell, now: State) -> Cell:
 
 
 def averaged(cells: list[Cell], over: str) -> list[Cell]:
-    """Cells that differ in nothing but one key as one cell."""
+    """Replace cells that differ only in the key `over` by one `Mean` cell each."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         rest = {key: value for key, value in cell.config.items() if key != over and key.partition(".")[0] not in OUTSIDE}
@@ -264,7 +271,7 @@ def averaged(cells: list[Cell], over: str) -> list[Cell]:
 
 
 def mean_of(cells: list[Cell], over: str) -> Mean:
-    """One cell for all of a group; what they have in common is its name."""
+    """Build the `Mean` of a group of cells, named by the words that all their names share."""
     first = next((cell for cell in cells if cell.done), cells[0])
     swept = (over, over.rpartition(".")[2])
     names = [" ".join(word for word in cell.name.split() if word.partition("=")[0] not in swept) for cell in cells]
@@ -277,7 +284,9 @@ def mean_of(cells: list[Cell], over: str) -> Mean:
 
 
 def labels(cells: list[Cell], sweep: bool) -> list[str]:
-    """Names less what all of them share. A sweep's own lose only whole `key=value` words, as somebody may have chosen the others."""
+    """Return the cells' names without the parts that all share. In a sweep only whole `key=value` words are removed: users choose the other
+    words.
+    """
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])
     names = [cell.name for cell in cells]
@@ -286,5 +295,5 @@ def labels(cells: list[Cell], sweep: bool) -> list[str]:
 
 
 def common(names: list[str]) -> Iterator[str]:
-    """The words that all names have."""
+    """Yield the words that all names contain."""
     return (word for word in names[0].split() if all(word in name.split() for name in names))

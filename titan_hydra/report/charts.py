@@ -1,4 +1,4 @@
-"""What a report draws, as numbers: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
+"""The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
 from __future__ import annotations
 
 import json
@@ -12,7 +12,7 @@ from .digits import percent
 from .style import short
 from .table import Report, Row
 
-# What grows with the devices; cells that agree in all else are one curve of scaling.
+# Keys that grow with the number of devices; cells equal in all other keys form one scaling curve.
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
 ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
@@ -25,7 +25,7 @@ ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
 
 @dataclass(frozen=True)
 class Line:
-    """Numbers over steps (or devices) of one row of the table; `low` and `high` are the limits of an area around it."""
+    """Values over steps (or devices) for one row of the table; `low` and `high` bound an area around it."""
 
     row: int
     label: str
@@ -50,7 +50,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bar:
-    """One row's bar: its value and quartiles or standard error, the text beside it, and what is said of it."""
+    """One row's bar: its value, half its spread (quartiles or standard error), its label `text`, and a remark `said`."""
 
     row: int
     value: float | None
@@ -71,7 +71,7 @@ class Bars:
 
 
 def bars(report: Report) -> Iterator[Bars]:
-    """Throughput and peak memory, where they are known."""
+    """Yield the bar charts of throughput and of peak memory, if any row has a value."""
     reference = report.baseline.cell.memory
     speeds, memory = [], []
     for number, row in enumerate(report.rows):
@@ -91,25 +91,28 @@ def bars(report: Report) -> Iterator[Bars]:
 
 
 def curves(report: Report) -> Iterator[Lines]:
-    """Everything over the steps, where at least one row has it twice: first the losses, and how far they are from the baseline's."""
+    """Yield every line chart over steps: losses and their distance from the baseline's first. Charts without lines are included.
+
+    Only rows with at least two values and no failure get a line.
+    """
     learned = [difference.key for difference in report.found if difference.learning]
     unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
     yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.losses)
     yield distances(report)
     yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
     for name, title, unit, key in ROWS:
-        first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process pays for its start
+        first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process includes its start-up
         yield lines_of(report, name, title, unit, lambda cell, key=key, first=first: cell.column(key, first))
     yield scaling(report)
 
 
 def drawn(report: Report) -> list[Lines]:
-    """Those with something to see."""
+    """Return the line charts that have at least one line."""
     return [chart for chart in curves(report) if chart.lines]
 
 
 def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[Cell], dict]) -> Lines:
-    """A line for each row that has two values."""
+    """Build a line chart with one line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
         found = {step: value for step, value in values(row.cell).items() if isfinite(value)}
@@ -122,7 +125,11 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
 
 
 def distances(report: Report) -> Lines:
-    """How far each loss is from the baseline's: the mean that is held against the band, with the bands; Float8's is the wider one."""
+    """Chart the distance of each loss from the baseline's, with the tolerance bands: the same mean relative difference that decides whether
+    the loss is in the band.
+
+    One band for each number format; Float8 has the widest.
+    """
     reference, lines, bands = report.baseline.cell.losses, [], {}
     for number, row in enumerate(report.rows):
         if row.band is None or row.band.compared < 2:
@@ -141,7 +148,7 @@ def distances(report: Report) -> Lines:
 
 
 def scaling(report: Report) -> Lines:
-    """Tokens per second of all devices over their number; each label says what share of the ideal is left at its end."""
+    """Chart the tokens per second of all devices over their number; each label gives the share of ideal scaling at the end."""
     found: dict[str, list[int]] = {}
     for number, row in enumerate(report.rows):
         if row.cell.rate and row.cell.gpus:
@@ -161,7 +168,7 @@ def scaling(report: Report) -> Lines:
 
 
 def kind(curve: list[Row]) -> str:
-    """Strong scaling keeps the global batch, weak scaling what a device has of it."""
+    """Name the kind of scaling: strong keeps the global batch, weak keeps the batch of each device."""
     batches = {row.cell.config.get("data.global_batch") for row in curve}
     shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}
     return "strong" if len(batches) == 1 else "weak" if len(shares) == 1 else "mixed"

@@ -17,7 +17,7 @@ TEXTS = {"md": ("report.md", write.markdown), "csv": ("report.csv", write.comma_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan report`."""
+    """Add the options of `titan report`."""
     add_target(parser)
     parser.add_argument("--baseline", metavar="CELL", help="cell to compare with; else the sweep's own, else its first")
     parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells though they differ in these keys")
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
                 print(folder / file)
             else:
                 print(text(report), end="")
-        if "csv" in texts:  # a table for machines has no place for them
+        if "csv" in texts:  # the notes do not fit into CSV
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
         if args.plots:
             from . import plots
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def made(args: argparse.Namespace) -> Report:
-    """Read the runs and compare them."""
+    """Read the runs and build their report."""
     selection = choose(args.target, args.runs)
     allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
     return build(selection, gather(selection), args.baseline, allowed, args.over)

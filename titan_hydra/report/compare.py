@@ -1,6 +1,6 @@
-"""Which cells may stand side by side: what must be equal for tokens/s, what for losses, and what a sweep varies on purpose.
+"""Which cells may be compared: what must be equal for tokens/s, what for losses, and what a sweep varies on purpose.
 
-Techniques may always differ: how a job is split, its schedule, precision, checkpointing of activations, compilation, the local batch.
+Techniques may always differ: how a job is split, its schedule, precision, activation checkpointing, compilation, the local batch.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus":
 
 @dataclass(frozen=True)
 class Difference:
-    """A key in which cells with numbers differ that must be equal; each value with the labels of its cells."""
+    """A key that must be equal but differs between cells with numbers; `values` maps each value to the labels of its cells."""
 
     key: str
     values: dict[str, list[str]]  # as a person reads them
@@ -51,7 +51,7 @@ class Difference:
 
 
 def value_of(cell: Cell, key: str) -> object:
-    """A cell's value of a key, a group's as a tuple of its keys and values."""
+    """Return a cell's value of a key; for a group, a tuple of its keys and values. UNKNOWN if there is none."""
     if key in PLACE:
         return UNKNOWN if (value := PLACE[key](cell)) is None else value
     if key in cell.config:
@@ -62,7 +62,7 @@ def value_of(cell: Cell, key: str) -> object:
 
 
 def differences(cells: list[Cell], labels: list[str], swept: set[str]) -> list[Difference]:
-    """All keys in which cells differ though they must not, those that the sweep varies on purpose included."""
+    """Find all keys in which cells differ although they must not, including those that the sweep varies on purpose."""
     found = []
     for key in dict.fromkeys((*WORK, *LEARNING, *PLACE)):
         values: dict[object, list[str]] = {}
@@ -77,9 +77,10 @@ def differences(cells: list[Cell], labels: list[str], swept: set[str]) -> list[D
 
 
 def on_purpose(key: str, swept: set[str]) -> bool:
-    """Whether overrides that differ between the cells of a sweep set a key: itself, its group, or a recipe that may set all.
+    """Whether the sweep varies a key: some override that differs between its cells sets the key, its group, or a recipe that may set any
+    key.
 
-    No override is about code, versions or the device: two clusters or two checkouts never make one table by themselves.
+    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose.
     """
     if key in PLACE and key != "gpus":
         return False
@@ -88,8 +89,9 @@ def on_purpose(key: str, swept: set[str]) -> bool:
 
 
 def even(cells: list[Cell], swept: set[str]) -> bool:
-    """Whether global batches that differ in samples hold as many tokens (the paper's long sequences), or as many on each device of
-    cells that differ in devices on purpose (weak scaling)."""
+    """Whether different global batches hold the same number of tokens (the paper's long sequences), or the same number per device if the
+    sweep varies the devices (weak scaling).
+    """
     tokens = [(cell.config.get("data.global_batch") or 0) * (cell.config.get("data.seq_len") or 0) for cell in cells]
     if len(set(tokens)) == 1:
         return True
@@ -97,13 +99,13 @@ def even(cells: list[Cell], swept: set[str]) -> bool:
 
 
 def swept_keys(overrides: list[list[str]]) -> set[str]:
-    """The keys and groups whose overrides are not the same in all cells."""
+    """Return the keys and groups whose overrides differ between the cells."""
     own = chain.from_iterable(differing(overrides))
     return {override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in own}
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
-    """Raise ConfigError, one line for each key that differs neither on purpose nor with leave."""
+    """Raise ConfigError with one line for each difference that is neither on purpose nor in `allowed`."""
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*WORK, *LEARNING, *PLACE))]
     if unknown:
         known = dict.fromkeys((*WORK, *LEARNING, *PLACE, "versions"))
@@ -122,7 +124,7 @@ def is_allowed(key: str, allowed: Iterable[str]) -> bool:
 
 
 def same(cell: Cell, baseline: Cell, keys: Iterable[str]) -> bool:
-    """Whether two cells agree in all of these keys, as far as they are known."""
+    """Whether two cells agree in all of these keys, ignoring unknown values."""
     pairs = ((value_of(cell, key), value_of(baseline, key)) for key in keys)
     return all(UNKNOWN in pair or pair[0] == pair[1] for pair in pairs)
 
@@ -132,7 +134,7 @@ def _within(key: str, group: str) -> bool:
 
 
 def _shown(key: str, value: object, values: Iterable) -> str:
-    """A value for a person; of a group its name, or where that is the same the keys that differ."""
+    """Format a value for the reader; of a group its name or, if all have the same name, the keys that differ."""
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
         return as_typed(value)
     own, others = dict(value), [dict(other) for other in values]

@@ -1,4 +1,4 @@
-"""Numbers as text: no more digits than their noise leaves."""
+"""Format numbers with no more digits than their noise justifies."""
 from __future__ import annotations
 
 import math
@@ -7,7 +7,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def rate(value: float | None, noise: float | None = None) -> str | None:
-    """Tokens per second: whole, or three digits of what is less than 100; no more digits than two of the noise."""
+    """Format tokens per second: whole above 100, three digits below, and no digit beyond the second digit of the noise."""
     if value is None or not math.isfinite(value):
         return None if value is None else str(value)
     if noise and math.isfinite(noise):
@@ -17,7 +17,7 @@ def rate(value: float | None, noise: float | None = None) -> str | None:
 
 
 def with_error(value: float | None, error: float | None, digits: int) -> str | None:
-    """A mean and its standard error, to the second digit of the error; `digits` behind the point where there is none."""
+    """Format a mean with its standard error, both to the second digit of the error; without an error, with `digits` decimals."""
     if value is None or error is None or not math.isfinite(error):
         return None if value is None else f"{value:,.{digits}f}"
     digits = min(max(1 - math.floor(math.log10(error)), 0), 6) if error else digits
@@ -25,20 +25,20 @@ def with_error(value: float | None, error: float | None, digits: int) -> str | N
 
 
 def percent(fraction: float | None, digits: int = 2) -> str | None:
-    """A difference with its sign, cut after some digits and not rounded: never more than was measured, as the paper does."""
+    """Format a difference as a signed percentage, truncated rather than rounded, as in the paper: never more than was measured."""
     value = cut(fraction, digits)
     return None if value is None else f"{'+' if value >= 0 else MINUS}{abs(value):.{digits}f} %"
 
 
 def digits_of(noise: float | None) -> int:
-    """Digits of a percentage behind the point that its noise, a fraction, does not touch; two at most."""
+    """Return the decimals of a percentage that its noise (a fraction) leaves meaningful; at most two."""
     if not noise or not math.isfinite(noise):
         return 2
     return min(max(-math.floor(math.log10(100 * noise)), 0), 2)
 
 
 def cut(fraction: float | None, digits: int = 2) -> float | None:
-    """A fraction as a percentage, cut downwards."""
+    """Convert a fraction to a percentage, rounded down to `digits` decimals."""
     if fraction is None or not math.isfinite(fraction * 1e4):
         return None
     return math.floor(round(fraction * 100 * 10 ** digits, 6)) / 10 ** digits

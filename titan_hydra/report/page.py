@@ -1,6 +1,6 @@
-"""The report as one HTML page: tables, plots that answer to the mouse, what differs between the cells, environment, and how to do it again.
+"""The report as one HTML page: tables, interactive plots, the keys in which cells differ, environment, and the commands to reproduce it.
 
-It needs no network, and may use none: its policy forbids every address. plotly draws the plots; the template and the script are in assets.
+It works without network: its content policy forbids every address. plotly draws the plots; the template and the script are in assets.
 """
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 ASSETS = Path(__file__).parents[1] / "assets"
-QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")  # groups that are no part of an experiment
+QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")  # groups that are not part of the experiment
 POINTS = 2000  # of a line; a longer one is thinned
 
 
 def page(report: Report, live: float = 0) -> str:
-    """The whole page; with `live` it asks for news every so many seconds."""
+    """Build the whole page. With `live` it fetches new data every `live` seconds."""
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
@@ -42,7 +42,7 @@ def page(report: Report, live: float = 0) -> str:
 
 
 def news(report: Report) -> dict[str, Any]:
-    """What a live page exchanges: its tables as HTML, and the data of its plots."""
+    """Build the data that a live page fetches: its tables as HTML, and the data of its plots."""
     parts = template("report_parts.html").module
     over = sum(row.cell.state.kind not in ("queued", "running", "new", "unknown") for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
@@ -51,14 +51,14 @@ def news(report: Report) -> dict[str, Any]:
 
 @cache
 def template(name: str) -> Template:
-    """HTML with places for everything; whatever is put there is escaped."""
+    """Load a Jinja template from assets. Inserted values are HTML-escaped, and a missing one raises."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined).get_template(name)
 
 
 def table(report: Report) -> dict[str, Any]:
-    """The table and its notes."""
+    """Build the table and its notes for the template."""
     rows = []
     for row, texts in zip(report.rows, report.texts, strict=True):
         lost, flagged = row.cell.state.failure or row.cell.state.damage, row.band is not None and not row.band.inside
@@ -74,7 +74,7 @@ def table(report: Report) -> dict[str, Any]:
 
 
 def data(report: Report) -> dict[str, Any]:
-    """What the plots are drawn from: the runs with their colours and axes, and the diagrams."""
+    """Build the data of the plots: the runs with their colours and axes, and the charts."""
     drawn: list[dict] = [{"kind": "bars", **asdict(chart)} for chart in charts.bars(report)]
     drawn += [{"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)} for chart in charts.drawn(report)]
     drawn += [{"kind": "timeline", "name": f"pipeline-{number}", "title": one.title, "unit": "", "note": one.note, "boxes": [
@@ -88,25 +88,25 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def run(number: int, row: Row) -> dict[str, Any]:
-    """A row of the table in the plots."""
+    """Describe one row of the table for the plots: label, line style, coordinates on each axis."""
     axes = {axis: thin(list(row.cell.places(axis).values())) for axis in charts.AXES}
     return {"label": row.label, "colour": line(number)[0], "dash": line(number)[1], "baseline": row.baseline, "partial": row.cell.partial,
             "flagged": row.band is not None and not row.band.inside, **axes}
 
 
 def thin(values: list) -> list:
-    """Every so manyth of a long list, and its last."""
+    """Keep about POINTS values of a long list, evenly spaced, and always the last."""
     every = -(-len(values) // POINTS)
     return values if every < 2 else values[:-1][::every] + values[-1:]
 
 
 def more(report: Report) -> dict[str, Any]:
-    """What stands below the plots."""
+    """Build the parts below the plots: differing keys, environment, commands."""
     return {"differing": differing(report), **environment(report), "commands": "\n".join(commands(report))}
 
 
 def differing(report: Report) -> dict[str, list]:
-    """Every key of the configuration in which the cells are not alike."""
+    """Build a table of every key of the configuration in which the cells differ."""
     rows = [row for row in report.rows if row.cell.config]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.cell.config) if key.partition(".")[0] not in QUIET]
     keys = [key for key in keys if len({_value(row.cell.config.get(key)) for row in rows}) > 1]
@@ -114,7 +114,7 @@ def differing(report: Report) -> dict[str, list]:
 
 
 def environment(report: Report) -> dict[str, Any]:
-    """Where and with what the cells ran: what is alike, and what is not."""
+    """Collect the software and hardware of the cells: what all share, and a table of what differs."""
     facts: dict[str, list[str]] = {}
     for row in report.rows:
         env, load = row.cell.env, {"cores": 0, "start": 0, "end": 0} | row.cell.load
@@ -132,7 +132,7 @@ def environment(report: Report) -> dict[str, Any]:
 
 
 def commands(report: Report) -> Iterable[str]:
-    """The command line of the sweep, and of each cell by itself."""
+    """Yield the command line of the sweep, and one for each cell alone."""
     manifest = read_json(report.selection.manifest / "manifest.json") if report.selection.manifest else None
     commits = {row.cell.commit for row in report.rows} - {None}
     if len(commits) == 1 and not (commit := commits.pop()).endswith("+"):
@@ -144,14 +144,14 @@ def commands(report: Report) -> Iterable[str]:
     typed = {_key(word) for word in manifest["command"]} | {"sweeps", "sweep.cell"} if manifest else set()
     for row in report.rows:
         for one in getattr(row.cell, "members", {None: row.cell}).values():
-            implied = any(_key(word) == "sweeps" for word in one.overrides)  # the sweep's file says the rest
+            implied = any(_key(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
             words = [word for word in one.overrides if not implied or _key(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()
 
 
 def created(report: Report) -> str:
-    """The day of the sweep."""
+    """Return the date of the sweep; "" if it is unknown."""
     manifest = read_json(report.selection.manifest / "manifest.json") if report.selection.manifest else None
     return datetime.date.fromtimestamp(manifest["created"]).isoformat() if manifest and manifest.get("created") else ""
 

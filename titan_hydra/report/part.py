@@ -1,4 +1,4 @@
-"""`titan compare`: the first step, and with activations traced the first module, at which two runs part."""
+"""`titan compare`: find the first step at which two runs differ and, if activations were traced, the first module."""
 from __future__ import annotations
 
 import argparse
@@ -19,7 +19,7 @@ IGNORED = ("name", "notes", "paths.", "launch.", "cluster.", "metrics.", "profil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked for."""
+    """Add the options of `titan compare`."""
     parser.add_argument("a", help="run directory, or the start of a hash")
     parser.add_argument("b", help="the run to compare it with")
     add_runs(parser)
@@ -27,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print where they part."""
+    """Print where the two runs first differ."""
     a, b = (directory_of(target, args.runs) for target in (args.a, args.b))
     print(f"A  {a}\nB  {b}\n", *configurations(a, b), *curves(a, b, args.tolerance), *modules(a, b), sep="\n")
     return Exit.DONE
 
 
 def directory_of(target: str, runs: Path) -> Path:
-    """The one run that is meant. Raises ConfigError for a sweep, and for a run without losses."""
+    """Return the directory of the run that `target` selects. Raises ConfigError for a sweep, and for a run without losses."""
     directory = choose_one(target, runs).directory
     if not (directory / "metrics.jsonl").exists():
         raise ConfigError(f"{target}: {directory} has no metrics.jsonl yet")
@@ -42,7 +42,7 @@ def directory_of(target: str, runs: Path) -> Path:
 
 
 def configurations(a: Path, b: Path) -> Iterator[str]:
-    """The keys in which the configurations differ, of those that can change a loss."""
+    """Yield the keys in which the configurations differ, of those that can change a loss."""
     first, second = (flat(read_json(run / "config.json") or {}) for run in (a, b))
     if not first or not second:
         yield f"configurations: {a if not first else b}/config.json cannot be read"
@@ -56,7 +56,8 @@ def configurations(a: Path, b: Path) -> Iterator[str]:
 
 
 def curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
-    """For losses and gradient norms the first logged step with other bits, and the first that is off by more than the tolerance."""
+    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by more than the tolerance.
+    """
     first, second = ({row["step"]: row for row in read_rows(run / "metrics.jsonl")[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     if not steps:
@@ -76,7 +77,7 @@ def curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
 
 
 def told(pair: tuple[int, float, float], steps: list[int]) -> str:
-    """A step, its values, and since when they may have differed unseen."""
+    """Format a step with both values, and the unlogged steps before it in which the difference may have begun."""
     step, x, y = pair
     before = max((earlier for earlier in steps if earlier < step), default=0)
     unseen = f" (steps {before + 1} to {step - 1} were not logged by both)" if step - before > 1 else ""
@@ -84,7 +85,7 @@ def told(pair: tuple[int, float, float], steps: list[int]) -> str:
 
 
 def modules(a: Path, b: Path) -> Iterator[str]:
-    """The first step and module whose traces differ."""
+    """Yield the first step and module whose traces differ."""
     first, second = traces(a), traces(b)
     if not first or not second:
         without = " and ".join(name for name, run in (("A", first), ("B", second)) if not run)
@@ -108,7 +109,7 @@ def modules(a: Path, b: Path) -> Iterator[str]:
 
 
 def words(when: str, what: str, name: str, call: int) -> str:
-    """Which code to look at."""
+    """Describe which code to examine, given the first traced tensor that differs."""
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer
     microbatch = f", microbatch {call + 1}" if call else ""
@@ -121,7 +122,7 @@ def words(when: str, what: str, name: str, call: int) -> str:
 
 
 def traces(run: Path) -> dict[int, dict[tuple, dict]]:
-    """By step, what each rank saw; of a step that was made again the newest attempt's."""
+    """Return the traced tensors of all ranks by step; for a repeated step, those of the newest attempt."""
     found: dict[int, dict[tuple, dict]] = {}
     for attempt in attempts_of(run):
         for rank, file in rank_files(run / "attempts" / str(attempt), "activations", ".jsonl").items():
@@ -134,12 +135,12 @@ def traces(run: Path) -> dict[int, dict[tuple, dict]]:
 
 
 def same(x: float | None, y: float | None) -> bool:
-    """Equal to the bit; NaN is equal to itself."""
+    """Whether two values are equal to the bit; NaN equals NaN."""
     return x == y or (x != x and y != y)
 
 
 def distance(x: float | None, y: float | None) -> float:
-    """Relative to the larger one."""
+    """Return the difference relative to the larger value; infinity if only one is finite."""
     if same(x, y):
         return 0.0
     if x is None or y is None or not (math.isfinite(x) and math.isfinite(y)):

@@ -1,4 +1,4 @@
-"""The diagrams of a report as PNG and SVG files. matplotlib is imported here, and only when something is drawn."""
+"""Draw the diagrams of a report into PNG and SVG files. matplotlib is imported only if something is drawn."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ FILES = ("loss", "difference", "validation", "scaling")  # diagrams of lines tha
 
 
 def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
-    """Draw every diagram that the report has something for, lines over an axis of `Cell.places`, losses on logarithms. Yields the files."""
+    """Draw every diagram that has data, lines over an axis of `Cell.places`, losses on a log scale if `log`. Yields the files."""
     import matplotlib
 
     makers = [(chart.name, lambda chart=chart: bars(report, chart)) for chart in charts.bars(report)]
@@ -37,7 +37,7 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
 
 
 def figure(height: float) -> tuple[Figure, Axes]:
-    """A figure and its axes, without pyplot, which would keep it and look for a screen."""
+    """Create a figure and its axes without pyplot, which would keep the figure and look for a display."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -45,7 +45,7 @@ def figure(height: float) -> tuple[Figure, Axes]:
 
 
 def below(drawn: Figure, origin: str) -> None:
-    """Under the axes, the names of lines in the table's order, as lines may lie on each other, and where the figure is from."""
+    """Add the legend and the origin line below the axes. The legend follows the table's order, since lines may overlap."""
     handles, names = drawn.axes[0].get_legend_handles_labels()
     columns = 2 if max(map(len, names), default=0) < 56 else 1
     rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
@@ -57,7 +57,7 @@ def below(drawn: Figure, origin: str) -> None:
 
 
 def bars(report: Report, chart: Bars) -> Figure:
-    """A horizontal bar a cell; beside it, in columns, its value and what is said of it. The baseline's value is a dashed line."""
+    """Draw one horizontal bar a cell; beside it, in columns, its value and remark. A dashed line marks the baseline's value."""
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
     width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
     for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
@@ -87,7 +87,7 @@ def bars(report: Report, chart: Bars) -> Figure:
 
 
 def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
-    """A line a cell, the baseline's broad and pale under the others."""
+    """Draw one line a cell, the baseline's broad and pale below the others."""
     drawn, axes = figure(3.4 + 0.1 * (len(chart.lines) + len(chart.bands)))
     for name, steps, limit in chart.bands:
         axes.fill_between(report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name)
@@ -117,7 +117,7 @@ STYLES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1, 1.5)), "dashdot": (0
 
 
 def scale(axes: Axes, chart: Lines, log: bool) -> None:
-    """Logarithmic axes where they help: powers of two for devices, so that ideal scaling is a straight line."""
+    """Set logarithmic axes where they help: base two over devices, so that ideal scaling is a straight line."""
     if chart.over == "devices":
         counts = sorted({count for one in chart.lines for count in one.x})
         axes.set_xscale("log", base=2)

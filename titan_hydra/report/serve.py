@@ -1,4 +1,4 @@
-"""`titan report --serve`: the page on this machine alone, brought up to date while a sweep runs."""
+"""`titan report --serve`: serve the page on this machine only, updated while a sweep runs."""
 from __future__ import annotations
 
 import json
@@ -12,12 +12,14 @@ from .page import news, page
 from .table import Report
 
 LOOPBACK = "127.0.0.1"
-EVERY = 3  # seconds between two questions of a page
+EVERY = 3  # seconds between two requests of a page
 
 
 def serve(make: Callable[[], Report], port: int) -> None:
-    """Answer until Ctrl-C. `make` reads the runs anew. The address has a word that other users of this machine cannot guess."""
-    make()  # what is wrong with the request is said before anything is served
+    """Serve the page until Ctrl-C. `make` reads the runs again for each request. The address contains a secret, so that other users of this
+    machine cannot guess it.
+    """
+    make()  # report errors in the request before serving anything
     word = secrets.token_urlsafe(9)
     pages = {f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
              f"/{word}/data.json": ("application/json", lambda: json.dumps(news(make())))}
@@ -31,7 +33,7 @@ def serve(make: Callable[[], Report], port: int) -> None:
                 return self.answer(404, "text/plain", "no such page\n")
             try:
                 return self.answer(200, kind, content())
-            except RunError as error:  # a cell that must not stand beside the others has been added
+            except RunError as error:  # a cell that may not be compared with the others has been added
                 return self.answer(503, "text/plain", f"{error}\n")
 
         def answer(self, status: int, kind: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""How plots look, on paper and on the page: a few colours that the colour-blind can tell apart, in the light and in the dark."""
+"""The look of plots, in files and on the page: a few colours that the colour-blind can distinguish, for light and dark backgrounds."""
 from __future__ import annotations
 
 LIGHT = {  # after Okabe and Ito, a little darker where they carry text
@@ -16,12 +16,12 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def line(number: int) -> tuple[str, str]:
-    """Colour and dashes of the n-th line. Neighbours differ in both, and no two of the first 28 are the same."""
+    """Return colour and dashes of the n-th line. Neighbours differ in both, and the first 28 are all different."""
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
 
 
 def settings(name: str) -> dict:
-    """matplotlib's settings. Text stays text in an SVG, and the same figure gives the same bytes."""
+    """Return matplotlib's settings. Text stays text in an SVG, and the same figure gives the same bytes."""
     ink, soft, rule = LIGHT["ink"], LIGHT["soft"], LIGHT["rule"]
     return {
         "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial", "sans-serif"], "font.size": 9.5, "svg.fonttype": "none",
@@ -34,5 +34,5 @@ def settings(name: str) -> dict:
 
 
 def short(text: str, limit: int = 44) -> str:
-    """A name that leaves room for what it names."""
+    """Shorten a text to `limit` characters, with an ellipsis."""
     return text if len(text) <= limit else f"{text[:limit - 1]}\N{HORIZONTAL ELLIPSIS}"

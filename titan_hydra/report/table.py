@@ -1,4 +1,4 @@
-"""The table of a report: a row a cell with the paper's columns, what all cells share beside it, and what must be said under it."""
+"""The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes below it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ from .compare import Difference
 from .digits import MINUS, cut, digits_of, percent, rate, with_error
 
 NONE = "\N{EN DASH}"
-FEW_STEPS, NOISE = "few steps", "noise"  # why a difference says nothing
+FEW_STEPS, NOISE = "few steps", "noise"  # why a difference is not reliable
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell against the baseline."""
+    """One cell compared with the baseline."""
 
     cell: Cell
     label: str
     baseline: bool = False
     difference: float | None = None  # of tokens/s to the baseline's, as a fraction
-    noise: float | None = None  # what that is worth: a difference must be larger
-    doubt: str = ""  # why the difference says nothing
+    noise: float | None = None  # a smaller difference is not significant
+    doubt: str = ""  # why the difference is not reliable; "" if it is
     change: tuple[float, float | None] | None = None  # of a mean's loss to the baseline's, and its standard error
     band: Band | None = None
 
     @property
     def rate(self) -> str:
-        """Tokens/s, marked if the run is not over; the state where there is none."""
+        """Tokens/s, marked with * if the run is not finished; the state if there is no rate."""
         if isinstance(self.cell, Mean):
             return with_error(self.cell.rate, error_of(self.cell.of("rate")), 0) or self.cell.word
         text = rate(self.cell.rate, self.cell.iqr)
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def told(self) -> str | None:
-        """The difference with as many digits as the noise leaves, and why it may say nothing."""
+        """The difference in tokens/s, with as many digits as the noise justifies and the reason for doubt, if any."""
         text = percent(self.difference, digits_of(self.noise))
         return f"{text} ({self.doubt})" if text and self.doubt else text
 
@@ -55,7 +55,7 @@ class Row:
         return str(self.band) if self.band else None
 
     def loss(self, name: str) -> str | None:
-        """A loss of the cell: of a mean with its standard error."""
+        """Format a loss of the cell; a mean's with its standard error."""
         value = getattr(self.cell, name)
         if isinstance(self.cell, Mean):
             return with_error(value, error_of(self.cell.of(name)), 4)
@@ -81,13 +81,13 @@ COLUMNS = (
     ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
     ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
 )
-ALIKE = ("GPUs", "commit", "torch", "device")  # said once where all cells have the same
+ALIKE = ("GPUs", "commit", "torch", "device")  # shown once, in the caption, if all cells have the same
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a table, a page or a plot is made of."""
+    """The data of a table, a page or a plot."""
 
     name: str
     rows: list[Row]
@@ -103,18 +103,18 @@ class Report:
 
     @cached_property
     def columns(self) -> list[tuple]:
-        """The columns in which some row has something to say."""
+        """The columns that have a value in some row, without those that are the same in all rows."""
         return [column for column in COLUMNS if any(column[2](row) is not None for row in self.rows) and column[0] not in self.shared]
 
     @cached_property
     def shared(self) -> dict[str, str]:
-        """What is the same for all cells that have it, by title of its column."""
+        """Values that all cells with a value share, by the title of their column."""
         found = {title: {text(row) for row in self.rows} - {None} for title, _, text, _ in COLUMNS if title in ALIKE}
         return {title: values.pop() for title, values in found.items() if len(values) == 1}
 
     @property
     def caption(self) -> str:
-        """What all cells share, in a line."""
+        """The values that all cells share, in one line."""
         models = {row.cell.config.get("model.name") for row in self.rows} - {None}
         parts = [*models] if len(models) == 1 else []
         for title, said in (("GPUs", "{} ranks"), ("device", "{}"), ("torch", "torch {}"), ("commit", "commit {}")):
@@ -124,19 +124,19 @@ class Report:
 
     @property
     def origin(self) -> str:
-        """Where this is from, for a figure that is shown elsewhere."""
+        """Where the report is from, in one line, for a figure shown elsewhere."""
         file = self.selection.manifest and read_json(self.selection.manifest / "manifest.json")
         command = f"python launch.py {quoted(file['command'])}" if file else f"titan report {self.name}"
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, command)))
 
     @cached_property
     def texts(self) -> list[list[str]]:
-        """The table's cells as they are shown."""
+        """The table's cells as displayed."""
         return [[text(row) or NONE for _, _, text, _ in self.columns] for row in self.rows]
 
     @cached_property
     def notes(self) -> list[str]:
-        """What must be said under the table."""
+        """The notes below the table."""
         return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._mixed()]
 
     def _states(self) -> list[str]:
@@ -199,7 +199,7 @@ class Report:
 
 def build(selection: Selection, cells: list[Cell], baseline: str | None = None, allowed: set[str] = frozenset(),
           over: str | None = None) -> Report:
-    """Compare the cells of a selection. Raises ConfigError where there are none, or what may not be compared."""
+    """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in what must be equal."""
     repeats = [cell for cell in cells if cell.repeat]
     cells = [cell for cell in cells if not cell.repeat]
     if not cells:
@@ -224,7 +224,7 @@ def build(selection: Selection, cells: list[Cell], baseline: str | None = None, 
 
 
 def choose(cells: list[Cell], shown: list[str], name: str | None) -> Cell:
-    """The baseline: the cell of that name, label or hash, or the mean that it is part of; the first without a name."""
+    """Return the baseline: the cell with that name, label or hash, or the mean that contains it; without a name, the first cell."""
     if name is None:
         return cells[0]
     for cell, label in zip(cells, shown, strict=True):
@@ -238,7 +238,7 @@ def choose(cells: list[Cell], shown: list[str], name: str | None) -> Cell:
 
 
 def against(cell: Cell, label: str, baseline: Cell, allowed: set[str], drift: float) -> Row:
-    """A cell's row: its difference in tokens/s and the loss's band, where it can be compared with the baseline."""
+    """Build a cell's row: its difference in tokens/s and its loss band, if it can be compared with the baseline."""
     if cell is baseline:
         return Row(cell, label, baseline=True)
     work = [key for key in compare.WORK if not compare.is_allowed(key, allowed)]
@@ -254,8 +254,12 @@ def against(cell: Cell, label: str, baseline: Cell, allowed: set[str], drift: fl
 
 
 def change(cell: Cell, baseline: Cell) -> tuple[float, float | None] | None:
-    """By how much a mean's loss (held-out where all have one) differs from the baseline's, and the standard error of that: of the pairs
-    where both are means over the same values, seed by seed."""
+    """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference; None if either is not a
+    `Mean`.
+
+    The loss is the held-out one if all members have it. If both are means over the same values (the same seeds), the differences are
+    paired.
+    """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None
     every = [*cell.members.values(), *baseline.members.values()]

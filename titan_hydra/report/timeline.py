@@ -1,6 +1,7 @@
-"""What each rank of a pipeline does when: torch's own order of actions, played with a forward of 1, a backward of 2 and halves of 1.
+"""The timeline of each pipeline rank: torch's own order of actions, simulated with durations of 1 for a forward, 2 for a backward and 1 for
+each half of one.
 
-torch is asked in a process of its own, since a report imports none.
+The order is read from torch in a separate process, since a report does not import torch.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backwar
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One schedule, played: for each rank (start, action) in order."""
+    """One simulated schedule: for each rank a list of (start, action) in order."""
 
     title: str
     stages: int
@@ -41,7 +42,7 @@ class Pipeline:
 
     @property
     def boxes(self) -> list[Box]:
-        """All actions, with the colours of their kinds, paler for a rank's later stages."""
+        """All actions with the colours of their kinds, paler for a rank's later stages."""
         found = []
         for rank, played in enumerate(self.ranks):
             chunks = sorted({stage for _, (stage, _, _) in played})
@@ -55,7 +56,7 @@ class Pipeline:
 
     @property
     def idle(self) -> float:
-        """Share of all ranks' time in which they wait: the bubble."""
+        """The bubble: the share of all ranks' time in which they wait."""
         busy = sum(TIME[kind] for played in self.ranks for _, (_, kind, _) in played)
         return 1 - busy / (self.end * len(self.ranks))
 
@@ -76,7 +77,7 @@ class Box:
 
 
 def pipelines(report: Report) -> list[Pipeline]:
-    """The schedules of the cells with pipeline parallelism, each once, named after all cells that run it."""
+    """Simulate the schedules of the cells with pipeline parallelism, each once, named after all cells that run it."""
     groups: dict[tuple, list] = {}
     for row in report.rows:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
@@ -96,7 +97,7 @@ def pipelines(report: Report) -> list[Pipeline]:
 
 @functools.cache
 def ask(*configs: str) -> list[list[list[Action]] | None]:
-    """For each configuration the order of actions of each rank from torch; None where it cannot be had: no file, no torch."""
+    """Return for each configuration each rank's order of actions from torch; None if it is unavailable (no file, no torch)."""
     if not configs:
         return []
     try:
@@ -111,7 +112,7 @@ def ask(*configs: str) -> list[list[list[Action]] | None]:
 
 
 def draw(pipeline: Pipeline, drawn: Figure, axes: Axes) -> Figure:
-    """A row a rank, a box an action with its microbatch; later chunks of a rank are fainter, waiting is empty."""
+    """Draw one row for each rank and one box for each action, with its microbatch; a rank's later stages are paler, idle time is empty."""
     count = len(pipeline.ranks)
     width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # points of one unit of time
     axes.barh(range(count), pipeline.end, height=0.8, color=LIGHT["wash"], zorder=0)

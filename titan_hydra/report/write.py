@@ -1,4 +1,4 @@
-"""A report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report gives the same bytes."""
+"""Write a report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report gives the same bytes."""
 from __future__ import annotations
 
 import csv
@@ -15,7 +15,7 @@ LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\
 
 
 def terminal(report: Report) -> None:
-    """Print the table, as wide as its content where nobody's terminal limits it; flagged rows in red, the baseline's in bold."""
+    """Print the table; flagged rows in red, the baseline's in bold. Outside a terminal it is as wide as its content."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -36,7 +36,7 @@ def terminal(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """A pipe table, its caption above, its notes as a list below."""
+    """Return the table as a Markdown pipe table, its caption above, its notes as a list below."""
     titles = [title for title, *_ in report.columns]
     lines = [f"**{_md(report.name)}**" + (f" ({_md(report.caption)})" if report.caption else ""), ""]
     lines += [_pipes(titles), _pipes(["---" if title in WORDS else "---:" for title in titles], pad=False)]
@@ -47,7 +47,7 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """All columns, also those that are empty or the same in every row, with full digits; the state of the run and its hash beside them."""
+    """Return all columns as CSV with full digits, empty and constant ones included, and beside them the run's state and directory."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     further = ("baseline", "state", "partial", "reason", "directory", "doubt", "noise_percent", "load", "cores")
@@ -85,7 +85,7 @@ def _ampersands(texts: list[str]) -> str:
 
 
 def _md(text: str) -> str:
-    """Nothing in a name may end a table's cell or begin emphasis; a leading sign is no list."""
+    """Escape a text so that it neither ends a table cell nor begins emphasis."""
     return re.sub(r"([\\|*_`<>\[\]])", r"\\\1", text.replace("\n", " "))
 
 
