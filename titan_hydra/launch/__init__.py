@@ -1,4 +1,4 @@
-"""The login node's half: cells, run directories, starting ranks and watching them; and the worker that each rank starts with.
+"""The launcher: cells, run directories, starting and watching ranks; and the worker, the entry point of each rank.
 
 Nothing here imports torch before a rank starts.
 """

@@ -1,7 +1,7 @@
-"""Watch a running attempt from a terminal: rank 0's lines as they come, a progress line, and Ctrl-C.
+"""Watch a running attempt from a terminal: rank 0's log lines, a progress line, and Ctrl-C.
 
-The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop, the second kills them, and so does a stop that takes too
-long. Nothing here is needed for the run to go on: launch.py may die, and attach again.
+The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop; the second kills them, as does a stop that takes longer than
+STOP_LIMIT. The run does not depend on this process: launch.py may die and attach again.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Interrupts]:
-        """Count while the block runs; the handlers of before come back after it."""
+        """Count signals while the block runs, then restore the previous handlers."""
         before = {number: signal.signal(number, lambda got, frame: self.received.append(got)) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
@@ -44,7 +44,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """Exit status of a program that was ended by the first signal."""
+        """The exit status of a program ended by the first signal received."""
         return 128 + self.received[0]
 
 
@@ -52,7 +52,7 @@ def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, p
            label: str = "") -> None:
     """Watch until all ranks of the attempt have ended.
 
-    `parent` is the ranks' parent process if this launcher has started it; `label` stands before the progress, as "cell 2 of 8".
+    `parent` is the ranks' parent process if this launcher started it; `label` is printed before the progress, for example "cell 2 of 8".
     """
     asked = killed = None
     with contextlib.ExitStack() as stack:
@@ -72,18 +72,18 @@ def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, p
                 kill(attempt, parent)
             time.sleep(POLL)
         echo.more()
-    kill(attempt, parent)  # whatever may be left when the parent itself was killed
+    kill(attempt, parent)  # processes that remain if the parent itself was killed
 
 
 def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
-    """Whether the ranks' parent lives or, without one, any rank. A child of ours must be polled, or it stays as a zombie."""
+    """Whether the ranks' parent is alive or, without one, any rank. A child of this process must be polled, or it remains a zombie."""
     if parent is not None:
         return parent.poll() is None
     return rundir.host_of_running(attempt) is not None
 
 
 def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
-    """SIGTERM to every rank, through their parent if they have one. Returns whom, in words."""
+    """Send SIGTERM to every rank, through their parent if they have one. Returns a phrase for the ranks that were signalled."""
     owner = read_json(attempt / "ranks.json")
     ranks = rundir.processes(attempt)
     if alive(owner):
@@ -98,12 +98,12 @@ def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
 
 
 def saving(directory: Path) -> bool:
-    """Whether a checkpoint is being written, in any replica group."""
+    """Whether any replica group is writing a checkpoint."""
     return any(any(directory.glob(f"{place}checkpoints/*.writing")) for place in ("", "replicas/*/"))
 
 
 def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
-    """SIGKILL to the parent's process group (ranks and their helpers), and to ranks that belong to none."""
+    """Send SIGKILL to the parent's process group (ranks and their helpers) and to ranks outside it."""
     owner = read_json(attempt / "ranks.json")
     group = parent.pid if parent is not None else owner["pid"] if alive(owner) else None
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -115,9 +115,10 @@ def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
 
 
 class Echo:
-    """New lines of a log, up to the traceback at its end: the guilty rank's is shown later, and it may be another's.
+    """Prints new lines of a log, except the traceback at its end: the launcher prints the guilty rank's traceback later, which may be
+    another rank's.
 
-    Of a log that is long already, because the run was started earlier, only the end is shown.
+    Of a log that is already long, because the run was started earlier, only the end is printed.
     """
 
     def __init__(self, path: Path, line) -> None:
@@ -126,7 +127,7 @@ class Echo:
         self.rest, self.over = b"", False
 
     def more(self) -> None:
-        """Hand on what has been written since the last call, whole lines only."""
+        """Print the whole lines written since the last call."""
         if self.file is None:
             try:
                 self.file = self.path.open("rb")
@@ -143,7 +144,7 @@ class Echo:
 
 
 class _Lines:
-    """No terminal (a pipe, a CI log): plain lines and no progress."""
+    """Output without a terminal (a pipe, a CI log): plain lines and no progress."""
 
     def line(self, text: str) -> None:
         print(text, flush=True)
@@ -154,7 +155,7 @@ class _Lines:
 
 @contextlib.contextmanager
 def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
-    """A progress line below the log, gone at the end."""
+    """Show a progress line below the log while the block runs."""
     from rich import progress
 
     columns = (progress.TextColumn("{task.fields[label]}{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
@@ -164,7 +165,7 @@ def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
 
 
 class _Terminal:
-    """Lines above a progress bar."""
+    """Prints lines above a progress bar."""
 
     def __init__(self, bar, task: int) -> None:
         self.bar, self.task, self.next = bar, task, 0.0
@@ -173,7 +174,7 @@ class _Terminal:
         self.bar.console.out(text, highlight=False)
 
     def progress(self, directory: Path, attempt: Path) -> None:
-        """Step, loss, rate and time to go, from the trainer's files, twice a second."""
+        """Update step, loss, rate and remaining time from the trainer's files, at most twice a second."""
         if time.monotonic() < self.next:
             return
         self.next = time.monotonic() + 0.5

@@ -1,6 +1,7 @@
-"""`titan cancel`: stop what runs or waits. Ranks save and stop at the end of their step; SLURM's jobs end in one scancel.
+"""`titan cancel`: stop runs that are running or queued. Ranks save and stop at the end of their step; SLURM jobs are cancelled by one
+scancel.
 
-Each stopped attempt gets a file `cancelled` that says who and when. A job's batch script looks for it and does not requeue itself.
+Each stopped attempt gets a file `cancelled` with the user and the time; with it a job's batch script does not requeue the job.
 """
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from .view import ACTIVE, Row, add_target, choose, look
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan cancel`."""
+    """Add the options of `titan cancel`."""
     add_target(parser)
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 when all that ran was asked to stop."""
+    """Cancel what runs or waits. Returns 0 if all running cells were asked to stop."""
     selection = choose(args.target, args.runs)
     rows, queue = look(selection.cells)
     live = [row for row in rows if row.state.kind in ACTIVE]
-    if not queue.answers:  # only asked when a run of these may be SLURM's
+    if not queue.answers:  # SLURM is asked only if one of these runs may be in its queue
         print("SLURM does not answer: its jobs cannot be cancelled now", file=sys.stderr)
         live = [row for row in live if not on_slurm(row)]
     if not live:
@@ -54,12 +55,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def on_slurm(row: Row) -> bool:
-    """Whether SLURM has this run."""
+    """Whether the run was submitted to SLURM."""
     return owner_of(row).get("executor") == "slurm"
 
 
 def asked(question: str) -> bool:
-    """Whether the person says yes. Raises ConfigError where there is none."""
+    """Ask the user a yes/no question. Raises ConfigError if there is no terminal."""
     if not sys.stdin.isatty():
         raise ConfigError("there is no terminal to ask at; --yes cancels without asking")
     try:
@@ -69,12 +70,12 @@ def asked(question: str) -> bool:
 
 
 def mark(row: Row) -> None:
-    """Note in the attempt that it was cancelled, before it is."""
+    """Record in the attempt that it is being cancelled, before it is."""
     write_json(row.directory / "attempts" / str(row.state.attempt) / "cancelled", {"by": getpass.getuser(), "time": time.time()})
 
 
 def cancel_slurm(rows: list[Row]) -> Iterable[str]:
-    """One scancel for the jobs of exactly these cells. Yields what stands against it."""
+    """Cancel the jobs of exactly these cells with one scancel. Yields the reasons why some cannot be cancelled."""
     jobs: list[str] = []  # of each cell: packed ones share theirs
     for row in rows:
         owner = owner_of(row)
@@ -100,7 +101,7 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
 
 
 def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
-    """The other runs in the same packed job that are neither over nor to be cancelled."""
+    """List the other runs in the same packed job that are neither finished nor to be cancelled."""
     found = []
     for attempt in row.directory.parent.glob("*/attempts/*/attempt.json"):
         directory = attempt.parents[2]
@@ -111,7 +112,9 @@ def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
 
 
 def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
-    """As Ctrl-C would. Of a sweep that is cancelled as a whole the launcher is told, which then starts no further cell."""
+    """Ask local ranks to stop, as Ctrl-C does. If a whole sweep is cancelled its launcher gets the signal, so that it starts no further
+    cell.
+    """
     told = set()
     for row in rows:
         attempt = row.directory / "attempts" / str(row.state.attempt)
@@ -131,7 +134,7 @@ def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
 
 
 def started(attempt: Path, seconds: float = 15) -> bool:
-    """Wait until there are ranks to talk to. False if it was over before."""
+    """Wait until ranks can be signalled. Returns False if the attempt ended before."""
     deadline = time.monotonic() + seconds
     while not rundir.processes(attempt) and not alive(read_json(attempt / "ranks.json")):
         if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:
@@ -141,5 +144,5 @@ def started(attempt: Path, seconds: float = 15) -> bool:
 
 
 def owner_of(row: Row) -> dict:
-    """Who claimed a row's attempt."""
+    """Return the record of who claimed a row's attempt."""
     return read_json(row.directory / "attempts" / str(row.state.attempt) / "attempt.json") or {}

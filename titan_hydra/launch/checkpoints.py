@@ -1,4 +1,4 @@
-"""`titan checkpoint`: list, verify, prune and convert the checkpoints of a run. Reads files only: no torch, but to convert."""
+"""`titan checkpoint`: list, verify, prune and convert the checkpoints of a run. Reads files only; imports torch only to convert."""
 from __future__ import annotations
 
 import argparse
@@ -15,7 +15,7 @@ LEFT_BEHIND = {".writing": "being written, or left by a kill", ".damaged": "set 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """titan checkpoint ls|verify|prune|convert ..."""
+    """Add the subcommands and options of `titan checkpoint`."""
     commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune|convert")
     for name, text in (("ls", "list the steps of a run"), ("verify", "compare every byte with what was written; status 1 if not the same"),
                        ("prune", "delete what need not be kept, what is damaged, and what a kill has left")):
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the subcommand and return the exit status."""
     if args.what == "convert":
         from titan_hydra import cli
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def ls(steps: Path) -> int:
-    """A line for each step, oldest first, and for what a kill or damage has left."""
+    """Print one line for each step, oldest first, and for each folder left by a kill or by damage."""
     for path in folder.complete(steps) or _none(steps):
         manifest = folder.read_manifest(path)
         if manifest is None:
@@ -67,7 +67,7 @@ def ls(steps: Path) -> int:
 
 
 def verify(paths: list[Path]) -> int:
-    """Read every byte of the steps."""
+    """Compare every byte of the steps with their manifests."""
     status = Exit.DONE
     for path in paths:
         problems = folder.damage(path)
@@ -77,7 +77,7 @@ def verify(paths: list[Path]) -> int:
 
 
 def prune(steps: Path, keep: int, every: int, dry: bool) -> int:
-    """Delete steps, but never the newest intact one."""
+    """Delete steps that need not be kept, but never the newest intact one."""
     intact = next((path for path in reversed(folder.complete(steps)) if not folder.damage(path)), None)
     if intact is None:
         raise ConfigError(f"{steps}: no checkpoint is intact; nothing is deleted")

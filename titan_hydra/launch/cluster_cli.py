@@ -1,4 +1,4 @@
-"""`titan cluster init [NAME]`: a file of conf/cluster for the SLURM of this login node, from what sinfo says of its GPU partitions."""
+"""`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM of this login node, from sinfo's list of GPU partitions."""
 from __future__ import annotations
 
 import argparse
@@ -33,7 +33,7 @@ setup: []  # shell lines before the ranks start: module load, source
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes of one kind in a partition."""
+    """The nodes of one kind in a partition."""
 
     name: str
     default: bool
@@ -46,7 +46,7 @@ class Partition:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan cluster`."""
+    """Add the options of `titan cluster`."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="init")
     init = commands.add_parser("init", prog="titan cluster init", help="write conf/cluster/NAME.yaml from sinfo",
                                description="Write conf/cluster/NAME.yaml from what sinfo says of the partitions with GPUs.")
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the file, print it, and say what to try."""
+    """Write the file, print it, and suggest a command to try it."""
     listing = slurm.call("sinfo", "--noheader", f"--format={FIELDS}")
     if listing is None:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def partitions(listing: str) -> Iterable[Partition]:
-    """The partitions with GPUs in sinfo's listing, one for each kind of node."""
+    """Parse sinfo's listing into the partitions with GPUs, one entry for each kind of node."""
     for line in listing.splitlines():
         name, gres, nodes, cores, memory, limit = (part.strip() for part in line.split("|"))
         kind, gpus = gpus_of(gres)
@@ -96,21 +96,22 @@ def partitions(listing: str) -> Iterable[Partition]:
 
 
 def gpus_of(gres: str) -> tuple[str, int]:
-    """Kind and number of the GPUs in a node's GRES: `gpu:h100:8(S:0-1),nvme:1` has eight of kind h100; kind "" if it is not said."""
+    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100. The kind is "" if GRES does not name it.
+    """
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
     kinds = {kind for kind, _ in found if kind}
     return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in found)
 
 
 def device_memory(kind: str) -> int | None:
-    """GiB of a GPU, where its name says it: `h100`, `nvidia_h200`, `a100_80gb`."""
+    """Return the GiB of a GPU if its name implies them: `h100`, `nvidia_h200`, `a100_80gb`."""
     if found := re.search(r"(\d+)gb", kind.lower()):
         return int(found[1])
     return next((DEVICE_MEMORY[word] for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in DEVICE_MEMORY), None)
 
 
 def minutes_of(limit: str) -> int | None:
-    """SLURM's [days-]hours:minutes:seconds, or minutes:seconds, in minutes; None for no limit."""
+    """Convert SLURM's [days-]hours:minutes:seconds, or minutes:seconds, to minutes; None for no limit."""
     if not (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
         return None
     days, hours, minutes, _ = (int(part or 0) for part in match.groups())
@@ -118,7 +119,7 @@ def minutes_of(limit: str) -> int | None:
 
 
 def choose(found: list[Partition], wanted: str | None) -> Partition:
-    """The partition that is asked for, else the default one, else the one with most GPUs; in it the nodes that are most."""
+    """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind of node."""
     if not found:
         raise ConfigError("sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand")
     names = dict.fromkeys(partition.name for partition in found)
@@ -129,7 +130,7 @@ def choose(found: list[Partition], wanted: str | None) -> Partition:
 
 
 def file_text(partition: Partition, name: str, cluster: str) -> str:
-    """The file: cores and 95 % of the memory of a node shared evenly among its GPUs, and the partition's time limit."""
+    """Return the text of the file: a node's cores and 95 % of its memory divided evenly among its GPUs, and the partition's time limit."""
     return FILE.format(
         cluster=cluster, name=name, partition=partition.name, nodes=partition.nodes, s="" if partition.nodes == 1 else "s",
         kind=partition.kind, gpus=partition.gpus, p="" if partition.gpus == 1 else "s",
@@ -139,6 +140,6 @@ def file_text(partition: Partition, name: str, cluster: str) -> str:
 
 
 def cluster_name() -> str:
-    """What SLURM calls the cluster."""
+    """Return SLURM's name of the cluster, "mysite" if it is unknown."""
     found = re.search(r"ClusterName\s*=\s*(\S+)", slurm.call("scontrol", "show", "config") or "")
     return found[1] if found else "mysite"

@@ -1,4 +1,4 @@
-"""Text in columns, for tables of many lines: rich lays out 500 of them in half a second, which is longer than reading the runs takes."""
+"""Lay out text in columns for long tables. rich needs half a second for 500 lines, longer than reading the runs takes."""
 from __future__ import annotations
 
 import os
@@ -7,12 +7,13 @@ import sys
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
 GAP = "  "
-NARROWEST = 12  # characters that a column that gives way keeps
+NARROWEST = 12  # characters to which a column may be truncated
 
 
 def layout(titles: list[str], rows: list[list[str]], right: set[str], gives: tuple[str, ...], colours: list[dict[str, str]]) -> list[str]:
-    """A line for the titles and one for each row. On a terminal the columns in `gives` are cut, in this order, until the lines fit in it;
-    `colours` has, for each row, the colour of columns that have one."""
+    """Format a line for the titles and one for each row. On a terminal the columns in `gives` are truncated, in this order, until the lines
+    fit; `colours` gives, for each row, the colour of some columns.
+    """
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for title in gives if screen else ():

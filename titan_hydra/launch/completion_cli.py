@@ -1,6 +1,6 @@
-"""`titan completion SHELL`: the script that lets a shell complete titan's commands, options, sweeps, cells and hashes.
+"""`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and hashes.
 
-The script asks `titan completion --words ...` at each Tab, so it never goes stale.
+The script calls `titan completion --words ...` at each Tab, so it never goes stale.
 """
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ QUICK = ("titan_hydra.launch.", "titan_hydra.report.")  # modules that import no
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan completion`."""
+    """Add the options of `titan completion`."""
     parser.add_argument("shell", nargs="?", choices=SCRIPTS, help='to be evaluated: eval "$(titan completion bash)"')
     parser.add_argument("--words", help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a shell's script, or what may stand for the last of the words."""
+    """Print a shell's script, or the candidates for the last of the words."""
     if args.words is not None:
         words = args.words.split(" ")
         print(*(word for word in candidates(words) if word.startswith(words[-1])), sep="\n")
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def candidates(words: list[str]) -> Iterable[str]:
-    """All that may stand where the last word is; nothing where a file may."""
+    """List everything that may stand in place of the last word; empty where a file name may."""
     command, before = words[0], words[1:-1]
     if len(words) == 1:
         return cli.COMMANDS
@@ -72,12 +72,12 @@ def candidates(words: list[str]) -> Iterable[str]:
 
 
 def runs_of(words: list[str]) -> Path:
-    """The folder of runs that the words name."""
+    """Return the folder of runs that the words select."""
     return Path(next((value for option, value in pairwise(words) if option == "--runs"), "runs"))
 
 
 def names(runs: Path) -> list[str]:
-    """Sweeps, the cells of the newest one, and the runs by their hashes and their names."""
+    """List sweeps, the cells of the newest one, and all runs by hash and by name."""
     manifests = find.sweeps(runs)
     cells = short_names(find.sweep(manifests[0]).cells) if manifests else []
     directories = [run.name for run in find.all_runs(runs)]

@@ -1,4 +1,4 @@
-"""`titan convert`: checkpoints to and from Hugging Face's format."""
+"""`titan convert`: convert checkpoints to and from Hugging Face's format."""
 from __future__ import annotations
 
 import argparse
@@ -9,7 +9,7 @@ from .view import add_runs, place_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """titan convert RUN --to hf DIR, titan convert HF_DIR --from hf DIR"""
+    """Add the options of `titan convert`: titan convert RUN --to hf DIR, titan convert HF_DIR DIR --from hf."""
     parser.add_argument("source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder")
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--to", choices=["hf"], help="export to this format")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert and say what was written. Raises ConfigError or CheckpointError with one line."""
+    """Convert and print what was written. Raises ConfigError or CheckpointError."""
     from titan_hydra.train import convert  # torch
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant

@@ -1,4 +1,4 @@
-"""`titan diff A B`: what two runs differ in: configuration, code and versions, results."""
+"""`titan diff A B`: print the differences of two runs in configuration, code and versions, and results."""
 from __future__ import annotations
 
 import argparse
@@ -40,14 +40,14 @@ class Side:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan diff`."""
+    """Add the options of `titan diff`."""
     for name in ("A", "B"):
         parser.add_argument(name, help="a run directory, a cell of the newest sweep, or the start of a hash")
     add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print three tables, or say that there is no difference."""
+    """Print three tables, or a line for each that has no difference."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     grid("configuration", a, b, configuration(a.config, b.config))
     grid("code and versions", a, b, environment(a.environment, b.environment))
@@ -66,7 +66,7 @@ def side(directory: Path) -> Side:
 
 
 def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
-    """The keys that differ, in the schema's order."""
+    """Yield the keys that differ, in the schema's order."""
     known = known_keys()
     for key in [*(key for key in known if key in a or key in b), *sorted((a.keys() | b.keys()) - known.keys())]:
         if key not in a or key not in b or a[key] != b[key]:
@@ -80,14 +80,14 @@ def with_unit(value: Any, unit: str) -> str:
 
 
 def unit_of(key: str, help: str) -> str:
-    """The unit of a key's number, where its name or its help tells."""
+    """Return the unit of a key's number, taken from its name or its help."""
     named = next((unit for pattern, unit in UNITS if re.search(pattern, key)), "")
     told = re.match(UNIT_WORDS, help)
     return named or (told[1] if told else "")
 
 
 def environment(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
-    """Commit, what was not committed, versions, machine."""
+    """List the differences in commit, uncommitted changes, versions and machine."""
     rows = [("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))), ("not committed", *map(dirt, (a, b)))]
     if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):
         rows[1] = ("not committed", rows[1][1], f"{rows[1][2]}, other lines")
@@ -98,13 +98,13 @@ def environment(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
 
 
 def dirt(environment: dict) -> str:
-    """The tracked files that were changed."""
+    """Name the tracked files with uncommitted changes."""
     files = re.findall(r"^diff --git a/(\S+)", environment.get("git_diff") or "", re.M)
     return ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "") if files else "nothing"
 
 
 def results(a: Side, b: Side) -> Iterable[tuple[str, ...]]:
-    """Numbers side by side, and by how much B's is more than A's."""
+    """Yield the results side by side, and the relative difference of B from A."""
     if a.state != b.state or a.state != "done":
         yield "state", a.state, b.state, ""
     for key, name, form in RESULTS:
@@ -117,14 +117,14 @@ def results(a: Side, b: Side) -> Iterable[tuple[str, ...]]:
 
 
 def signed(change: float | None) -> str:
-    """A relative difference in percent, with a digit that is not zero."""
+    """Format a relative difference in percent, with at least one significant digit."""
     if change is None:
         return ""
     return f"{change:+.1%}" if abs(change) >= 5e-4 else f"{100 * change:+.1g}%"
 
 
 def grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *further: str) -> None:
-    """A table, or that there is nothing to show."""
+    """Print a table, or that there is no difference."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

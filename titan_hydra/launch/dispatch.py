@@ -1,4 +1,4 @@
-"""From composed cells to runs: read and check all of them, then run each that needs it, and say what came of it."""
+"""Turn composed cells into runs: read and check all of them, then run each that needs it and print how it ended."""
 from __future__ import annotations
 
 import errno
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What it is called in its sweep."""
+        """The name of the cell in its sweep."""
         return self.job.sweep.cell or " ".join(self.overrides) or self.directory.name
 
     @property
@@ -64,13 +64,13 @@ class Cell:
 
     @property
     def gpu_hours(self) -> float | None:
-        """What the cell takes at most; None without a time limit."""
+        """The GPU-hours that the cell takes at most; None without a time limit."""
         minutes = self.job.cluster.time_minutes
         return None if minutes is None else self.ranks * minutes / 60
 
 
 def dispatch(composed: list[tuple]) -> int:
-    """Run composed cells, (configuration, overrides) each. Returns the exit status: of the first cell that did not end well, or 0."""
+    """Run composed cells, (configuration, overrides) each. Returns the exit status of the first cell that did not end well, or 0."""
     if not composed:  # --help, --cfg, --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
@@ -86,7 +86,10 @@ def dispatch(composed: list[tuple]) -> int:
 
 
 def begin(cells: list[Cell]) -> int:
-    """Show, or start where the place allows it, cells that passed the checks. Returns the exit status."""
+    """Start the cells that passed the checks, or only print them with launch.mode=dry. Returns the exit status.
+
+    Nothing starts if `faults_of_the_place` finds a fault.
+    """
     states = rundir.states([cell.directory for cell in cells])
     if place_faults := list(faults_of_the_place(cells, states)):
         print(*place_faults, sep="\n", file=sys.stderr)
@@ -130,7 +133,7 @@ def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:
-    """Cells that are one and the same experiment run once."""
+    """Yield each experiment once: cells with the same identity as an earlier one are printed and left out."""
     first: dict[str, Cell] = {}
     for cell in cells:
         twin = first.setdefault(identity(cell.job), cell)
@@ -141,7 +144,7 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
 
 
 def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
-    """Cells that differ in what a command line does with all of them together."""
+    """Yield a fault for each key that must have one value for all cells of a command line but has several."""
     for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
         if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
             yield Fault(key, values, "one command line has one value for all of its cells", legal=tuple(values))
@@ -150,7 +153,11 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """What stands against running here and now. Looks at all cells together; a dry run needs no SLURM, and writes nothing."""
+    """Return the faults of starting these cells here and now: a run under way, no sbatch, a folder that cannot be written, too many
+    GPU-hours.
+
+    A dry run needs no SLURM and writes nothing.
+    """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
         if launch.force and state.kind in ("running", "queued"):
@@ -187,7 +194,9 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:
-    """What cells take at most together; a packed job holds its largest cell's devices all the time, and runs the baseline twice."""
+    """Return the GPU-hours that cells take at most; None without a limit. A packed job holds its largest cell's devices throughout, and
+    runs the baseline twice.
+    """
     hours = [cell.gpu_hours for cell in cells]
     if None in hours:
         return None
@@ -195,12 +204,12 @@ def gpu_hours(cells: list[Cell]) -> float | None:
 
 
 def on_slurm(cells: list[Cell]) -> bool:
-    """Whether these cells go to SLURM; one command line has one cluster."""
+    """Whether these cells are submitted to SLURM; all cells of a command line use the same executor."""
     return cells[0].job.cluster.executor == "slurm"
 
 
 def go(cells: list[Cell], folder: Path | None) -> int:
-    """Run checked cells where their configuration says. `folder` is their sweep's, if they belong to one. Returns the exit status."""
+    """Run checked cells on their executor. `folder` is their sweep's, if they belong to one. Returns the exit status."""
     if on_slurm(cells):
         from . import submit  # submitit
 
@@ -209,7 +218,7 @@ def go(cells: list[Cell], folder: Path | None) -> int:
 
 
 def run_all(cells: list[Cell]) -> int:
-    """One cell after another; a failed one does not stop the others, Ctrl-C does."""
+    """Run one cell after another. A failed cell does not stop the others, Ctrl-C does."""
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()
@@ -231,7 +240,7 @@ def run_all(cells: list[Cell]) -> int:
 
 
 def settle(cell: Cell, interrupts: Interrupts) -> State:
-    """Bring one cell to its end, whatever its state: start it, attach to it, or say why not. Returns the state it ends in."""
+    """Bring one cell to its end, whatever its state: start it, attach to it, or print why not. Returns its final state."""
     launch, fresh = cell.job.launch, cell.job.launch.force
     while True:
         state = rundir.state(cell.directory)
@@ -267,7 +276,7 @@ def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
                 raise KeyboardInterrupt
             rundir.end_attempt(attempt)
             return tell(cell)
-        with interrupts.counted():  # before the import: Python loses a KeyboardInterrupt that comes at the wrong moment of one
+        with interrupts.counted():  # before the import: Python can lose a KeyboardInterrupt raised during one
             from . import local  # submitit
 
             parent = local.start(cell.directory, attempt, processes(cell.job), cell.job.cluster.time_minutes)
@@ -277,7 +286,7 @@ def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
 
 
 def watch(cell: Cell, attempt: Path, interrupts: Interrupts, parent=None) -> State:
-    """Attach to an attempt until it is over, and say how it ended."""
+    """Attach to an attempt until it is over, and print how it ended."""
     with interrupts.counted():
         attach(cell.directory, attempt, cell.job.steps, interrupts, parent, f"cell {cell.number} of {cell.of}" if cell.of > 1 else "")
     rundir.end_attempt(attempt)
@@ -285,7 +294,7 @@ def watch(cell: Cell, attempt: Path, interrupts: Interrupts, parent=None) -> Sta
 
 
 def tell(cell: Cell) -> State:
-    """Say how a run has ended, and what to type next."""
+    """Print how a run has ended, and the command to continue."""
     state = rundir.state(cell.directory)
     if state.kind == "done":
         print(show.result_line(cell.directory))

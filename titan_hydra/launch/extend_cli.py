@@ -1,7 +1,7 @@
-"""`titan extend`: a new run that goes on from a run's checkpoint, up to another number of steps.
+"""`titan extend`: a new run that continues from a run's checkpoint, up to another number of steps.
 
-It takes the newest checkpoint before which the learning rates of both numbers of steps are the same, so that it learns what a run with
-the new number learns from its first step on: with lr_scheduler=wsd one from before the decay, with a constant rate the last.
+It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result equals a run with the new
+number from the start: with lr_scheduler=wsd one from before the decay, with a constant rate the last.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .worker import load_job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan extend`."""
+    """Add the options of `titan extend`."""
     parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
     parser.add_argument("values", nargs="+", metavar="steps=N", help="the number of steps, counted from the first run's start; after it "
                         "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status of the new run, as launch.py's."""
+    """Start the new run. Returns its exit status, as launch.py does."""
     run = choose_one(args.cell, args.runs)
     old = load_job(run.directory)
     old = dataclasses.replace(old, launch=Launch(), sweep=Sweep(), paths=Paths(str(run.directory.parent)))
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
-    """The checkpoint to go on from, and what is to be said of it. Raises ConfigError if there is none."""
+    """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
     steps = {folder.step_of(path): path for path in folder.complete(directory / "checkpoints")}
     if not steps:
         raise ConfigError(f"{directory.name}: has no complete checkpoint to go on from")
@@ -76,7 +76,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
 
 
 def same_rates(old: Job, new: Job) -> int:
-    """The last step up to which two numbers of steps have the same learning rates."""
+    """Return the last step up to which both jobs have the same learning rates."""
     from titan_hydra.train.spec import spec_of  # torch
 
     factor, last = spec_of(old).lr_factor, min(old.steps, new.steps)
@@ -86,7 +86,7 @@ def same_rates(old: Job, new: Job) -> int:
 
 
 def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
-    """What to type after `python launch.py` for the same run: the first run's overrides, less those that are given anew."""
+    """Return the overrides that start the same run with `python launch.py`: the first run's, with the new values in place of the old."""
     path = str(step) if re.fullmatch(r"[\w./-]+", str(step)) else "'" + str(step).replace("'", "\\'") + "'"
     after = [*values, f"checkpoint.initial_load_path={path}", "checkpoint.exclude_from_loading=[]"]
     keys = {override.partition("=")[0] for override in after}

@@ -1,4 +1,4 @@
-"""What went wrong: a rank's exception as a record, and from the records of all ranks, and SLURM's word, who and what is to blame."""
+"""Determine what failed: a rank's exception as a record, and from all ranks' records and SLURM's state the rank and the cause."""
 from __future__ import annotations
 
 import functools
@@ -20,7 +20,7 @@ STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, 
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
 DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
-# What a rank says when another one has died; the other one is to blame. The spellings are gloo's, NCCL's and TCPStore's.
+# Messages of a rank whose peer has died; the peer is the guilty one. The spellings are gloo's, NCCL's and TCPStore's.
 SECONDARY = (r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
              r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer")
 DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -28,8 +28,9 @@ DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed: the guilty rank, its exit status, one line for lists, what it left (traceback or end of its log), the class
-    of the failure, the guilty rank's host (or SLURM's nodes), and the attempt's folder."""
+    """How an attempt failed: the guilty rank, its exit status, one line for lists, the detail (traceback or end of its log), the class of
+    the failure, the guilty rank's host (or SLURM's nodes), and the attempt's folder.
+    """
 
     rank: int | None
     status: int
@@ -42,12 +43,12 @@ class Failure:
 
     @functools.cached_property
     def hint(self) -> str:
-        """What to try next, as one types it; "" where there is nothing to say."""
+        """What to try next, as it is typed; "" if there is nothing to suggest."""
         return hints.hint(self) if self.attempt else ""
 
 
 def describe(error: BaseException) -> tuple[int, dict]:
-    """Exit status of an exception, and the record of it that goes into rank_<r>.json."""
+    """Return the exit status of an exception, and its record for rank_<r>.json."""
     chain = _chain(error)
     record = {
         "type": type(error).__name__,
@@ -79,7 +80,8 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An exception and those that it was raised from or during: pipeline stages and the compiler wrap what happened in their own."""
+    """Return an exception and those that it was raised from or during, since pipeline stages and the compiler wrap exceptions in their own.
+    """
     chain: list[BaseException] = []
     while error is not None and error not in chain and len(chain) < 16:
         chain.append(error)
@@ -92,18 +94,19 @@ def _is_distributed(error: BaseException) -> bool:
 
 
 def _is_secondary(error: BaseException) -> bool:
-    """Whether an exception only says that something is wrong with another rank."""
+    """Whether an exception only reports that another rank has failed."""
     if type(error).__name__ in DISTRIBUTED or isinstance(error, ConnectionError):
         return True
     return type(error) is RuntimeError and bool(re.search(SECONDARY, str(error)) or re.search(f"(?i:{TIMED_OUT})", str(error)))
 
 
 def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
-    """Who ended an attempt that is over; None if nobody did: all ranks ended well, were asked to stop, or left no trace (power cut).
+    """Return the cause of the end of an attempt that is over; None if all ranks ended well, were asked to stop, or left no record (power
+    cut).
 
-    The earliest error of a rank's own, or the earliest rank that died without a word. If no rank has an error of its own, SLURM's word
-    for the job comes before: its state (`slurm_state`), or what it wrote into slurm.log where it has forgotten the job. Errors that only
-    say that another rank is gone count when there is nothing else: then a time-out comes first, and who did not notice it is named.
+    The cause is the earliest error of a rank's own, or the earliest rank that died without a record. If no rank has an error of its own,
+    SLURM's state of the job (`slurm_state`, or slurm.log if SLURM has forgotten the job) takes precedence. Errors that only report the loss
+    of another rank count last: a time-out first, with the rank that did not notice it.
     """
     ranks = Ended.all(attempt)
     own = [rank for rank in ranks if rank.error and not rank.error["secondary"]]
@@ -122,7 +125,8 @@ def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
 
 
 def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
-    """A time-out, in the words of the rank that noticed it first; who is to blame is the one that the others were ahead of."""
+    """Return the failure of a time-out with the message of the rank that noticed it first; guilty is the rank that was behind all others.
+    """
     failure = first.failure()
     if (said := flight.verdict(attempt)) and said.rank is not None:
         return replace(failure, rank=said.rank, line=said.line, host=said.host, detail=said.text)
@@ -138,7 +142,7 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
 
 
 def _without_ranks(attempt: Path, slurm_state: str | None) -> Failure | None:
-    """The failure of an attempt in which no rank said or showed anything."""
+    """Return the failure of an attempt in which no rank left a record."""
     log = attempt / "submitit" / "parent.log"
     if "Traceback" in (text := last_lines(log)):
         return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
@@ -150,7 +154,7 @@ def _without_ranks(attempt: Path, slurm_state: str | None) -> Failure | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, as far as it said so itself (rank_<r>.json) and as far as others saw it: its parent (ranks.json) or srun."""
+    """How one rank ended, from its own record (rank_<r>.json) and from its parent's (ranks.json) or srun's."""
 
     attempt: Path
     rank: int
@@ -164,7 +168,7 @@ class Ended:
 
     @classmethod
     def all(cls, attempt: Path) -> list[Ended]:
-        """All ranks of an attempt. One that has not even written that it exists was still starting."""
+        """Return all ranks of an attempt. A rank without any record was still starting."""
         records = {rank: read_json(file) or {} for rank, file in rank_files(attempt, "rank").items()}
         supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
         seen = dict(enumerate(supervised)) or _seen_by_srun(attempt, records)
@@ -184,7 +188,7 @@ class Ended:
         return not self.spoke and not self.killed and self.status is not None and self.status not in STOPPED
 
     def failure(self) -> Failure:
-        """This rank as the one to blame."""
+        """Return the failure with this rank as the guilty one."""
         status, line, detail, log = self._spoken() if self.error else self._unspoken()
         kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
         if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
@@ -192,7 +196,7 @@ class Ended:
         return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
 
     def _spoken(self) -> tuple[int, str, str, Path | None]:
-        """Status, line, detail and log of a rank that said what its error was."""
+        """Return status, line, detail and log of a rank that recorded its error."""
         words, trace = self.error["message"], self.error["traceback"]
         if self.status == Exit.OUT_OF_MEMORY and "step" in self.error:
             return self.status, _out_of_memory(self.rank, self.error), _tail(trace), self.log
@@ -201,7 +205,7 @@ class Ended:
         return self.status, f"rank {self.rank}: {self.error['type']}: {_first_line(words)}", _tail(trace), self.log
 
     def _unspoken(self) -> tuple[int, str, str, Path]:
-        """The same of a rank that ended without a word."""
+        """Return status, line, detail and log of a rank that ended without recording an error."""
         text = last_lines(self.log, 200)
         if self.status == -signal.SIGABRT and re.search("collective operation timeout", text):
             return Exit.HANG, f"rank {self.rank}: NCCL's watchdog ended it: a collective timed out", text, self.log
@@ -215,7 +219,7 @@ class Ended:
 
     @property
     def log(self) -> Path:
-        """What the rank printed; for one that died before it could open its log (an import error), what its starter caught of it."""
+        """The rank's log; for a rank that died before opening it (an import error), the output that its parent captured."""
         log = self.attempt / f"rank_{self.rank}.log"
         if log.exists():
             return log
@@ -224,10 +228,10 @@ class Ended:
 
 
 def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
-    """Ranks' ends as srun saw them, in the shape of ranks.json's; it does not say when, nor are its lines in order.
+    """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are not in order.
 
-    It does not mention a rank that ended with status 0. It ends ranks itself by SIGTERM, which they note in their beats, and then SIGKILL;
-    one without a beat, or frozen in a hang, was killed by it unless its line is the first. Other signals are never srun's.
+    srun does not report ranks that ended with status 0. It ends ranks itself by SIGTERM, which they record in their beats, and then
+    SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun unless its line is the first. srun sends no other signals.
     """
     deaths, hang = verdict.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
     seen = {}
@@ -243,7 +247,7 @@ def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
 
 
 def _out_of_memory(rank: int, error: dict) -> str:
-    """One line: which rank, at which step, and of how much memory."""
+    """Return one line: which rank, at which step, and of how much memory."""
     where = f"rank {rank}, step {error['step']}:"
     if error.keys() >= {"peak_gib", "capacity_gib"}:
         return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"

@@ -1,11 +1,11 @@
-"""From what a person types to runs: a run directory, a sweep's manifest or name, a folder of runs, or the start of a hash.
+"""Find runs by what is typed: a run directory, a sweep's manifest or name, a folder of runs, or the start of a hash.
 
 A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells in order:
 
     {"name": ..., "created": seconds, "user": ..., "command": [arguments], "baseline": cell name or null, "packed": false,
      "cells": [{"name": ..., "overrides": [...], "hash": ..., "directory": path relative to the runs folder}]}
 
-A cell with "repeat": true is the baseline run once more, at the end of a packed job.
+A cell with "repeat": true is the baseline run again at the end of a packed job.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SWEEPS = "_sweeps"
 
 @dataclass(frozen=True)
 class RunCell:
-    """One run as a cell of what was asked for: its name there, its directory (which need not exist yet), its overrides."""
+    """One run as a cell of a selection: its name in it, its directory (which need not exist yet), its overrides."""
 
     name: str
     directory: Path
@@ -30,7 +30,7 @@ class RunCell:
 
 @dataclass(frozen=True)
 class Selection:
-    """Runs to look at together. `manifest` is the sweep's folder, None for runs that belong to no sweep or to several."""
+    """Runs that a command treats together. `manifest` is the sweep's folder, None for runs of no sweep or of several."""
 
     name: str
     cells: list[RunCell]
@@ -39,7 +39,9 @@ class Selection:
 
 
 def select(target: str | None, runs: Path) -> Selection:
-    """The runs that `target` means; None: all in the folder `runs`. Raises ConfigError with the nearest names if there is none."""
+    """Return the runs that `target` selects; None selects all in the folder `runs`. Raises ConfigError with the nearest names if there is
+    none.
+    """
     if target is None:
         return folder_of_runs(runs)
     path = Path(target)
@@ -68,7 +70,7 @@ def select(target: str | None, runs: Path) -> Selection:
 
 
 def sweep(manifest: Path) -> Selection:
-    """The cells of one manifest."""
+    """Read the cells of one manifest."""
     content = read_json(manifest)
     if content is None:
         raise ConfigError(f"{manifest} cannot be read: it is no sweep's manifest")
@@ -78,32 +80,32 @@ def sweep(manifest: Path) -> Selection:
 
 
 def folder_of_runs(runs: Path) -> Selection:
-    """All runs of a folder, by name."""
+    """Return all runs of a folder, by name."""
     return Selection(runs.name, [run_cell(run) for run in all_runs(runs)])
 
 
 def run_cell(directory: Path) -> RunCell:
-    """A run by itself."""
+    """Return a single run as a cell."""
     file = directory / "overrides.txt"
     return RunCell(directory.name, directory, file.read_text(errors="replace").splitlines() if file.is_file() else [])
 
 
 def all_runs(runs: Path) -> list[Path]:
-    """Every run directory of a folder."""
+    """Return every run directory of a folder."""
     return sorted(path for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
 
 
 def manifests(runs: Path) -> list[Path]:
-    """Every manifest of a folder of runs, the one that was written last first."""
+    """Return every manifest of a folder of runs, the last written first."""
     return sorted(runs.glob(f"{SWEEPS}/*/manifest.json"), key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 def sweeps(runs: Path) -> list[Path]:
-    """The manifests that can be read, the one that was written last first."""
+    """Return the readable manifests, the last written first."""
     return [file for file in manifests(runs) if read_json(file)]
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run directory, whatever became of its files."""
+    """Whether a folder is a run directory: it has config.json or attempts/, even if its other files are missing or damaged."""
     ours = path.name.isprintable() and not path.name.startswith((".", "_"))
     return ours and ((path / "config.json").is_file() or (path / "attempts").is_dir())

@@ -1,8 +1,8 @@
-"""Who is late, in which collective of which mesh dimension, at which step, from all ranks' flight recorders.
+"""Determine from all ranks' flight recorders which rank is late, in which collective of which mesh dimension, at which step.
 
-A rank waits for another where it has begun an operation of a group that the other has not. Followed from rank to rank, that ends at the one
-who waits for nobody; or it goes round in a circle, and then one of them left an operation out that it had done in the step before.
-(Whether an operation is over is not asked: torch's recorder calls one over, too, that failed.)
+A rank waits for another if it has begun an operation of a group that the other has not begun. Following these waits leads to a rank that
+waits for no other. If they form a circle, one of its ranks omitted an operation that it had executed in the step before. (Completion is
+ignored: torch's recorder also marks failed operations as complete.)
 """
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Wait:
 
 @dataclass
 class Dump:
-    """What one rank's recorder held."""
+    """The contents of one rank's recorder."""
 
     content: dict
-    until: float = math.inf  # when the first rank gave up; what is begun later comes too late
+    until: float = math.inf  # when the first rank timed out; operations begun later do not count
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Dump:
 
     @property
     def operations(self) -> list[Operation]:
-        """What it had begun when the first rank gave up."""
+        """The operations that this rank had begun when the first rank timed out, oldest first."""
         return [one for one in self.recorded if one["time"] <= self.until]
 
     @cached_property
@@ -58,23 +58,23 @@ class Dump:
         return sorted(({**one, **groups[one["group"]]} for one in both if one["group"] in groups), key=lambda one: one["time"])
 
     def last(self, key: tuple) -> int:
-        """Number of the last operation of a series that it has begun; 0 if none."""
+        """Return the number of the last operation of a series that this rank has begun; 0 if none."""
         return max((one["seq"] for one in self.operations if series(self.rank, one) == key), default=0)
 
     @property
     def blocked(self) -> bool:
-        """Whether its main thread is in a collective; it may have begun some that it does not wait for yet."""
+        """Whether the main thread is inside a collective. A rank may have begun collectives that it does not wait for yet."""
         return any("/torch/distributed/" in frame or "wait_tensor" in frame for frame in self.content["stacks"].get("MainThread", []))
 
     def in_step(self, step: int) -> list[Operation]:
-        """What it did in a step, as far as that is recorded."""
+        """Return the operations of a step; [] if its beginning is no longer recorded."""
         began = dict(map(tuple, self.content["steps"]))
         if step not in began or not self.operations or self.operations[0]["time"] > began[step]:
             return []
         return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, float("inf"))]
 
     def left_out(self) -> Operation | None:
-        """The first thing that it did in the step before and not in this one, where it went on to something else."""
+        """Return the first operation of the previous step that this step replaced by a different one; None if there is none."""
         step = self.content["step"]
         before, now = ([one for one in self.in_step(number) if one["mesh"] != OTHER] for number in (step - 1, step))
         for usual, done in zip(before, now, strict=False):
@@ -84,20 +84,20 @@ class Dump:
 
 
 def series(rank: int, one: Operation) -> tuple:
-    """What numbers an operation: its group and back end (a group on GPUs has NCCL and gloo), or the way between two ranks."""
+    """Return what an operation is numbered within: its group and back end (a group on GPUs has NCCL and gloo), or sender and receiver."""
     if "peer" in one:
         return ("message", rank, one["peer"]) if one["op"] == "send" else ("message", one["peer"], rank)
     return (one["mesh"], tuple(one["ranks"]), one.get("backend"))
 
 
 def signature(one: Operation) -> tuple:
-    """What the same operation of two steps has in common."""
+    """Return what identifies the same operation in two steps."""
     return (one["mesh"], one["op"], str(one["sizes"]), one.get("peer"))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The late rank (None: nobody can be named), its host, one line for lists, and a paragraph."""
+    """The late rank (None if it cannot be determined), its host, one line for lists, and a paragraph."""
 
     rank: int | None
     host: str | None
@@ -106,12 +106,12 @@ class Verdict:
 
 
 def verdict(attempt: Path) -> Verdict | None:
-    """Who held the others up in an attempt. None without any rank's dump."""
+    """Determine which rank blocked the others in an attempt. None without any rank's dump."""
     found = list(filter(None, map(read_json, rank_files(attempt, "flight").values())))
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
-    # An older one tells of another time: it was asked for then, or is from a replica group's earlier life.
+    # An older dump describes another moment: it was requested then, or its replica group was restarted since.
     since = newest["time"] - 2 * newest["timeout"]
     dumps = {content["rank"]: Dump(content, given_up(attempt)) for content in found if content["time"] > since}
     waits = waits_of(dumps)
@@ -129,13 +129,14 @@ def verdict(attempt: Path) -> Verdict | None:
 
 
 def given_up(attempt: Path) -> float:
-    """When the first rank of an attempt noticed that another one does not come; a frozen rank may go on after that."""
+    """Return the time of the first time-out or lost connection in an attempt, infinity if there is none. A frozen rank may resume after it.
+    """
     errors = ((read_json(file) or {}).get("error") or {} for file in rank_files(attempt, "rank").values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
-    """Every case of a rank that has begun what another of the group has not: the first that is missing, of one without a dump the last."""
+    """Return every wait of a rank for another: the first operation that the other has not begun or, if the other left no dump, the last."""
     found = []
     for dump in dumps.values():
         for one in (one for one in dump.operations if one["op"] != "send" or not one["done"]):  # a send can end before it is received
@@ -150,7 +151,7 @@ def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
 
 
 def reached(dump: Dump, key: tuple, one: Operation) -> int:
-    """How far a rank has come in the series of another rank's operation; the other side of a message has its own numbers."""
+    """Return how far a rank has got in the series of another rank's operation. The two sides of a message are numbered separately."""
     if "peer" not in one:
         return dump.last(key)
     mirror = "recv" if one["op"] == "send" else "send"
@@ -159,7 +160,7 @@ def reached(dump: Dump, key: tuple, one: Operation) -> int:
 
 
 def told(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, verb: str) -> Verdict:
-    """The verdict on the rank that is waited for, in words."""
+    """Describe the rank that the others wait for."""
     rank = wait.other
     gone = rank not in dumps
     content = max((dump.content for dump in dumps.values()), key=lambda content: content["step"]) if gone else dumps[rank].content
@@ -192,7 +193,7 @@ def names(ranks: set[int]) -> str:
 
 
 def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
-    """Nobody is behind, or they wait in a circle and nothing is known of the step before: where each of them is."""
+    """Describe the state of every rank: none is behind, or the waits form a circle and the step before is not recorded."""
     places = [f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}" + "".join(
         f"; waits for rank {wait.other} in {wait}" for wait in waits if wait.rank == rank) for rank, dump in sorted(dumps.items())]
     words = "the ranks wait for one another: one has left out an operation, or they do different things" if waits else "no rank is behind"
@@ -200,14 +201,14 @@ def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
 
 
 def what(one: Operation) -> str:
-    """An operation's name, number and sizes."""
+    """Format an operation's name, number and sizes."""
     way = {"send": " to", "recv": " from"}.get(one["op"], "")
     peer = f"{way} rank {one['peer']}" if "peer" in one else ""
     return f"{one['op']}{peer} number {one['seq']} {' '.join(map(str, one['sizes']))}"
 
 
 def site(one: Operation) -> str:
-    """The line of ours that called it, or of whoever did."""
+    """Return the innermost line outside torch that called an operation, else its outermost line."""
     frames = one.get("stack") or ["a line that is not recorded"]
     return next((frame for frame in frames if "/torch/" not in frame), frames[-1])
 

@@ -1,4 +1,4 @@
-"""`titan flight`: after a hang, or while it lasts, which rank the others wait for, and in what."""
+"""`titan flight`: after or during a hang, print which rank the others wait for, and in which operation."""
 from __future__ import annotations
 
 import argparse
@@ -11,14 +11,14 @@ from .view import add_runs, choose_one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan flight`."""
+    """Add the options of `titan flight`."""
     parser.add_argument("cell", metavar="RUN", help="a run directory, a cell of the newest sweep, or the start of a hash")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt (default: the newest)")
     add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the paragraph."""
+    """Print the paragraph about the late rank."""
     directory = choose_one(args.cell, args.runs).directory
     attempt = directory / "attempts" / str(args.attempt or newest_attempt(directory))
     said = verdict(attempt)

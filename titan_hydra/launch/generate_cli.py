@@ -1,4 +1,4 @@
-"""`titan generate`: let the model of a run or checkpoint continue a text."""
+"""`titan generate`: continue a text with the model of a run or checkpoint."""
 from __future__ import annotations
 
 import argparse
@@ -12,7 +12,7 @@ from .view import add_runs, place_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan generate`."""
+    """Add the options of `titan generate`."""
     parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="end after N tokens, if the text does not before (100)")
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the prompt and what follows, as it comes."""
+    """Print the prompt and its continuation, token by token."""
     if args.max_tokens < 1:
         raise ConfigError(str(Fault("--max-tokens", args.max_tokens, "must be at least 1", legal=(1,))))
     if args.top_k < 0:
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     checkpoint = find_checkpoint(place_of(args.cell, args.runs))
     pieces = generate(checkpoint, args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype)
-    first = next(pieces)  # what cannot be is said before the prompt is printed
+    first = next(pieces)  # report errors before the prompt is printed
     print(args.prompt, first, sep="", end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)

@@ -1,4 +1,4 @@
-"""What to try after a failure: overrides that one can type, found in the run's own config.json and legal by the checks."""
+"""Suggest what to try after a failure: overrides that can be typed, based on the run's own config.json and legal by the checks."""
 from __future__ import annotations
 
 import copy
@@ -20,7 +20,7 @@ NEXT = {  # ac.name: what keeps less for the backward, the nearest first
 
 
 def hint(failure: Failure) -> str:
-    """The next thing to try after a failure; "" where nobody can say."""
+    """Return the next thing to try after a failure; "" if there is no suggestion."""
     directory = failure.attempt.parent.parent
     job = job_of(directory)
     if job is None:
@@ -47,7 +47,7 @@ def hint(failure: Failure) -> str:
 
 
 def less_memory(job: Job) -> Iterator[str]:
-    """Overrides that need less device memory, the least change first: more recomputation, then a smaller local batch."""
+    """Yield overrides that need less device memory, the smallest change first: more recomputation, then a smaller local batch."""
     faults = check(job)
     for name in NEXT.get(job.ac.name, ()):
         tried = copy.deepcopy(job)
@@ -61,7 +61,7 @@ def less_memory(job: Job) -> Iterator[str]:
 
 
 def job_of(directory: Path) -> Job | None:
-    """The job of a run directory; None where another version wrote it, or nobody did."""
+    """Return the job of a run directory; None if its config.json is missing or was written by another version."""
     try:
         return from_dict(Job, read_json(directory / "config.json"))
     except (KeyError, TypeError, AttributeError):

@@ -1,10 +1,10 @@
-"""Ranks on this machine: submitit's local executor, with a parent of our own for the ranks.
+"""Start ranks on this machine: submitit's local executor, with a parent process of this package for the ranks.
 
-submitit's parent process shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides GPUs, forgets exit
-codes, and lets the ranks run on when one has died. `Ranks` has a session of its own, keeps what the user made visible, writes every
-exit code to ranks.json, and ends the others when one fails: all others, or those of the same replica group (`fault_tolerance`), which it
-starts again. It outlives launch.py: after a closed terminal or `kill -9` of
-launch.py the ranks go on, and the same command line attaches to them again.
+submitit's own parent shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides GPUs, drops exit codes, and
+lets ranks continue after one has died. `Ranks` has its own session, keeps the user's visible devices, records every exit code in
+ranks.json, and ends the other ranks when one fails: all others, or those of the same replica group (`fault_tolerance`), which it restarts.
+It outlives launch.py: after a closed terminal or `kill -9` of launch.py the ranks continue, and the same command line attaches to them
+again.
 """
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from titan_hydra.config.status import Exit
 from . import worker
 from .records import process, this_process
 
-GRACE = 1.5  # seconds that the other ranks get to end by themselves after one has failed
+GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint
 LAST_MINUTE = 60  # seconds before the time limit at which the ranks are asked to save and stop (a tenth of the limit, if that is less)
 YEAR = 365 * 24 * 60
 
 
 def start(directory: Path, attempt: Path, ranks: int, time_minutes: int | None) -> subprocess.Popen:
-    """Start all ranks of an attempt. Returns their parent process, which ends when all of them have."""
+    """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
     executor = Executor(attempt / "submitit")
     executor.update_parameters(tasks_per_node=ranks, timeout_min=time_minutes or YEAR)
     return executor.submit(worker.run, str(directory), int(attempt.name))._process
 
 
 class Executor(LocalExecutor):
-    """submitit's local executor, but the parent of the ranks is `Ranks`, in a session of its own."""
+    """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session."""
 
     def _submit_command(self, command: str) -> LocalJob:
         ranks, seconds = self.parameters["tasks_per_node"], 60 * self.parameters["timeout_min"]
@@ -69,20 +69,20 @@ class Executor(LocalExecutor):
 
 @dataclass
 class Group:
-    """Ranks that end together: all, or a replica group."""
+    """Ranks that end together: all ranks, or a replica group."""
 
     ranks: range
-    deadline: float = float("inf")  # when what still runs of it is ended
+    deadline: float = float("inf")  # when its remaining ranks are killed
     restarts: int = 0
 
 
 class Ranks(Controller):
-    """Parent of all ranks: waits for them, records how they end, and lets none outlive a failed one of its group."""
+    """The parent process of all ranks: waits for them, records how they end, and ends the rest of a group when one of its ranks fails."""
 
-    asked = False  # to stop
+    asked = False  # whether the ranks were asked to stop
 
     def wait(self, freq: int = 20) -> list[int]:
-        """Exit codes of all ranks. Called by submitit's `run` once they are started."""
+        """Wait for all ranks and return their exit codes. Called by submitit's `run` once they are started."""
         self.ranks = [process(task.pid) for task in self.tasks]
         self.record()
         config = (read_json(self.folder.parents[2] / "config.json") or {}).get("fault_tolerance", {"name": "off", "replicas": 1})
@@ -108,7 +108,7 @@ class Ranks(Controller):
         return [task.returncode for task in self.tasks]
 
     def note_ends(self, group: Group, now: float) -> None:
-        """Record the ranks that have ended since the last look; one that failed sets the others a deadline."""
+        """Record the ranks that have ended since the last call; a failed one sets a deadline for the others."""
         for number in group.ranks:
             rank, task = self.ranks[number], self.tasks[number]
             if "ended" not in rank and task.poll() is not None:
@@ -118,7 +118,9 @@ class Ranks(Controller):
                     group.deadline = min(group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE))
 
     def end_others(self, group: Group) -> None:
-        """SIGKILL to all that still run, as a rank inside a collective does nothing else; SIGQUIT first leaves its stack in its log."""
+        """Send SIGKILL to all running ranks of a group, since a rank inside a collective reacts to nothing else. SIGQUIT first writes its
+        stacks to its log.
+        """
         running = [number for number in group.ranks if self.tasks[number].poll() is None]
         for signal_number in (signal.SIGQUIT, signal.SIGKILL) if running else ():
             for number in running:
@@ -128,12 +130,14 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether all of a group has ended, some of it badly, and it is worth another try: nobody wanted it to end."""
+        """Whether all ranks of a group have ended, some with an error, and a restart makes sense: no stop was requested and the
+        configuration is valid.
+        """
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)
 
     def restart(self, group: Group, replica: int) -> None:
-        """Start a replica group again: it takes the weights of the others when they meet next."""
+        """Start a replica group again. It takes the weights of the other groups at the next exchange."""
         folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
         (folder / "rendezvous").unlink(missing_ok=True)  # of the group's life before
         group.restarts, group.deadline = group.restarts + 1, float("inf")
@@ -154,13 +158,15 @@ class Ranks(Controller):
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
-    """Start what tells torchft's replica groups which of them are there, less those `silent` for so many seconds. Ends with us."""
+    """Start torchft's lighthouse, which reports the live replica groups, without those `silent` for so many seconds. It ends with this
+    process.
+    """
     command = [sys.executable, "-m", "titan_hydra.train.fault_tolerance.lighthouse", str(attempt / "meetings" / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def main() -> None:
-    """The ranks' parent process. At the end, whatever their helpers left in this process group (compile workers, loaders) goes too."""
+    """Run the ranks' parent process. At the end kill all helpers left in this process group (compile workers, loaders)."""
     try:
         Ranks(Path(sys.argv[1])).run()
     except Exception:

@@ -1,4 +1,4 @@
-"""`titan logs`: what a rank of a run has printed, and with -f prints, also after the run was requeued into its next attempt."""
+"""`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue."""
 from __future__ import annotations
 
 import argparse
@@ -19,7 +19,7 @@ ASK, ASK_SLURM = 1.0, 15.0  # seconds between two looks at the run's state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan logs`."""
+    """Add the options of `titan logs`."""
     parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print to stdout; what is not the log itself goes to stderr."""
+    """Print the log to stdout; all other messages go to stderr."""
     directory = choose_one(args.cell, args.runs).directory
     state = rundir.inspect(directory)
     if args.guilty:
@@ -46,14 +46,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def number(text: str) -> int:
-    """A number of lines. Raises ValueError, which argparse reports, where it is none."""
+    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not a non-negative whole number."""
     if not text.isdigit():
         raise ValueError
     return int(text)
 
 
 def guilty(directory: Path, state: State) -> int:
-    """Who made the run fail, what it said, and where the rest is."""
+    """Print which rank made the run fail, its error, and where its log is."""
     failure = state.failure
     if failure is None:
         raise ConfigError(f"{directory.name}: {state.kind}, and no rank is to blame")
@@ -69,7 +69,7 @@ def guilty(directory: Path, state: State) -> int:
 
 
 def follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
-    """Print the log as it grows; when the run has gone on in another attempt, that one's; until the run is over."""
+    """Print the log as it grows, then that of the next attempt if there is one, until the run is over."""
     number, tail, asked = state.attempt, None, time.monotonic()
     if state.kind not in ACTIVE and log_of(directory, number, rank) is None:
         raise ConfigError(missing(directory, state, number, rank))
@@ -97,7 +97,7 @@ def follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
 
 
 class Tail:
-    """A log from its beginning, or its last lines, and whatever is added to it."""
+    """Prints a log from its beginning, or its last lines, and then whatever is appended."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self.path, self.file = path, path.open("rb")
@@ -108,21 +108,21 @@ class Tail:
                 print(shown, flush=True)
 
     def more(self) -> None:
-        """Print what has been written since."""
+        """Print what has been written since the last call."""
         while block := self.file.read(1 << 16):
             sys.stdout.buffer.write(block)
         sys.stdout.flush()
 
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
-    """A rank's log; for rank 0, as long as it has none, what srun has said. None: nothing was said yet."""
+    """Return a rank's log; for rank 0, while it has none, srun's. None if nothing was printed yet."""
     folder = directory / "attempts" / str(attempt)
     candidates = [folder / f"rank_{rank}.log", *([folder / "slurm.log"] if rank == 0 else [])]
     return next((log for log in candidates if log.is_file() and (log.stat().st_size or log is candidates[0])), None)
 
 
 def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
-    """Why there is no such log, and which there are."""
+    """Explain why there is no such log, and which logs there are."""
     attempts = attempts_of(directory)
     if attempt not in attempts:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"
@@ -133,7 +133,7 @@ def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
 
 
 def between(numbers: list[int], what: str) -> str:
-    """ranks 0 to 7"""
+    """Format a list of numbers: ranks 0 to 7"""
     if not numbers:
         return f"no {what} yet"
     if len(numbers) == 1:
@@ -144,5 +144,5 @@ def between(numbers: list[int], what: str) -> str:
 
 
 def say(text: str) -> None:
-    """A word of ours between the lines of a log."""
+    """Print a message of titan's own between the lines of a log, to stderr."""
     print(text, file=sys.stderr, flush=True)

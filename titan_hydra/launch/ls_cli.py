@@ -1,4 +1,4 @@
-"""`titan ls`: all sweeps of a folder of runs, and the runs that belong to none, one line each, the newest first."""
+"""`titan ls`: list all sweeps of a folder of runs, and the runs outside them, one line each, the newest first."""
 from __future__ import annotations
 
 import argparse
@@ -17,12 +17,12 @@ from .view import add_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan ls`."""
+    """Add the options of `titan ls`."""
     add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the lines; exit status 0."""
+    """Print the lines; returns 0."""
     if not args.runs.is_dir():
         raise ConfigError(f"--runs={args.runs}: no such folder")
     rows, colours = [], []
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
-    """When it was started (last), what it is called, and the states of its cells: of every sweep, and of every run in no sweep."""
+    """Return (time started, name, states of the cells) of every sweep, and of every run in no sweep."""
     sweeps = [(file, find.sweep(file)) for file in find.sweeps(runs)]
     damaged = [file for file in find.manifests(runs) if file not in dict(sweeps)]
     swept = [cell.directory for _, sweep in sweeps for cell in sweep.cells]
@@ -58,7 +58,7 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
 
 
 def ago(moment: float) -> str:
-    """When, as short as can be told: 14:05 of today, else with the date."""
+    """Format a time briefly: 14:05 if it is today, else with the date."""
     then, now = time.localtime(moment), time.localtime()
     if then[:3] == now[:3]:
         return time.strftime("%H:%M", then)

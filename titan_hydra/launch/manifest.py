@@ -1,6 +1,6 @@
-"""A sweep's manifest: which cells it has and where they are. Its form stands in find.py.
+"""Write a sweep's manifest: its cells and their directories. find.py documents the format.
 
-Which job runs a cell stands in the cell's own attempt: two launchers of the same sweep write different files.
+Which job runs a cell is recorded in the cell's own attempt, so two launchers of one sweep write different files.
 """
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from .find import SWEEPS
 
 
 def folder_of(cells: list) -> Path | None:
-    """The folder of a sweep's manifest: the earlier one if the same cells were started before, else a new one. None for a single cell."""
+    """Return the folder of a sweep's manifest: the existing one if the same cells were started before, else a new one. None for a single
+    cell.
+    """
     if len(cells) == 1:
         return None
     job, rows = cells[0].job, [row(cell) for cell in cells]
@@ -39,7 +41,7 @@ def folder_of(cells: list) -> Path | None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """A folder that nobody else has made: `name`, or `name-2` if two sweeps start in the same second."""
+    """Create a folder: `name`, or `name-2` if two sweeps start in the same second."""
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
@@ -51,13 +53,13 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def row(cell) -> dict:
-    """A cell in a manifest."""
+    """Return a cell's entry in a manifest."""
     place = os.path.relpath(cell.directory, cell.runs)
     return {"name": cell.name, "overrides": cell.overrides, "hash": identity(cell.job), "directory": place}
 
 
 def add_cell(folder: Path, cell: dict) -> None:
-    """Add a cell that the command line does not have: the baseline's repetition."""
+    """Add a cell that the command line does not have: the repeated baseline."""
     file = folder / "manifest.json"
     content = read_json(file)
     if cell not in content["cells"]:

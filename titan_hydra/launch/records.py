@@ -1,4 +1,4 @@
-"""What several commands read: dotted keys of a configuration, the end of a log, and who is still alive."""
+"""Helpers that several commands share: dotted keys of a configuration, the end of a log, and whether a process is alive."""
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +12,7 @@ from titan_hydra.config.shapes import intact
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys; an empty one is a value."""
+    """Flatten nested dicts to dotted keys; an empty dict is a value."""
     leaves = {}
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
@@ -20,7 +20,7 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
-    """The last lines of a log, as text; "" when there is no log."""
+    """Return the last lines of a log as text; "" if there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
@@ -30,7 +30,9 @@ def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
 
 
 def last_record(path: Path) -> dict:
-    """The last intact line of a .jsonl file, of its last two; {} when there is none. The trainer may be writing the last one."""
+    """Return the last intact row of a .jsonl file; {} if there is none. Only the last two lines are tried: the trainer may be writing the
+    last one.
+    """
     for line in reversed(last_lines(path, 2, 8192).splitlines()):
         with contextlib.suppress(ValueError, RecursionError):
             if intact(path.name, row := json.loads(line)):
@@ -39,24 +41,24 @@ def last_record(path: Path) -> dict:
 
 
 def this_process() -> dict:
-    """What identifies this process for `alive`, from any other process of this host."""
+    """Return a record that identifies this process to `alive` in any other process of this host."""
     return process(os.getpid())
 
 
 def process(pid: int) -> dict:
-    """The same for another process of this host."""
+    """Return a record that identifies process `pid` of this host to `alive`."""
     return {"pid": pid, "born": _born(pid), "host": socket.gethostname()}
 
 
 def alive(record: dict | None) -> bool:
-    """Whether a process recorded with `process` still runs, on this host. A process that has since taken its id does not count."""
+    """Whether a process recorded by `process` still runs on this host. Another process that has reused its id does not count."""
     if not record or record.get("host") != socket.gethostname():
         return False
     return record.get("born") is not None and _born(record["pid"]) == record["born"]
 
 
 def _born(pid: int) -> str | None:
-    """Boot and clock tick at which a process started, which no other process shares; None once it has ended (or is a zombie)."""
+    """Return the boot id and clock tick at which a process started, unique to it; None once it has ended (or is a zombie)."""
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

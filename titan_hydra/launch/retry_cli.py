@@ -1,6 +1,7 @@
-"""`titan retry`: run failed cells again, from their frozen configuration, on the path that launch.py takes.
+"""`titan retry`: run failed cells again, from their frozen configuration, through the same code as launch.py.
 
-A cell that ran out of memory, or whose loss was not finite, would do so again: it is shown with what to change instead, unless --as-is.
+A cell that ran out of memory, or whose loss was not finite, would fail again: it is printed with a suggested change instead, unless
+--as-is.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ WOULD_FAIL_AGAIN = (Kind.OUT_OF_MEMORY, Kind.NOT_FINITE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan retry`."""
+    """Add the options of `titan retry`."""
     add_target(parser)
     parser.add_argument("--only", action="append", choices=ONLY, metavar="CLASS", help="which cells, may be given several times: "
                         f"{', '.join(ONLY)} (default: failed)")
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status of the runs, as launch.py's; 0 when nothing is to be done."""
+    """Run the chosen cells again. Returns their exit status, as launch.py does; 0 if there is nothing to do."""
     selection = choose(args.target, args.runs)
     rows, _ = look(selection.cells)
     words = args.only or ["failed"]
@@ -59,14 +60,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def fits(row: Row, words: list[str]) -> bool:
-    """Whether one of these words means this run."""
+    """Whether one of these words covers the state of this run."""
     if row.state.kind == "interrupted":
         return "interrupted" in words
     return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in words)
 
 
 def advise(row: Row, cell: RunCell) -> None:
-    """What to type instead of the same once more."""
+    """Print the command to type instead of repeating the same run."""
     failure = row.state.failure
     print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it all the same)")
     if "=" in failure.hint.split(" ")[0]:
@@ -76,11 +77,11 @@ def advise(row: Row, cell: RunCell) -> None:
 
 
 def cluster_of(cell: Cell) -> str:
-    """Where and how a cell runs; what is alike can go to SLURM together."""
+    """Return a key that is equal for cells that can be submitted together."""
     return repr((cell.job.cluster, cell.job.launch))
 
 
 def job_of(directory: Path, runs: Path) -> Job:
-    """The job that has run there; what launch.py was told about it (force, retry, a limit) was said for that time only."""
+    """Return the job of a run, without the launch options of its first start (force, retry, a limit): those were for that start only."""
     job = load_job(directory)
     return dataclasses.replace(job, launch=Launch(retry="all", packed=job.launch.packed), paths=Paths(str(runs.absolute())))

@@ -1,9 +1,9 @@
-"""A run directory: created whole or not at all, claimed by one launcher at a time, and what its files say about the state of the run.
+"""Run directories: created atomically, claimed by one launcher at a time; their files give the state of the run.
 
     runs/<name>-<hash>/config.json overrides.txt env.json attempts/<n>/... and what the trainer adds
 
-An attempt is claimed by renaming a finished folder to attempts/<n>, which fails if that exists. Whoever claims writes who it is into the
-folder first, so there is no moment in which an attempt exists and nobody knows whose it is.
+An attempt is claimed by renaming a prepared folder to attempts/<n>, which fails if that exists. The folder already contains the owner's
+record, so an attempt never exists without a known owner.
 """
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ SILENCE = 120  # seconds without a sign of life after which a run on another hos
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: new, queued, running, done, interrupted, failed, or unknown (a SLURM that does not answer); its newest
-    attempt (0: none), and why it failed. For those who look at it (`inspect`) also damaged."""
+    """Where a run stands: its kind (new, queued, running, done, interrupted, failed, or unknown if SLURM does not answer), its newest
+    attempt (0: none), and its failure. `inspect` can also return the kind damaged.
+    """
 
     kind: str
     attempt: int = 0
@@ -55,12 +56,12 @@ class State:
 
 
 def directory_of(job: Job) -> Path:
-    """Where a job's run directory is, or will be."""
+    """Return the path of a job's run directory, whether or not it exists."""
     return Path(job.paths.runs).expanduser().absolute() / f"{job.name}-{identity(job)}"
 
 
 def state(directory: Path, queue: Queue | None = None) -> State:
-    """Read the state of a run from its files and, for one that was given to SLURM, from SLURM's queue."""
+    """Read the state of a run from its files and, for one that was submitted to SLURM, from SLURM's queue."""
     attempt = newest_attempt(directory)
     if not directory.is_dir():
         return State("new")
@@ -78,15 +79,15 @@ def state(directory: Path, queue: Queue | None = None) -> State:
 
 
 def states(directories: list[Path]) -> list[State]:
-    """The states of many runs, with one squeue call for all that SLURM has."""
+    """Read the states of many runs, with one squeue call for all SLURM jobs."""
     queue = queue_of(directories)
     return [state(directory, queue) for directory in directories]
 
 
 def inspect(directory: Path, queue: Queue | None = None) -> State:
-    """The state of a run for those who only look at it: damaged where a file that says what it is, or how it ended, cannot be read.
+    """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be read.
 
-    The launcher asks `state`, to which a file that cannot be read is one that is not there: the run goes on, and writes it again.
+    The launcher uses `state`, which treats an unreadable file as absent: the run continues and writes it again.
     """
     try:
         now = state(directory, queue)
@@ -97,13 +98,13 @@ def inspect(directory: Path, queue: Queue | None = None) -> State:
 
 
 def inspect_all(directories: list[Path]) -> list[State]:
-    """The states of many runs for those who only look at them, with one squeue call."""
+    """Read the states of many runs for display, as `inspect` does, with one squeue call."""
     queue = queue_of(directories)
     return [inspect(directory, queue) for directory in directories]
 
 
 def damage_of(directory: Path, now: State) -> str:
-    """The first file that is needed to know a run, or how it ended, and cannot be read, in words; "" if all can."""
+    """Name the first unreadable file that defines a run or its end; "" if all are readable."""
     names = ["config.json"]
     if now.kind != "done":
         names += ["result.json", *(f"attempts/{now.attempt}/{file}.json" for file in ("attempt", "ranks", "rank_0"))]
@@ -114,12 +115,12 @@ def damage_of(directory: Path, now: State) -> str:
 
 
 def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
-    """The state of a run whose newest attempt is SLURM's. `owner` is its attempt.json, written by the submitter."""
+    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the submitter."""
     folder = directory / "attempts" / str(attempt)
     if (read_json(directory / "result.json") or {}).get("status") == "done":
         return State("done", attempt)
     job = queue.find(owner)
-    if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before he could note it
+    if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before recording the id
         with contextlib.suppress(OSError):
             owner = note(folder, job_id=job.id)
     if job and job.waiting:
@@ -136,7 +137,7 @@ def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> Sta
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
     word = owner.get("slurm_state") if job is None or job.active else job.state
-    if "ended" not in owner:  # so that nobody need ask SLURM again, which forgets
+    if "ended" not in owner:  # recorded, as SLURM forgets jobs
         with contextlib.suppress(OSError):
             note(folder, ended=time.time(), slurm_state=word)
     ran = (owner["job_id"] or any(folder.glob("rank_*.json"))) and not (word or "").startswith("CANCELLED")
@@ -145,7 +146,10 @@ def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> Sta
 
 
 def note(attempt: Path, **known: object) -> dict:
-    """Add to what an attempt says of its job. One with a job is not over, whatever somebody thought who did not find it."""
+    """Update the record of an attempt, attempt.json, and return it.
+
+    Setting a job id clears `ended`: another launcher may have marked the attempt finished before the id was known.
+    """
     record = {**read_json(attempt / "attempt.json"), **known}
     if "job_id" in known:
         record.pop("ended", None)
@@ -154,14 +158,14 @@ def note(attempt: Path, **known: object) -> dict:
 
 
 def being_submitted(owner: dict) -> bool:
-    """Whether the one who claimed an attempt may still hand it to SLURM. On another host only time can tell."""
+    """Whether the process that claimed an attempt may still submit it. On another host only the elapsed time can tell."""
     if owner["host"] == socket.gethostname():
         return alive(owner) and "ended" not in owner
     return "ended" not in owner and time.time() - owner["started"] < SILENCE
 
 
 def queue_of(directories: list[Path]) -> Queue:
-    """What SLURM says of the newest attempts of these runs: one squeue call for all, none if no run is SLURM's."""
+    """Ask SLURM about the newest attempts of these runs: one squeue call for all, none if no run was submitted to SLURM."""
     owners = []
     for directory in directories:
         owner = read_json(directory / "attempts" / str(newest_attempt(directory)) / "attempt.json")
@@ -171,20 +175,20 @@ def queue_of(directories: list[Path]) -> Queue:
 
 
 def newest_attempt(directory: Path) -> int:
-    """Number of the newest attempt; 0 when there is none."""
+    """Return the number of the newest attempt; 0 if there is none."""
     return max(attempts_of(directory), default=0)
 
 
 def processes(attempt: Path) -> list[dict]:
-    """The ranks of an attempt that still run on this host."""
+    """Return the records of an attempt's ranks that still run on this host."""
     ranks = map(read_json, rank_files(attempt, "rank").values())
     return [rank for rank in ranks if rank and "exit_status" not in rank and alive(rank)]
 
 
 def host_of_running(attempt: Path) -> str | None:
-    """The host on which an attempt is running; None when it is over.
+    """Return the host on which an attempt is running; None if it is over.
 
-    Its owner is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
+    The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
     """
     owner = read_json(attempt / "ranks.json") or read_json(attempt / "attempt.json")
     if owner and owner.get("executor") == "slurm":
@@ -198,10 +202,10 @@ def host_of_running(attempt: Path) -> str | None:
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
-    """Become the one that runs attempt `number`. Returns its folder, or None if somebody else was faster: look at the state again.
+    """Claim attempt `number` of a run. Returns its folder, or None if another launcher was faster: then read the state again.
 
-    `fresh` starts the run again from nothing: the old directory goes away as a whole. `owner` is what attempt.json says beside the
-    process: for a SLURM job its executor, token, user and code. Raises OSError when it cannot be written.
+    `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields of attempt.json: for a
+    SLURM job its executor, token, user and code. Raises OSError if nothing can be written.
     """
     owner |= {"overrides": overrides}
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +221,7 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
         except OSError:
             return None
     if any(host_of_running(attempts / str(other)) for other in attempts_of(directory) if other != number):
-        shutil.rmtree(attempts / str(number))  # the directory was replaced under us by a launcher with launch.force
+        shutil.rmtree(attempts / str(number))  # a launcher with launch.force has replaced the directory meanwhile
         return None
     if fresh:
         _remove(directory)
@@ -227,7 +231,7 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
 
 
 def _create(directory: Path, job: Job, owner: dict) -> Path | None:
-    """A new run directory with its first attempt, in one rename."""
+    """Create a run directory with its first attempt, in one rename. Returns None if another launcher was faster."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
         run = Path(scratch) / directory.name
         _write_attempt(run / "attempts" / "1", owner)
@@ -242,11 +246,11 @@ def _create(directory: Path, job: Job, owner: dict) -> Path | None:
 
 
 def _remove(directory: Path) -> None:
-    """Take a run directory away in one rename, then delete it: what a kill in between leaves is not taken for a run."""
+    """Rename a run directory away, then delete it: what an interrupted deletion leaves is not mistaken for a run."""
     grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
     grave.parent.mkdir(exist_ok=True)
     directory.rename(grave)
-    for folder in grave.parent.glob(f"{directory.name}-*"):  # also what a kill has left there earlier
+    for folder in grave.parent.glob(f"{directory.name}-*"):  # also what an interrupted deletion left there earlier
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         grave.parent.rmdir()
@@ -258,7 +262,7 @@ def _write_attempt(folder: Path, owner: dict) -> None:
 
 
 def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
-    """What runs: the newest attempt's, where settings that are not part of the identity may have changed."""
+    """Write the configuration of the newest attempt; settings outside the identity may have changed since the last one."""
     write_json(directory / "config.json", to_dict(job))
     write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
     environment = describe_environment()
@@ -268,7 +272,7 @@ def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
 
 
 def end_attempt(attempt: Path) -> None:
-    """Mark that the launcher is through with an attempt, while it goes on to other cells."""
+    """Mark that the launcher has finished with an attempt, while it continues with other cells."""
     record = read_json(attempt / "attempt.json")
     if record:
         write_json(attempt / "attempt.json", {**record, "ended": time.time()})
@@ -276,7 +280,7 @@ def end_attempt(attempt: Path) -> None:
 
 @functools.cache
 def describe_environment() -> dict:
-    """Code, versions and machine of this run. Nothing from os.environ, and a diff without what looks like a secret."""
+    """Return code, versions and machine of this run. Includes nothing from os.environ, and a diff without what looks like a secret."""
     diff = _git("diff", "HEAD")
     return {
         "git_sha": _git("rev-parse", "HEAD"),
@@ -291,7 +295,7 @@ def describe_environment() -> dict:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the checkout of this code; None if it is not one, or there is no git."""
+    """Return the output of git in the checkout of this code; None if it is not a checkout, or git is not available."""
     root = Path(titan_hydra.__file__).parents[1]
     if not (root / ".git").exists():
         return None
@@ -303,7 +307,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def result_status(state: State) -> int:
-    """Exit status that a run's state stands for."""
+    """Return the exit status that corresponds to a run's state."""
     if state.kind == "failed":
         return state.failure.status
     return Exit.DONE if state.kind == "done" else Exit.REQUEUED

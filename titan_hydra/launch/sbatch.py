@@ -1,11 +1,11 @@
 """The batch script of a job, by submitit's SLURM executor: ranks under srun, one cell after another, requeued when they were asked to stop.
 
-submitit makes the script's head from its parameters. Its pickles are not used: they are named after the job's id, so a submitter that is
-killed just after sbatch leaves a job without its pickle. Here everything a job needs is on disk before sbatch: a list of cells, a line
-each (number, nodes, ranks, run directory, attempt), of which an array's task takes its own line and a packed job takes all.
+submitit makes the script's header from its parameters. Its pickles are not used: they are named after the job's id, so a submitter killed
+just after sbatch would leave a job without its pickle. Here everything a job needs is on disk before sbatch: a list of cells, a line each
+(number, nodes, ranks, run directory, attempt); an array's task takes its own line, a packed job all of them.
 
-A job starts an attempt only where attempt.json has the submission's token, and only once: the first to write its id into the attempt's file
-`job` owns it. A job that was requeued makes the next attempt; one that finds another owner's attempt or another job's id starts nothing.
+A job starts an attempt only if attempt.json has the submission's token, and only once: the first job to write its id into the attempt's
+file `job` owns it. A requeued job creates the next attempt; a job that finds another token or another job's id starts nothing.
 """
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class Shape:
-    """Resources of a job: cells that have the same go into one array."""
+    """Resources of a job: cells with the same resources share an array."""
 
     nodes: int
     ranks_per_node: int
@@ -102,7 +102,7 @@ class Line:
 
 
 class SubmissionError(Exception):
-    """sbatch refused, in its own words."""
+    """sbatch refused the job; the message is its own."""
 
 
 class Batch(SlurmExecutor):
@@ -127,11 +127,11 @@ class Batch(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """submitit asks whether there is a SLURM: launch.mode=dry needs none."""
+        """Tell submitit that SLURM is available, since launch.mode=dry needs none."""
         return 1
 
     def flags(self, shape: Shape, cluster: Cluster) -> dict:
-        """sbatch flags that submitit does not know, or that it would set otherwise."""
+        """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"  # SLURM would take %j for the job's number there too
         return {
@@ -140,7 +140,7 @@ class Batch(SlurmExecutor):
         }
 
     def setup(self) -> list[str]:
-        """What the batch script does before its ranks start."""
+        """Return the shell lines of the batch script before its ranks start."""
         paths = f"{shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
         cores = self.cluster.cpus_per_task
         return [
@@ -154,7 +154,7 @@ class Batch(SlurmExecutor):
         return self._make_submission_file_text(self.body(), "")
 
     def body(self) -> str:
-        """The part that runs the cells."""
+        """Return the part of the script that runs the cells."""
         folder = shlex.quote(str(self.folder))
         every = f"cat {folder}/{LIST}"
         return BODY.format(
@@ -166,11 +166,11 @@ class Batch(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
-        unset = ("=None", "=False")  # how submitit writes a flag that is not to be given
+        unset = ("=None", "=False")  # how submitit writes a flag without a value
         return "\n".join(line for line in text.split("\n") if not (line.startswith("#SBATCH") and line.endswith(unset)))
 
     def write(self) -> None:
-        """Put on disk all that the job needs."""
+        """Write all files that the job needs."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         rows = [f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\n" for number, line in enumerate(self.lines)]
@@ -178,7 +178,7 @@ class Batch(SlurmExecutor):
         (folder / SCRIPT).write_text(self.text)
 
     def submit_all(self) -> list[str]:
-        """sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123. Raises SubmissionError."""
+        """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123. Raises SubmissionError."""
         # Inside another job, its variables would be taken for this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
         try:

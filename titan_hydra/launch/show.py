@@ -12,7 +12,7 @@ from .rundir import State
 
 
 def table(columns: list[str], rows: list[list[object]]) -> None:
-    """A table as wide as its content where nobody's terminal limits it."""
+    """Print a table; outside a terminal it is as wide as its content."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -24,7 +24,7 @@ def table(columns: list[str], rows: list[list[object]]) -> None:
 
 
 def results(cells: list, states: list[State]) -> None:
-    """What came of each cell of a sweep."""
+    """Print the result of each cell of a sweep."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
         result = (read_json(cell.directory / "result.json") or {}) if state.kind == "done" else {}
@@ -35,7 +35,8 @@ def results(cells: list, states: list[State]) -> None:
 
 
 def plan(cells: list, states: list[State], hours: float | None) -> None:
-    """launch.mode=dry: what would run, on how much, for how long at most; `hours` is what all that would start can take."""
+    """Print what launch.mode=dry would run, on which resources, for how long at most; `hours` bounds the GPU-hours of all cells to start.
+    """
     rows = []
     for cell, state in zip(cells, states, strict=True):
         rows.append([cell.directory.name, cell.name, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])
@@ -48,7 +49,7 @@ def plan(cells: list, states: list[State], hours: float | None) -> None:
 
 
 def shape(array) -> str:
-    """The resources of an array of cells, in words."""
+    """Describe the resources of an array of cells."""
     many, nodes = len(array.cells), array.shape.nodes
     kind = "one after another in one job" if array.packed else "one job array" if many > 1 else "one job"
     per_node = f"{nodes} node{'s' if nodes > 1 else ''} x {array.shape.ranks_per_node} GPU{'s' if array.shape.ranks_per_node > 1 else ''}"
@@ -56,7 +57,7 @@ def shape(array) -> str:
 
 
 def submitted(cells: list, states: list[State], folder: Path | None) -> None:
-    """Cells that SLURM has, or that it need not have, and what to type next."""
+    """Print the submitted and the finished cells, and what to type next."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
         word = f"failed: {state.failure.line}" if state.failure else waiting(state) if state.kind in ("queued", "unknown") else state.kind
@@ -73,12 +74,12 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
 
 
 def _where(cell) -> str:
-    """The option that titan needs to find runs that are not in the folder `runs` of this one."""
+    """Return titan's option for runs outside this folder's `runs`; "" if it is not needed."""
     return "" if cell.runs == Path("runs").absolute() else f" --runs {shlex.quote(cell.job.paths.runs)}"
 
 
 def waiting(state: State) -> str:
-    """Why a run does not run yet, in SLURM's words."""
+    """Explain why a run is not running yet, with SLURM's reason."""
     if state.kind == "unknown":
         return "unknown: SLURM does not answer; nothing was started"
     reason = state.job.reason if state.job else ""
@@ -87,7 +88,7 @@ def waiting(state: State) -> str:
 
 
 def result_line(directory: Path) -> str:
-    """A finished run in one line."""
+    """Format a finished run in one line."""
     result = read_json(directory / "result.json") or {}
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
     held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f})"
@@ -96,19 +97,19 @@ def result_line(directory: Path) -> str:
 
 
 def longer(cell) -> None:
-    """How to train a finished run longer, if it has left a checkpoint."""
+    """Print the `titan extend` command for a finished run that has left a checkpoint."""
     if any(cell.directory.glob("checkpoints/step-*")) and cell.job.fault_tolerance.name == "off":
         print(f"  train longer: titan extend{_where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}")
 
 
 def last_word(directory: Path, state: State) -> str:
-    """What rank 0 said when it was stopped: how far it came."""
+    """Return rank 0's message when it was stopped: how far it got."""
     said = (read_json(directory / "attempts" / str(state.attempt) / "rank_0.json") or {}).get("error") or {}
     return said.get("message") or "ended before it could save; it goes back to its newest checkpoint, if there is one"
 
 
 def failure(directory: Path, why: Failure) -> None:
-    """The guilty rank's own words, and where the rest of them is."""
+    """Print the guilty rank's error, and where its log is."""
     if why.detail:
         print(f"\n{why.detail}\n", file=sys.stderr)
     print(f"{directory.name}: failed ({why.status}): {why.line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What SLURM says about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
+"""Ask SLURM about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
 from __future__ import annotations
 
 import getpass
@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-LIMIT = 30  # seconds that a SLURM command may take; one whose controller is down takes as long as it likes
+LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start, name
@@ -15,7 +15,7 @@ FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One job, or one task of an array. `state` is SLURM's own word for it, `start` when it started or is expected to."""
+    """One job, or one task of an array. `state` is SLURM's own name of it, `start` when it started or is expected to."""
 
     id: str
     state: str
@@ -35,13 +35,14 @@ class SlurmJob:
 
 @dataclass
 class Queue:
-    """SLURM's jobs at one moment. `answers` is False when SLURM is down or not installed: then nothing is known of any job."""
+    """SLURM's jobs at one moment. `answers` is False if SLURM is down or not installed: then nothing is known about any job."""
 
     jobs: dict[str, SlurmJob] = field(default_factory=dict)
     answers: bool = True
 
     def find(self, owner: dict) -> SlurmJob | None:
-        """The job of an attempt: by the id that its submitter noted or, if he died before that, by the token in the job's name."""
+        """Return the job of an attempt: by the recorded id or, if the submitter died before recording it, by the token in the job's name.
+        """
         if owner["job_id"]:
             return self.jobs.get(owner["job_id"])
         named = [job for job in self.jobs.values() if job.name.endswith(owner["token"])]
@@ -49,9 +50,9 @@ class Queue:
 
 
 def queue_of(owners: list[dict]) -> Queue:
-    """What SLURM knows of some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten.
+    """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten.
 
-    squeue also lists jobs whose end was noted before: an administrator may requeue them, and after a failed sbatch they may come late.
+    squeue also lists jobs whose end was recorded before: an administrator may requeue them, and after a failed sbatch they may appear late.
     """
     if not owners:
         return Queue()
@@ -71,7 +72,7 @@ def _job(line: str) -> SlurmJob | None:
 
 
 def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
-    """How jobs ended that squeue has forgotten, from sacct; {} on a cluster without accounting."""
+    """Return how jobs ended that squeue has forgotten, from sacct; {} on a cluster without accounting."""
     ids = sorted(job_ids)
     found = {}
     for first in range(0, len(ids), 500):  # a command line has a limit
@@ -84,7 +85,7 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
 
 
 def call(*command: str) -> str | None:
-    """Output of a SLURM command; None if it is not installed, fails, or does not answer."""
+    """Return the output of a SLURM command; None if it is not installed, fails, or does not answer."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The code that a job will run, copied when it is submitted: what is edited while it waits in the queue does not change it."""
+"""Copy the code of a job at submission, so that edits made while it waits in the queue do not change it."""
 from __future__ import annotations
 
 import hashlib
@@ -16,7 +16,7 @@ ROOT = Path(titan_hydra.__file__).parents[1]
 
 
 def take(runs: Path) -> Path:
-    """Copy this code to `<runs>/_code/<hash>`, unless it is there already. Returns that folder."""
+    """Copy this code to `<runs>/_code/<hash>` unless it is there already. Returns that folder."""
     names = [name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)]
     final = runs / FOLDER / digest(ROOT, names)
     if final.is_dir():
@@ -29,16 +29,16 @@ def take(runs: Path) -> Path:
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
         try:
             copy.rename(final)
-        except OSError:  # somebody else has just taken the same one
+        except OSError:  # another process has just taken the same snapshot
             if not final.is_dir():
                 raise
     return final
 
 
 def files(root: Path) -> list[str]:
-    """What belongs to the code: in a checkout all tracked files as they are now and new Python files, else the package.
+    """List the files of the code: in a checkout all tracked files in their present state and new Python files, else the package.
 
-    Raises ConfigError where git does not list them, as in a checkout that belongs to another user.
+    Raises ConfigError if git does not list them, as in a checkout that belongs to another user.
     """
     if (root / ".git").exists():
         tracked = _git(root, "ls-files", "-z")
@@ -49,7 +49,7 @@ def files(root: Path) -> list[str]:
 
 
 def copied(folder: Path) -> list[str]:
-    """The files of a snapshot; what Python has compiled there since is not part of it."""
+    """List the files of a snapshot, without what Python has compiled there since."""
     found = []
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -59,7 +59,7 @@ def copied(folder: Path) -> list[str]:
 
 
 def digest(root: Path, names: list[str]) -> str:
-    """16 hex digits of the sha256 over names and contents; of a link, where it points."""
+    """Return 16 hex digits of the sha256 over names and contents; for a link, over its target."""
     total = hashlib.sha256()
     for name in names:
         path = root / name

@@ -1,4 +1,4 @@
-"""`titan status`: where the runs of a sweep stand, in one table; what went wrong, and what to type next."""
+"""`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next."""
 from __future__ import annotations
 
 import argparse
@@ -20,7 +20,7 @@ from .view import ACTIVE, Row, add_target, choose, look, moment
 COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "damaged": "red",
            "unknown": "dim", "new": "dim"}
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "new")
-SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "new", "done")  # where the terminal has not lines enough
+SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "new", "done")  # used if the terminal has too few lines
 REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for which there are plainer words
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # of so many the reason is shown
@@ -29,14 +29,14 @@ REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan status`."""
+    """Add the options of `titan status`."""
     add_target(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until no run is queued or running")
     parser.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0, whatever the runs' states are."""
+    """Print the table once or follow it. Returns 0, whatever the runs' states are."""
     selection = choose(args.target, args.runs)
     if args.follow and not args.json:
         return follow(args, selection)
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def follow(args: argparse.Namespace, selection: Selection) -> int:
-    """The same, again and again until all is over; where nobody looks at a terminal, a line for each state that has changed."""
+    """Print the table repeatedly until all runs are over; without a terminal, a line for each change of state."""
     if not sys.stdout.isatty():
         return follow_in_lines(selection)
     from rich.live import Live
@@ -67,7 +67,7 @@ def follow(args: argparse.Namespace, selection: Selection) -> int:
 
 
 def follow_in_lines(selection: Selection) -> int:
-    """For a log: when which cell changed its state, and how."""
+    """Print one line for each change of a cell's state, for a log."""
     before: dict[Path, str] = {}
     while True:
         rows, queue = look(selection.cells)
@@ -83,7 +83,7 @@ def follow_in_lines(selection: Selection) -> int:
 
 
 def fitting(rows: list[Row], lines: int) -> tuple[list[Row], list[str]]:
-    """The rows that a screen has room for, those in motion first, and what is left out, in words."""
+    """Return the rows that fit the screen, the most urgent states first, and a line that counts the others."""
     if len(rows) <= max(lines, 3):
         return rows, []
     kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[:max(lines, 3)]
@@ -91,7 +91,7 @@ def fitting(rows: list[Row], lines: int) -> tuple[list[Row], list[str]]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """One line a run."""
+    """Format one line for each run."""
     titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
     cells = [[
         row.cell if len(row.cell) <= NAME else f"{row.cell[:NAME - 1]}\N{HORIZONTAL ELLIPSIS}",
@@ -103,7 +103,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def note(row: Row) -> str:
-    """What is worth knowing of a run beside its numbers, in a few words."""
+    """Return the remark beside a run's numbers, in a few words."""
     state, job, parts = row.state, row.state.job, []
     if state.kind == "failed":
         parts.append(str(state.failure.kind))
@@ -127,7 +127,7 @@ def note(row: Row) -> str:
 
 
 def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue: Queue) -> Iterable[str]:
-    """What stands below the table: why cells failed, the sum, and what to type next."""
+    """Yield the lines below the table: failures, summary, and what to type next."""
     failed = [row for row in rows if row.state.failure]
     for row in failed[:FAILURES]:
         yield f"{row.hash}  {row.cell}: {row.state.failure.kind}: {row.state.failure.line}"
@@ -152,7 +152,7 @@ def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue
 
 
 def summary(rows: list[Row]) -> str:
-    """12 cells: 9 done, 2 running, 1 failed (out of memory)"""
+    """Count the cells by state: 12 cells: 9 done, 2 running, 1 failed (out of memory)"""
     kinds = Counter(row.state.kind for row in rows)
     classes = Counter(str(row.state.failure.kind) for row in rows if row.state.failure)
     why = ", ".join(kind if count == kinds["failed"] else f"{count} {kind}" for kind, count in classes.items())
@@ -161,7 +161,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def next_steps(rows: list[Row], runs: str, target: str) -> Iterable[tuple[str, str]]:
-    """What to type next about the same runs, and what it does."""
+    """Yield commands to type next about the same runs, and what they do."""
     kinds = {row.state.kind for row in rows}
     first = {row.state.kind: row for row in reversed(rows)}
     if "failed" in kinds:
@@ -177,7 +177,7 @@ def next_steps(rows: list[Row], runs: str, target: str) -> Iterable[tuple[str, s
 
 
 def as_json(row: Row) -> dict:
-    """A row with everything that is known."""
+    """Return a row with everything that is known, unrounded."""
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
         "cell": row.cell, "hash": row.hash, "directory": str(row.directory), "state": state.kind, "damage": state.damage or None,
@@ -195,7 +195,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """0:43, 12:05, 3:20:00, 2d 04:10"""
+    """Format a duration: 0:43, 12:05, 3:20:00, 2d 04:10"""
     if seconds is None:
         return "-"
     minutes, rest = divmod(int(seconds), 60)
@@ -206,7 +206,7 @@ def clock(seconds: float | None) -> str:
 
 
 def words(seconds: float) -> str:
-    """How long, in one unit."""
+    """Format a duration in one unit."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds // size:.0f} {unit}"

@@ -1,8 +1,8 @@
-"""Cells to SLURM: claim each, group them by the resources they need, write the manifest, and only then call sbatch.
+"""Submit cells to SLURM: claim each, group them by the resources they need, write the manifest, and only then call sbatch.
 
-Whatever happens on the way, no cell runs twice and none is lost: a claimed attempt names a token that is in the job's name too, so the next
-launcher finds a job whose submitter died, or whose sbatch failed, before its id was noted; a job's script starts no attempt that has
-another token; and the ranks of an attempt that is not the newest stop.
+No cell runs twice and none is lost, whatever happens on the way: a claimed attempt records a token that is in the job's name too, so the
+next launcher finds a job whose submitter died, or whose sbatch failed, before its id was recorded; a job's script starts no attempt with
+another token; and ranks of an attempt that is not the newest stop.
 """
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
 
 POLL = 5  # seconds between two looks at the queue with launch.wait
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # an sbatch that does not know whether SLURM has the job
-PATIENCE = 3  # seconds until squeue is asked again after such a one
+PATIENCE = 3  # seconds until squeue is asked again after such an sbatch
 
 
 @dataclass(frozen=True)
 class Array:
-    """Cells that go to SLURM as one job array, or as one packed job, or as a single job."""
+    """Cells that are submitted as one job array, one packed job, or a single job."""
 
     token: str
     shape: Shape
@@ -45,15 +45,16 @@ class Array:
 
 
 def shape_of(cell) -> Shape:
-    """The resources of a cell's job."""
+    """Return the resources of a cell's job."""
     ranks = processes(cell.job)
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
     return Shape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
 def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
-    """Group cells that have the same shape and cluster settings, at most `limit` to an array; packed: all into one job of the largest
-    shape, in their order."""
+    """Group cells of the same shape and cluster settings, at most `limit` in an array; packed: all into one job of the largest shape, in
+    their order.
+    """
     if packed:
         shapes = [shape_of(cell) for cell in cells]
         minutes = cells[0].job.cluster.time_minutes
@@ -68,7 +69,7 @@ def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
 
 
 def batch_of(array: Array, folder: Path, attempts: list[int], name: str, code: Path) -> Batch:
-    """The batch job of an array whose files lie in `folder`."""
+    """Build the batch job of an array whose files are in `folder`."""
     lines = [Line(shape_of(cell).nodes, processes(cell.job), cell.directory, attempt)
              for cell, attempt in zip(array.cells, attempts, strict=True)]
     cluster = array.cells[0].job.cluster
@@ -78,13 +79,13 @@ def batch_of(array: Array, folder: Path, attempts: list[int], name: str, code: P
 
 @functools.cache
 def largest_array() -> int:
-    """Tasks that the cluster allows in an array."""
+    """Return the number of tasks that the cluster allows in an array."""
     found = re.search(r"MaxArraySize\s*=\s*(\d+)", slurm.call("scontrol", "show", "config") or "")
     return max(int(found[1]) - 1, 1) if found else 1000
 
 
 def scripts(cells: list) -> Iterable[tuple[Array, str]]:
-    """The batch scripts that these cells would be submitted with; needs no SLURM and writes nothing."""
+    """Yield the batch scripts that these cells would be submitted with. Needs no SLURM and writes nothing."""
     runs, baseline = cells[0].runs, baseline_of(cells)
     if cells[0].job.launch.packed and len(cells) > 1 and baseline:
         cells = [*cells, baseline]
@@ -94,7 +95,7 @@ def scripts(cells: list) -> Iterable[tuple[Array, str]]:
 
 
 def run(cells: list, folder: Path | None) -> int:
-    """Submit every cell that wants to run, and say how to follow them; with launch.wait, follow them. Returns the exit status."""
+    """Submit every cell that is to be started, and print how to follow them; with launch.wait, follow them. Returns the exit status."""
     interrupts, wait = Interrupts(), cells[0].job.launch.wait
     states = rundir.states([cell.directory for cell in cells])
     start = [(cell, state) for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
@@ -110,13 +111,14 @@ def run(cells: list, folder: Path | None) -> int:
 
 
 def baseline_of(cells: list) -> object | None:
-    """The cell that the others are compared with, if it is one of these: the one that the sweep names, or the first."""
+    """Return the cell that the others are compared with, if it is one of these: the one that the sweep names, or the first."""
     named = cells[0].job.sweep.baseline
     return next((cell for cell in cells if cell.name == named), None if named else cells[0])
 
 
 def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tuple]:
-    """In a packed job the baseline runs first and, in a directory of the sweep's own, last again: what differs is drift, not gain."""
+    """Put the baseline first in a packed job and, in a directory of the sweep's own, once more at the end: their difference measures drift.
+    """
     baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
         return start
@@ -127,7 +129,7 @@ def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tupl
 
 
 def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> int:
-    """Hand cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
+    """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
     code, status = snapshot.take(cells[0].runs), Exit.DONE
@@ -150,13 +152,13 @@ def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> i
 
 
 def unfit_hosts(states: list[State]) -> tuple[str, ...]:
-    """Hosts that the health check found unfit in an earlier attempt: a retry stays away from them."""
+    """Return the hosts that the health check found unfit in an earlier attempt; a retry excludes them."""
     unfit = [state.failure for state in states if state.failure and state.failure.status == Exit.UNHEALTHY]
     return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
 
 
 def hand_over(array: Array, attempts: list[Path], folder: Path | None, code: Path) -> int:
-    """sbatch for claimed attempts, with everything the job needs on disk before it. Returns the exit status."""
+    """Call sbatch for claimed attempts, with every file that the job needs written before. Returns the exit status."""
     place = folder / array.token if folder else attempts[0] / "submission"
     name = folder.name if folder else array.cells[0].directory.name
     batch = batch_of(array, place, [int(attempt.name) for attempt in attempts], name, code)
@@ -174,9 +176,9 @@ def hand_over(array: Array, attempts: list[Path], folder: Path | None, code: Pat
 
 
 def after_refusal(attempts: list[Path], reason: str) -> int:
-    """Look whether SLURM has the job although sbatch failed, as when the controller answers too late. Returns the exit status.
+    """Check whether SLURM has the job although sbatch failed, as when the controller answers too late. Returns the exit status.
 
-    After a time-out an attempt is over only when squeue answers without its token; a job that comes later is found by the next command.
+    After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.
     """
     owners = [read_json(attempt / "attempt.json") for attempt in attempts]
     cells = f"{len(attempts)} cell{'s' if len(attempts) > 1 else ''}"
@@ -199,7 +201,7 @@ def after_refusal(attempts: list[Path], reason: str) -> int:
 
 
 def follow(cells: list, interrupts: Interrupts) -> list[State]:
-    """launch.wait: say what changes until no cell is queued or running any more. Ctrl-C leaves; the jobs go on."""
+    """Print changes of state until no cell is queued or running (launch.wait). Ctrl-C ends the printing; the jobs continue."""
     before: dict[Path, str] = {}
     while True:
         states = rundir.states([cell.directory for cell in cells])

@@ -1,4 +1,4 @@
-"""`titan sync`: send wandb's offline files, which runs leave in their directories, to its server. For a machine that has a network."""
+"""`titan sync`: send the offline files that wandb left in run directories to its server. For a machine with network access."""
 from __future__ import annotations
 
 import argparse
@@ -17,14 +17,14 @@ LIMIT = 15  # seconds for wandb's server to answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan sync`."""
+    """Add the options of `titan sync`."""
     add_target(parser, "all runs")
     parser.add_argument("--dry", action="store_true", help="only show what would be sent")
     parser.add_argument("--minutes", type=float, default=60, metavar="N", help="give up after so long (default: 60)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 when everything was sent, 1 when wandb could not, or its server cannot be reached."""
+    """Send the files. Returns 0 if everything was sent, 1 if wandb failed or its server cannot be reached."""
     selection = choose(args.target or str(args.runs), args.runs)
     waiting = [folder for cell in selection.cells for folder in unsent(cell.directory)]
     if not waiting:
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def unreachable() -> str:
-    """Why wandb's server does not answer, which wandb itself would wait for without end; "" if it does."""
+    """Return why wandb's server does not answer; "" if it does. Checked first, as wandb itself would wait for it without limit."""
     import wandb
 
     address = wandb.setup().settings.base_url
@@ -62,5 +62,5 @@ def unreachable() -> str:
 
 
 def unsent(directory: Path) -> list[Path]:
-    """wandb's folders of a run's attempts that it has not marked as sent, the oldest first."""
+    """Return wandb's folders of a run that are not marked as sent, the oldest first."""
     return [folder for folder in sorted(directory.glob("wandb/offline-run-*")) if not any(folder.glob("*.synced"))]

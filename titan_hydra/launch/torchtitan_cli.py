@@ -1,7 +1,8 @@
-"""`titan from-torchtitan FILE.toml`: the command line that trains what one of TorchTitan's files trains, and what has no counterpart here.
+"""`titan from-torchtitan FILE.toml`: print the command line that trains what one of TorchTitan's files trains, and the keys without a
+counterpart.
 
-The table of keys is assets/torchtitan.yaml. A file leaves out what is TorchTitan's default, and that may be another one here: so
-defaults are translated too, and what `launch.py` would do anyway is left out.
+The table of keys is assets/torchtitan.yaml. A file omits TorchTitan's defaults, which may differ from those here: defaults are therefore
+translated too, and values that launch.py uses anyway are left out.
 """
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ SCHEDULES = {
 
 
 class Without(NamedTuple):
-    """A key whose value has no counterpart, and why."""
+    """A key whose value has no counterpart here, and the reason."""
 
     key: str
     kind: str
@@ -48,12 +49,12 @@ class Without(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan from-torchtitan`."""
+    """Add the options of `titan from-torchtitan`."""
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="a configuration file of TorchTitan (0.2.2, or earlier)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the line, and as comments of a shell what it leaves out."""
+    """Print the command line and, as shell comments, what it leaves out."""
     try:
         given = read(tomllib.loads(args.file.read_text()))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -71,7 +72,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read(content: dict) -> dict[str, Any]:
-    """The file's values by today's dotted names, lists where a string stood. Raises ConfigError for what was never TorchTitan's."""
+    """Return the values of a file by TorchTitan's present dotted names, comma-separated strings as lists where the key is one.
+
+    Raises ConfigError for a key that TorchTitan never had, and for a value of the wrong type.
+    """
     values = {}
     for name, value in flat(content).items():
         name = re.sub(r"^(float8|mx)\.", r"quantize.linear.\1.", TABLE["earlier"].get(name, name))
@@ -98,7 +102,8 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
-    """The overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that is not there."""
+    """Return the overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that does not exist here.
+    """
     values = DEFAULTS | given
     without = [Without(name, kind, reason) for name, (default, kind, reason) in WITHOUT.items() if values[name] != default]
     plain = {key: here[0] if here and values[name] == default else values[name] for name, (default, key, *here) in TABLE["values"].items()}
@@ -116,7 +121,8 @@ def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
 
 
 def options(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
-    """What is chosen from a group here, the values that go with it, and what such choices leave out."""
+    """Yield the options chosen from groups with the values that belong to them, and a `Without` for each value that cannot be translated.
+    """
     yield from _model(of)
     yield from _data(of)
     yield from _layout(of)
@@ -271,7 +277,7 @@ def _rest(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
 
 
 def _typed(value: Any) -> str:
-    """A value as Hydra reads it: quoted where it has more than letters, digits and what paths are made of."""
+    """Format a value as Hydra reads it: quoted if it holds more than letters, digits and the characters of paths."""
     if isinstance(value, str) and (not re.fullmatch(r"[\w./:*-]+", value) or value.lower() in ("true", "false", "null")):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return as_typed(value)

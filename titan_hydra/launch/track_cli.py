@@ -1,4 +1,4 @@
-"""`titan track`: give a tracker what runs have recorded, once they are over. The same classes track runs that are under way."""
+"""`titan track`: copy the records of finished runs to a tracker, with the classes that track running ones."""
 from __future__ import annotations
 
 import argparse
@@ -18,7 +18,7 @@ from .worker import load_job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan track`."""
+    """Add the options of `titan track`."""
     parser.add_argument("target", metavar="TARGET", help="a sweep, a cell, a run directory, a folder of runs, or the start of a hash")
     parser.add_argument("--to", required=True, choices=sorted(trackers.TRACKERS), help="tensorboard: event files in the run directory; "
                         "wandb: offline files there, which titan sync sends; either replaces those that are there")
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 when the tracker has taken all of them, else 1; 2 where a run, or the line, is not as it should be."""
+    """Copy the selected runs. Returns 0 if the tracker accepted all of them, 1 if it failed, 2 for a run that cannot be copied or a wrong
+    value.
+    """
     directories = [cell.directory for cell in choose(args.target, args.runs).cells]
     errors = [error for directory in directories if (error := copy(directory, args.values, args.to))]
     if len(errors) < len(directories):
@@ -38,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def copy(directory: Path, values: list[str], name: str) -> RunError | None:
-    """Copy one run and print that, or why not. Returns the error."""
+    """Copy one run and print the outcome. Returns the error, None if there was none."""
     try:
         job, state = change(load_job(directory), values), rundir.state(directory)
         if state.kind == "running":

@@ -1,4 +1,4 @@
-"""SLURM's word on an attempt: what it says of a job that is over, and what it and srun wrote into the attempt's slurm.log."""
+"""SLURM's report on an attempt: its state of a job that is over, and what it and srun wrote into the attempt's slurm.log."""
 from __future__ import annotations
 
 import re
@@ -32,7 +32,7 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a job, by SLURM."""
+    """The end of a job as SLURM reports it."""
 
     kind: Kind
     status: int
@@ -42,7 +42,8 @@ class Verdict:
 
 
 def of(attempt: Path, state: str | None) -> Verdict | None:
-    """SLURM's verdict, from its state of the job and from slurm.log; None where it has none: it ended by itself, or was preempted."""
+    """Return SLURM's verdict, from its state of the job and from slurm.log; None if it has none: the job ended by itself, or was preempted.
+    """
     log = last_lines(attempt / "slurm.log", 2000, 1 << 20)
     if (attempt / "requeues_spent").exists():  # the batch script's mark
         return Verdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
@@ -55,12 +56,12 @@ def of(attempt: Path, state: str | None) -> Verdict | None:
 
 
 def without_trace(attempt: Path) -> Verdict:
-    """For a job that SLURM calls failed although no rank left a word: the end of its log is all there is."""
+    """Return the verdict on a job that SLURM calls failed although no rank left a record: the end of its log."""
     return Verdict(*VERDICTS["FAILED"], detail=last_lines(attempt / "slurm.log"))
 
 
 def _host(state: str, log: str) -> str | None:
-    """The host that SLURM's words name, where it is the one to blame."""
+    """Return the host that SLURM's message names as the cause."""
     patterns = {"NODE_FAIL": r"STEP \S+ ON (\S+) CANCELLED AT \S+ DUE TO NODE FAILURE|Node failure on (\S+)",
                 "OUT_OF_MEMORY": r"srun: error: (\S+?): tasks? [\d,-]+: Out Of Memory"}
     found = re.search(patterns[state], log) if state in patterns else None
@@ -68,7 +69,8 @@ def _host(state: str, log: str) -> str | None:
 
 
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
-    """How ranks ended, as srun saw it: {rank: (exit status, or -signal; host; the how-manieth line)}, in the order of its lines."""
+    """Return how ranks ended, as srun reported it: {rank: (exit status, or -signal; host; index of its line)}, in the order of the lines.
+    """
     found: dict[int, tuple[int, str, int]] = {}
     for number, (host, tasks, how) in enumerate(DEATH.findall(last_lines(attempt / "slurm.log", 2000, 1 << 20))):
         status = _status(how)
@@ -84,6 +86,6 @@ def _status(how: str) -> int:
 
 
 def _numbers(tasks: str) -> list[int]:
-    """The numbers of SLURM's short form: 0-2,5."""
+    """Expand SLURM's short form of numbers: 0-2,5."""
     ranges = [part.partition("-") for part in tasks.split(",")]
     return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]

@@ -1,4 +1,4 @@
-"""What the commands that follow runs have in common: which runs a person means, and what one line about a run says.
+"""What the commands that follow runs share: selecting runs, and collecting what one line about a run shows.
 
 Only the ends of files are read, and SLURM is asked once for all runs.
 """
@@ -55,19 +55,21 @@ class Row:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """The option that all these commands have."""
+    """Add the option --runs, which all these commands have."""
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run directories (default: runs)")
 
 
 def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep, or all runs where there is none") -> None:
-    """The runs that a command is about."""
+    """Add the argument that selects runs, and --runs."""
     parser.add_argument("target", nargs="?", metavar="TARGET", help="a sweep, one of its cells, a run directory, a folder of runs, or the "
                         f"start of a hash (default: {default})")
     add_runs(parser)
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """The runs that `target` means: what find.select knows, or a cell's name in the newest sweep that has one; None: the newest sweep."""
+    """Return the runs that `target` selects, as find.select does, or as a cell's name in the newest sweep that has it; None: the newest
+    sweep.
+    """
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()
@@ -89,13 +91,13 @@ def choose(target: str | None, runs: Path) -> Selection:
 
 
 def begun(directory: Path) -> float:
-    """When the newest attempt was claimed."""
+    """Return when the newest attempt was claimed."""
     attempts = directory / "attempts"
     return attempts.stat().st_mtime if attempts.is_dir() else 0.0
 
 
 def choose_one(target: str, runs: Path) -> RunCell:
-    """The run that `target` means. Raises ConfigError when these are several."""
+    """Return the run that `target` selects. Raises ConfigError if these are several."""
     selection = choose(target, runs)
     if len(selection.cells) != 1:
         names = ", ".join(cell.name for cell in selection.cells[:6])
@@ -104,19 +106,19 @@ def choose_one(target: str, runs: Path) -> RunCell:
 
 
 def place_of(target: str, runs: Path) -> Path:
-    """The folder that was typed, or the directory of the run that `target` means."""
+    """Return `target` if it is a folder or a path, else the directory of the run that it selects."""
     return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
 
 
 def look(cells: list[RunCell]) -> tuple[list[Row], Queue]:
-    """All that is known of these runs now."""
+    """Collect all that is known of these runs now."""
     queue = rundir.queue_of([cell.directory for cell in cells])
     names = short_names(cells)
     return [row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
-    """The cells' names without hashes, or what was typed for them alone where they have no names, or have the same."""
+    """Return the cells' names without hashes, or their own overrides if they have no names or the same ones."""
     overrides = [list(filter(tells, cell.overrides)) for cell in cells]
     if all(cell.name == " ".join(cell.overrides) for cell in cells):
         return [" ".join(changes) or cell.name for cell, changes in zip(cells, differing(overrides), strict=True)]
@@ -132,14 +134,14 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 
 def tells(override: str) -> bool:
-    """Whether an override can tell experiments apart: one about where a run runs or what it logs does not."""
+    """Whether an override can distinguish experiments; one about where a run runs or what it logs cannot."""
     key = override.lstrip("+~").partition("=")[0]
     return identities().get(key, True)
 
 
 @functools.cache
 def identities() -> dict[str, bool]:
-    """Whether a key, or any key of a group, is part of a run's identity."""
+    """Return for each key and group whether it, or any key in it, is part of a run's identity."""
     known, found = known_keys(), {}
     groups = {name.rpartition(".")[0] for name in known}
     for name in reversed(known):  # keys before their groups
@@ -150,7 +152,7 @@ def identities() -> dict[str, bool]:
 
 
 def row(cell: str, directory: Path, state: State) -> Row:
-    """Read the few files that say how far a run is."""
+    """Read the few files that show the progress of a run."""
     if state.kind in ("new", "damaged"):
         return Row(cell, directory, state)
     attempt = directory / "attempts" / str(state.attempt)
@@ -178,8 +180,9 @@ def row(cell: str, directory: Path, state: State) -> Row:
 
 
 def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
-    """Seconds since rank 0 last moved, if that is longer than can be expected: its process beats every second, its steps take what they
-    take. None: it moves, or does what may last."""
+    """Return the seconds since rank 0 last made progress, if that is longer than expected from its beats (one a second) and its step times.
+    None if it makes progress, or is in a phase without a limit.
+    """
     if not beat:
         return None
     if now - beat["time"] > SILENT:
@@ -190,7 +193,7 @@ def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
 
 
 def where(state: State, rank: dict, config: dict) -> str | None:
-    """Where a run runs, in SLURM's words, or where rank 0 ran and how many more nodes there were; nowhere while it waits."""
+    """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it waits."""
     if state.kind == "queued":
         return None
     if named := state.host or (state.job.nodes if state.job else None):
@@ -201,7 +204,7 @@ def where(state: State, rank: dict, config: dict) -> str | None:
 
 
 def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) -> float | None:
-    """How long the newest attempt has waited (queued), has been running, or took."""
+    """Return how long the newest attempt has waited (queued), has been running, or took."""
     claimed = (read_json(attempt / "attempt.json") or {}).get("started")
     if state.kind == "queued":
         began = rank.get("ended", claimed)  # requeued
@@ -212,7 +215,7 @@ def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) ->
 
 
 def moment(written: str) -> float | None:
-    """A time as SLURM writes it; None for N/A and the like."""
+    """Parse a time as SLURM writes it; None for N/A and the like."""
     try:
         return datetime.fromisoformat(written).timestamp()
     except ValueError:

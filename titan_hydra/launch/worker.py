@@ -1,6 +1,6 @@
-"""What every rank starts with: it finds out which rank it is, checks that the job is the one that was submitted, and calls the trainer.
+"""The entry point of every rank: determine its rank, check that the job is the one that was submitted, and call the trainer.
 
-Three ways in: submitit calls `run`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank without
+Three callers: submitit calls `run`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank without
 them); cluster=inline calls `run(..., inline=True)`. A rank imports only what its job needs: no Hydra, no launcher.
 """
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .records import this_process
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
 LATE = 60  # seconds until a rank must see what was written before it was started
-# Who started this rank tells it its place in these variables: rank, ranks, its number on this host, ranks on this host.
+# The variables in which a launcher passes a rank its place: rank, ranks, rank on this host, ranks on this host.
 VARIABLES = {
     "local": ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
@@ -36,7 +36,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the ranks this process is, and who started it."""
+    """The rank of this process among all ranks, and what started it."""
 
     rank: int
     ranks: int
@@ -53,7 +53,7 @@ class Place:
 
 
 def run(directory: str, attempt: int, inline: bool = False) -> int:
-    """Be one rank of a run. Ends the process with the rank's exit status, but inline, where that is returned."""
+    """Run one rank. Ends the process with the rank's exit status, except inline, where the status is returned."""
     folder = Path(directory).absolute()
     place, attempt_folder = Place.find(inline), folder / "attempts" / str(attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
@@ -84,10 +84,10 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
 
 
 class Log(io.FileIO):
-    """A rank's output. On a full disk it loses what is printed, and the run goes on."""
+    """A rank's output stream. On a full disk, output is lost and the run continues."""
 
     def write(self, data) -> int:
-        """Write it, or claim to have."""
+        """Write the data; on an error report it as written."""
         try:
             return super().write(data)
         except OSError:
@@ -95,7 +95,7 @@ class Log(io.FileIO):
 
 
 def own_process(log: Path) -> None:
-    """Everything this rank says goes to its log; signals act as usual again (submitit ignores SIGTERM); SIGQUIT prints all stacks."""
+    """Redirect this rank's output to its log, restore the signal handling that submitit changes, and let SIGQUIT print all stacks."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(descriptor, target)
@@ -110,7 +110,7 @@ def own_process(log: Path) -> None:
 
 
 def _stop_before_training(number: int, frame: object) -> None:
-    """Until the trainer listens itself: there is nothing to save yet."""
+    """Handle a stop signal until the trainer installs its own handler: there is nothing to save yet."""
     raise Stopped("stopped before the first step")
 
 
@@ -142,7 +142,7 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
 
 
 def _group_of(job: Job, place: Place, directory: Path) -> tuple[int, Place]:
-    """The replica group that a rank belongs to, and its place in it. Raises ConfigError where the number of ranks is wrong."""
+    """Return the replica group of a rank, and its place in it. Raises ConfigError if the number of ranks is wrong."""
     ranks = processes(job)
     size = ranks // job.fault_tolerance.replicas
     if place.ranks != ranks:
@@ -153,7 +153,9 @@ def _group_of(job: Job, place: Place, directory: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """The job in config.json. Raises ConfigError if it is not the one whose hash the directory bears: edited, or from another version."""
+    """Read the job in config.json. Raises ConfigError if its identity is not the hash in the directory's name: edited, or from another
+    version.
+    """
     file = directory / "config.json"
     content = read_json(file)
     if content is None:
@@ -169,7 +171,7 @@ def load_job(directory: Path) -> Job:
 
 
 def _check_claim(attempt: Path, place: Place) -> None:
-    """Raises ConfigError if another attempt has taken over, or the code is not the one that was submitted."""
+    """Raise ConfigError if another attempt has taken over, or the code is not the one that was submitted."""
     newest = max(attempts_of(attempt.parents[1]))
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
@@ -186,15 +188,15 @@ def _check_claim(attempt: Path, place: Place) -> None:
 
 
 def _job_id() -> str | None:
-    """The SLURM job of this rank, as squeue writes it: 123, or 123_4 in an array."""
+    """Return the SLURM job of this rank, as squeue writes it: 123, or 123_4 in an array."""
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
 
 
 def _rendezvous(file: Path, place: Place):
-    """A store that all ranks share, and MASTER_ADDR and MASTER_PORT. Rank 0 takes a free port and writes it to `file`; nobody guesses one.
+    """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0 takes a free port and writes it to `file`.
 
-    torchrun has a store already. Raises NoRendezvous when rank 0 does not come up.
+    Under torchrun the existing store is used. Raises NoRendezvous if rank 0 does not start.
     """
     from datetime import timedelta
 
@@ -218,7 +220,7 @@ def _rendezvous(file: Path, place: Place):
 
 
 class NoRendezvous(RunError):
-    """Rank 0 did not come up."""
+    """Rank 0 did not start in time."""
 
     status = Exit.HANG
 
@@ -231,16 +233,16 @@ def _wait_for(file: Path) -> tuple[str, int]:
 
 
 def until_seen(file: Path, seconds: int = LATE) -> None:
-    """Wait for a file that was there before this rank was started; other hosts of a network file system may see it late.
+    """Wait for a file that was written before this rank was started; other hosts of a network file system may see it late.
 
-    Raises Unhealthy after so many seconds: not the job is wrong, but this host's view of the file system.
+    Raises Unhealthy after `seconds`: the fault is in this host's view of the file system, not in the job.
     """
     if not _appears(file, seconds):
         raise Unhealthy(f"{socket.gethostname()}: {file} cannot be seen here after {seconds} s; is its file system mounted?")
 
 
 def _appears(file: Path, seconds: float) -> bool:
-    """Whether a file is there, now or within so many seconds."""
+    """Whether a file exists, now or within `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -252,13 +254,13 @@ def _appears(file: Path, seconds: float) -> bool:
 
 
 def _say_why(status: int, error: dict) -> None:
-    """The last lines of this rank's log."""
+    """Print the last lines of this rank's log: its exit status and error."""
     print(f"{LAST_WORDS} {int(status)}", file=sys.stderr)
     print(error["traceback"] or f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    """DIRECTORY [ATTEMPT]; without ATTEMPT the newest one, or the first."""
+    """Run the rank from DIRECTORY [ATTEMPT]; without ATTEMPT the newest attempt, or the first."""
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG
