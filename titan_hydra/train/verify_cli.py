@@ -19,7 +19,7 @@ STEPS_OF_RANDOM = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `titan verify`."""
+    """Add the options of `titan verify`."""
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
     parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
