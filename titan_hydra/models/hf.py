@@ -1,4 +1,6 @@
-"""Llama 3 in Hugging Face's terms: names of weights and config.json, both ways. Weights need no permutation, as our RoPE is theirs."""
+"""Translate Llama 3 to and from Hugging Face: names of weights, and config.json. Weights need no permutation, as both use the same RoPE
+layout.
+"""
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ NAMES = {
 
 
 def hf_name(fqn: str) -> str:
-    """Hugging Face's name of the parameter that our model calls `fqn`."""
+    """Return Hugging Face's name of the parameter `fqn`."""
     if not fqn.startswith("layers."):
         return f"{NAMES[fqn.removesuffix('.weight')]}.weight"
     _, layer, part = fqn.removesuffix(".weight").split(".", 2)
@@ -25,7 +27,7 @@ def hf_name(fqn: str) -> str:
 
 
 def parameter_shapes(config: Model) -> dict[str, torch.Size]:
-    """Shape of every parameter by name, from the embedding to the head. Raises ConfigError for a family that is not Llama."""
+    """Return the shape of every parameter by name, from the embedding to the head. Raises ConfigError for a family other than Llama."""
     if config.family != "llama3":
         raise ConfigError(f"model.family={config.family}: has no Hugging Face format here; legal: llama3")
     with torch.device("meta"):
@@ -33,7 +35,7 @@ def parameter_shapes(config: Model) -> dict[str, torch.Size]:
 
 
 def to_hf_config(config: Model, dtype: torch.dtype) -> dict:
-    """The config.json of a LlamaForCausalLM, without token ids."""
+    """Return the config.json of a LlamaForCausalLM, without token ids."""
     scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -66,7 +68,9 @@ def to_hf_config(config: Model, dtype: torch.dtype) -> dict:
 
 
 def from_hf_config(data: dict, file: Path) -> Model:
-    """The model section for a Llama's config.json (old and new spelling of RoPE). Raises ConfigError for what Llama 3 has not."""
+    """Return the model section for a Llama's config.json (old and new spelling of RoPE). Raises ConfigError for features that Llama 3 does
+    not have.
+    """
     for key, only in [("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)]:
         if data.get(key, only) != only:
             raise ConfigError(f"{file}: {key}={data[key]}: only {only} can be converted")
@@ -81,7 +85,7 @@ def from_hf_config(data: dict, file: Path) -> Model:
         n_layers=data["num_hidden_layers"],
         n_heads=heads,
         n_kv_heads=data.get("num_key_value_heads") or heads,
-        # Any width at all, whatever rule it came from: at most `width`, rounded up to a multiple of it.
+        # Reproduces any width: at most `width`, rounded up to a multiple of it.
         ffn_dim_multiplier=min(1.0, width / int(8 * dim / 3)),
         multiple_of=width,
         norm_eps=data["rms_norm_eps"],

@@ -1,7 +1,7 @@
-"""Initial weights that do not depend on the layout: every element is a function of (seed, parameter name, place in the full tensor).
+"""Initial weights independent of the layout: every element is a function of (seed, parameter name, index in the full tensor).
 
-A counter-based generator makes that cheap: a shard computes its own elements and no others, so no rank ever holds or draws a full
-tensor, and whole, sharded (FSDP, HSDP, tensor parallel, evenly or not) and staged models start from the same bits.
+A counter-based generator makes that cheap: a shard computes only its own elements, so no rank holds or draws a full tensor, and whole,
+sharded (FSDP, HSDP, tensor parallel, evenly or not) and staged models start from the same bits.
 """
 import hashlib
 import math
@@ -15,12 +15,12 @@ from titan_hydra.config.schema import Model
 
 CHUNK = 1 << 16  # elements at a time: the int64 scratch (0.5 MiB) stays in a core's cache
 GPU_CHUNK = 1 << 22  # the same on a GPU, where 8 billion parameters in small chunks would be four million launches
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put into names
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile add to names
 
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution around 0; `cut` truncates it, in standard deviations of what it was before."""
+    """A normal distribution around 0; `cut` truncates it, in standard deviations of the untruncated distribution."""
 
     std: float
     cut: float | None = None
@@ -28,7 +28,7 @@ class Normal:
 
 @torch.no_grad()
 def init_weights(module: nn.Module, config: Model, seed: int) -> None:
-    """Give a model or pipeline stage, already on its device, its first weights (DTensors included) and recompute its buffers."""
+    """Fill a model or pipeline stage, already on its device, with its initial weights (DTensors included) and recompute its buffers."""
     for name, parameter in module.named_parameters():
         fqn = clean_name(name)
         fill(parameter, module.initial_distribution(fqn, config), key(seed, fqn))
@@ -38,19 +38,19 @@ def init_weights(module: nn.Module, config: Model, seed: int) -> None:
 
 
 def clean_name(name: str) -> str:
-    """The parameter's name in the plain model, without what wrappers added."""
+    """Return the parameter's name in the plain model, without the parts that wrappers add."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def key(seed: int, fqn: str) -> int:
-    """64 bits that tell one parameter's random numbers from another's."""
+    """Return a 64-bit key for the random numbers of one parameter."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
-    """Write this rank's part of a parameter, a bounded number of rows at a time."""
+    """Fill this rank's shard of a parameter, a bounded number of rows at a time."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if not isinstance(distribution, Normal):
         local.fill_(distribution)
@@ -70,7 +70,8 @@ def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
 
 
 def normal(index: Tensor, distribution: Normal, key: int) -> Tensor:
-    """Normal numbers (fp32) for flat indices (int64, overwritten): hash, 24 bits of it as a uniform number, inverse of the normal CDF.
+    """Return normal numbers (fp32) for flat indices (int64, overwritten): a hash, 24 of its bits as a uniform number, the inverse of the
+    normal CDF.
 
     The hash is splitmix64's: a Weyl sequence from `key` through a 64-bit finalizer. 24 bits reach 5.4 standard deviations.
     """
@@ -81,7 +82,7 @@ def normal(index: Tensor, distribution: Normal, key: int) -> Tensor:
 
 
 def splitmix64_(index: Tensor, key: int) -> Tensor:
-    """Hash each index, in place; int64 arithmetic wraps, as the algorithm wants. https://prng.di.unimi.it/splitmix64.c"""
+    """Hash each index in place; int64 arithmetic wraps, as the algorithm requires. https://prng.di.unimi.it/splitmix64.c"""
     z = index.mul_(signed(0x9E3779B97F4A7C15)).add_(key)
     z.bitwise_xor_(shift_right(z, 30)).mul_(signed(0xBF58476D1CE4E5B9))
     z.bitwise_xor_(shift_right(z, 27)).mul_(signed(0x94D049BB133111EB))
@@ -89,19 +90,19 @@ def splitmix64_(index: Tensor, key: int) -> Tensor:
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of an int64 tensor: torch's `>>` copies the sign bit, which the mask removes."""
+    """Shift an int64 tensor logically: torch's `>>` copies the sign bit, which the mask removes."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def signed(x: int) -> int:
-    """An unsigned 64-bit constant as torch's int64 sees it."""
+    """Return an unsigned 64-bit constant as the int64 with the same bits."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[list[int], list[int]]:
-    """Offsets and sizes of a rank's part in each dimension of the full tensor; of this rank, or that at a coordinate of the mesh.
+    """Return offsets and sizes of a shard in each dimension of the full tensor: this rank's, or that of another mesh coordinate.
 
-    Every split is torch.chunk's, so parts are contiguous.
+    Every split is torch.chunk's, so shards are contiguous.
     """
     offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -117,10 +118,10 @@ def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[l
 
 
 def split_order(parameter: DTensor) -> list[tuple[int, int]]:
-    """(mesh dim, tensor dim) of each split, in the order in which they happened.
+    """Return (mesh dim, tensor dim) of each split, in the order of the splits.
 
-    A plain Shard splits before the mesh dimensions to its right. A strided one (FSDP over tensor parallel) comes after as many
-    of those on its tensor dimension as multiply to its split factor.
+    A plain Shard splits before the mesh dimensions to its right. A strided one (FSDP over tensor parallel) comes after as many splits of
+    its tensor dimension as multiply to its split factor.
     """
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(parameter.device_mesh.ndim)):

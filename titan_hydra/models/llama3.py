@@ -1,8 +1,8 @@
-"""Llama 3 (arXiv 2407.21783, section 3.2) on one device; it knows nothing of meshes, sharding or stages.
+"""Llama 3 (arXiv 2407.21783, section 3.2) on one device, without knowledge of meshes, sharding or stages.
 
-Names of parameters are those of the paper's reference code, so they survive any split: layers live in a ModuleDict, and a pipeline
-stage is this model with layers deleted and `tok_embeddings`, `norm` or `output` set to None. Rotary positions pair the two halves of a
-head as Hugging Face does, so weights need no permutation on their way to or from there.
+Parameters have the names of the paper's reference code, which survive any split: layers are in a ModuleDict, and a pipeline stage is this
+model with layers deleted and `tok_embeddings`, `norm` or `output` set to None. Rotary positions pair the two halves of a head as Hugging
+Face does, so weights need no permutation to or from its format.
 """
 import math
 
@@ -33,17 +33,18 @@ class Llama3(nn.Module):
         self.register_buffer("rotary", rotary_table(config, seq_len), persistent=False)
 
     def reset_buffers(self) -> None:
-        """Compute the rotary table again: after `to_empty` it holds garbage."""
+        """Recompute the rotary table, which is uninitialized after `to_empty`."""
         self.rotary.copy_(rotary_table(self.config, self.seq_len, self.rotary.device))
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, targets: Tensor | None = None,
     ) -> Tensor:
-        """`tokens` is the hidden state [batch, seq, dim] where an earlier stage holds the embedding.
+        """Compute logits, the hidden state (a stage without head) or the loss. Without an embedding, `tokens` is the hidden state [batch,
+        seq, dim].
 
-        `positions` [batch, seq] stand for 0, 1, ... where the sequence is split or reordered. `documents` [batch, seq] are ids of
-        packed documents: attention stays within one, and positions restart with each unless given. `targets` [batch, seq] go to an
-        `output` that takes them, which then returns the loss.
+        `positions` [batch, seq] replace 0, 1, ... if the sequence is split or reordered. `documents` [batch, seq] are ids of packed
+        documents: attention stays within one, and positions restart with each unless given. `targets` [batch, seq] are passed to an
+        `output` that accepts them, which then returns the loss.
         """
         mask = None
         if documents is not None:
@@ -60,9 +61,9 @@ class Llama3(nn.Module):
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:
-        """What the parameter of this name starts from, or its constant; TorchTitan's choices, which follow the paper's.
+        """Return the initial distribution of a parameter, or its constant; TorchTitan's choices, which follow the paper's.
 
-        Linears are normal with std 0.02 (TorchTitan cuts them at 100 sigma, that is nowhere); the matrices that write to the
+        Linears are normal with std 0.02 (TorchTitan truncates them at 100 sigma, which has no effect); the matrices that write to the
         residual stream, and w3, shrink with depth. A tied embedding starts as the head does: N(0, 1) would give huge logits.
         """
         head = Normal(config.dim**-0.5, cut=3.0)
@@ -87,7 +88,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`rotary` is what `rotate` takes; `mask` is None (causal) or says who sees whom."""
+        """Run the layer. `rotary` is as `rotate` takes it; `mask` is None (causal) or boolean, True where a query sees a key."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -115,7 +116,7 @@ class Attention(nn.Module):
 
 
 class SDPA(nn.Module):
-    """The attention kernel alone, on q, k, v [batch, heads, seq, head_dim]: a module so that context parallelism can replace it."""
+    """The attention kernel on q, k, v [batch, heads, seq, head_dim]; a module of its own so that context parallelism can replace it."""
 
     BACKENDS = {
         # On an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash attention; the others serve dtypes and cards it refuses.
@@ -131,10 +132,10 @@ class SDPA(nn.Module):
         self.backend = backend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Causal where `mask` is None, else `mask` (boolean, True where a query sees a key) is all that counts."""
+        """Compute causal attention if `mask` is None; otherwise `mask` (boolean, True where a query sees a key) alone decides."""
         if self.backend in ("cudnn", "efficient") and q.device.type == "cpu":
             raise ConfigError(f"model.attention={self.backend}: does not exist on the CPU; nearest legal: auto, flash or math")
-        if self.backend == "efficient":  # knows no grouped queries
+        if self.backend == "efficient":  # does not support grouped queries
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = q.shape[1] != k.shape[1]
         if self.backend == "auto" and q.device.type != "cuda":
@@ -157,11 +158,11 @@ class FeedForward(nn.Module):
 
 
 class TiedOutput(nn.Linear):
-    """An output head without a weight of its own: it multiplies by the embedding's.
+    """An output head that multiplies by the embedding's weight and has none of its own.
 
-    The Parameter has one owner and one name, so it cannot come apart in to_empty, a checkpoint or an optimizer. A Linear all the
-    same, so tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which is gathered as long
-    as the root's forward runs: the weight of a group of its own would be gone again when the head needs it.
+    The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. It is a Linear, so that
+    tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which stays gathered during the root's
+    forward: in a group of its own the weight would be freed before the head needs it.
     """
 
     def __init__(self, embedding: nn.Embedding):
@@ -176,7 +177,7 @@ class TiedOutput(nn.Linear):
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) of x [batch, seq, heads, head_dim], in fp32; back in the dtype of x.
+    """Apply the rotary position embedding (arXiv 2104.09864) to x [batch, seq, heads, head_dim], in fp32; returns the dtype of x.
 
     `rotary` holds cosines and sines: the table [seq or more, 2, head_dim / 2], or its rows at positions [batch, seq, 2, head_dim / 2].
     """
@@ -187,16 +188,16 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 def rotary_table(config: Model, seq_len: int, device: torch.device | None = None) -> Tensor:
-    """Cosines and sines [seq_len, 2, head_dim / 2] in fp32."""
+    """Return cosines and sines [seq_len, 2, head_dim / 2] in fp32."""
     angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), rotary_frequencies(config, device))
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 def rotary_frequencies(config: Model, device: torch.device | None = None) -> Tensor:
-    """Radians per position [head_dim / 2], the slow ones stretched as Llama 3.1 does it.
+    """Return radians per position [head_dim / 2], the low frequencies stretched as in Llama 3.1.
 
-    Wavelengths below original_max_seq_len / high_freq_factor stay, those above original_max_seq_len / low_freq_factor grow by `factor`,
-    and those between are blended linearly in the number of turns they make over the original length.
+    Wavelengths below original_max_seq_len / high_freq_factor stay, those above original_max_seq_len / low_freq_factor grow by `factor`, and
+    those between are interpolated linearly in their number of turns over the original length.
     """
     head_dim, scaling = config.dim // config.n_heads, config.rope_scaling
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -209,13 +210,13 @@ def rotary_frequencies(config: Model, device: torch.device | None = None) -> Ten
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Who sees whom [batch, 1, seq, seq]: earlier tokens of the same document. Built once for all layers."""
+    """Return the mask [batch, 1, seq, seq], True for earlier tokens of the same document. Built once for all layers."""
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
     return same.tril().unsqueeze(1)
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """Positions [batch, seq] that restart at 0 wherever the document id changes."""
+    """Return positions [batch, seq] that restart at 0 wherever the document id changes."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = torch.zeros_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -1,4 +1,4 @@
-"""Parallelism helpers: functions on (module, mesh, config), a file per technique; `apply` holds their order."""
+"""Parallelism techniques: functions on (module, mesh, config), one file each; `apply` defines their order."""
 from .apply import apply
 from .mesh import Mesh, build_mesh
 

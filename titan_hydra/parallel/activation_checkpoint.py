@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a block's forward does not keep, its backward computes again.
+"""Activation checkpointing: what a block's forward does not save, its backward recomputes.
 
-A block is checkpointed by giving it a class whose forward is wrapped; its own name and its parameters' names stay. Nothing
-is drawn at random inside a block, so the random state need not be restored.
+A block is checkpointed by replacing its class with one whose forward is wrapped; its name and its parameters' names stay. A block draws no
+random numbers, so the random state need not be restored.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_hydra.config.schema import ActivationCheckpoint
 from titan_hydra.config.status import ConfigError
 
 MATMULS = ("aten.mm", "aten._scaled_mm")
-SAVED = (  # what costs much to compute again, or a message to other ranks
+SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention",
@@ -28,15 +28,15 @@ SAVED = (  # what costs much to compute again, or a message to other ranks
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_reduce",
-    "aten.max",  # Float8's amax: one number for a pass over a whole tensor
+    "aten.max",  # Float8's amax: one number that costs a pass over a whole tensor
 )
 
 
 def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
     """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that is no operator of this torch.
 
-    full keeps only a block's input; layer does so for every n-th block of the model. lean keeps what every operator of the list
-    returns; op, too, but of the matmuls only every second. memory_budget is the compiler's own choice within a share of the memory.
+    full saves only a block's input; layer does so for every n-th block of the model. lean saves the results of all listed operators; op
+    does too, but only of every second matmul. memory_budget is the compiler's own choice within a share of the memory.
     """
     torch._functorch.config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
     if config.name in ("none", "memory_budget"):
@@ -45,7 +45,7 @@ def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
     if config.name in ("op", "lean"):
         saved = operators(config.save_ops or SAVED)
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
-    # One class for all equal blocks: the compiler would compile each that has its own.
+    # One class for all equal blocks: the compiler compiles once for each class.
     classes = {kind: checkpointed(kind, options) for kind in set(map(type, module.layers.values()))}
     for name, block in module.layers.items():
         if config.name != "layer" or int(name) % config.every == 0:
@@ -53,7 +53,7 @@ def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
 
 
 def checkpointed(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
-    """The same class with a forward that is checkpointed."""
+    """Return the same class with a checkpointed forward."""
 
     def forward(self, *args, **kwargs):
         return checkpoint(partial(kind.forward, self), *args, **options, **kwargs)
@@ -62,9 +62,9 @@ def checkpointed(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Modu
 
 
 def selective_contexts(saved: frozenset, every: int) -> tuple:
-    """The contexts of one block's forward and of its recomputation. Of the matmuls the first is kept, and then every n-th.
+    """Return the contexts of one block's forward and of its recomputation. The first matmul is saved, and then every n-th.
 
-    They count each for itself, since torch before 2.13 asks again in the recomputation what was kept.
+    Forward and recomputation count matmuls separately, since torch before 2.13 calls the policy again in the recomputation.
     """
     matmuls = operators(MATMULS)
     counts: Counter[bool] = Counter()
@@ -80,7 +80,7 @@ def selective_contexts(saved: frozenset, every: int) -> tuple:
 
 
 def operators(names: Iterable[str]) -> set[torch._ops.OpOverload]:
-    """The operators of names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an unknown one."""
+    """Return the operators for names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an unknown one."""
     found = set()
     for name in names:
         namespace, operator, *overload = name.split(".")

@@ -1,4 +1,4 @@
-"""torch.compile for each transformer block by itself: one compilation serves all equal blocks."""
+"""torch.compile for each transformer block separately: one compilation serves all equal blocks."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from .mesh import Mesh
 def apply(module: nn.Module, mesh: Mesh, config: Compile) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block.
 
-    Code that DTensor splits holds constants of its rank: which rows of the vocabulary are here, and the names of the process groups
-    it talks in. torch's cache on disk does not tell them apart: from the second run on, ranks would load another's code, and learn
-    something wrong without an error.
+    Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
+    does not distinguish them: from the second run on, ranks would load another rank's code and compute wrong results without an error. The
+    cache key tag prevents that.
     """
     torch.compiler.config.cache_key_tag = place(mesh)
     if config.name == "block":
@@ -26,7 +26,7 @@ def apply(module: nn.Module, mesh: Mesh, config: Compile) -> None:
 
 
 def place(mesh: Mesh) -> str:
-    """This rank's coordinates in the mesh, and the names of its groups along them."""
+    """Return this rank's coordinates in the mesh and the names of its groups along them, as text."""
     if mesh.world is None:
         return ""
     names = mesh.world.mesh_dim_names
@@ -34,5 +34,5 @@ def place(mesh: Mesh) -> str:
 
 
 def function(function: Callable, config: Compile) -> Callable:
-    """The loss function, compiled like the blocks: softmax and up-cast become one pass over the logits."""
+    """Compile the loss function like the blocks: softmax and up-cast become one pass over the logits."""
     return torch.compile(function, fullgraph=True, backend=config.backend) if config.name == "block" else function

@@ -1,8 +1,8 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention is the one place where the parts meet.
+"""Context parallelism: each rank holds a part of every sequence, and only attention combines the parts.
 
-Ring attention (torch's own; arXiv 2310.01889) keeps queries in place while keys and values pass by: gathered at once
-(`cp_rotate=allgather`) or handed on from rank to rank (`alltoall`). Ulysses (arXiv 2309.14509) exchanges a part of the sequence with
-all heads for the whole sequence with a part of the heads, and back.
+Ring attention (torch's own; arXiv 2310.01889) keeps queries in place and communicates keys and values: gathered at once
+(`cp_rotate=allgather`) or passed from rank to rank (`alltoall`). Ulysses (arXiv 2309.14509) exchanges a part of the sequence with all heads
+for the whole sequence with a part of the heads, and back.
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Replace the attention kernel of every block of a stage by one that sees the whole sequence, in place.
+    """Replace the attention kernel of every block of a stage by one that covers the whole sequence, in place.
 
-    torch keeps the ring's options for the whole process, so every job sets them anew, one without context parallelism to off.
+    torch keeps the ring's options for the whole process, so every job sets them; one without context parallelism switches the ring off.
     """
     ring._disable_context_parallel_dispatcher()
     if mesh.degrees.cp == 1:
@@ -42,9 +42,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """This rank's part of every sequence of a batch: tokens, labels and positions, cut by one index so that they stay together.
+    """Return this rank's part of every sequence of a batch: tokens, labels and positions, cut by the same index.
 
-    `documents` stay whole: only Ulysses can mask by them, and there each rank's heads see the whole sequence.
+    `documents` stay whole: only Ulysses can mask by them, and there each rank's heads cover the whole sequence.
     """
     if mesh.degrees.cp == 1:
         return batch
@@ -55,10 +55,10 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def local_index(seq_len: int, mesh: Mesh) -> Tensor:
-    """Which places of a sequence this rank holds.
+    """Return the indices of a sequence that this rank holds.
 
-    A causal query costs as much as there is before it. In the ring's balanced order rank r takes the r-th chunk of 2 * cp from the
-    front and the r-th from the back, as torch's ring expects it; under Ulysses every rank has all queries, and order is kept.
+    The cost of a causal query grows with its position. In the ring's load-balanced order rank r takes the r-th chunk of 2 * cp from the
+    front and the r-th from the back, as torch's ring expects; under Ulysses every rank has all queries, and order is kept.
     """
     cp, rank = mesh.degrees.cp, mesh.coordinate("cp")
     places = torch.arange(seq_len)
@@ -69,9 +69,9 @@ def local_index(seq_len: int, mesh: Mesh) -> Tensor:
 
 
 def enable_ring(job: Job, device_type: str) -> None:
-    """Have torch dispatch attention on sequence-sharded DTensors to its ring, in this job's manner.
+    """Make torch dispatch attention on sequence-sharded DTensors to its ring, with this job's options.
 
-    Raises ConfigError for float32 on CUDA: there cuDNN and flash refuse it, and the plain kernel knows of no ring.
+    Raises ConfigError for float32 on CUDA: cuDNN and flash do not support it, and the plain kernel has no ring.
     """
     if device_type == "cuda" and job.precision.compute_dtype == "float32":
         raise ConfigError("precision.compute_dtype=float32: ring attention has no float32 kernel on CUDA; "
@@ -86,7 +86,7 @@ def enable_ring(job: Job, device_type: str) -> None:
 
 
 def ring_options() -> tuple[Any, ...]:
-    """How torch's ring works now, in this process."""
+    """Return the present options of torch's ring in this process."""
     return ring._cp_options.rotate_method, ring._cp_options.enable_load_balance
 
 
@@ -94,12 +94,12 @@ class Ring(nn.Module):
     """Causal attention on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
 
     def __init__(self, sdpa: nn.Module, mesh: DeviceMesh):
-        """`sdpa` tells the kernels to choose from. Raises ConfigError where none of them can work in a ring."""
+        """Take the allowed kernels from `sdpa`. Raises ConfigError if none of them works in a ring."""
         super().__init__()
         self.mesh = mesh
         self.options = ring_options()
-        self.repeat = sdpa.backend == "efficient"  # knows no grouped queries; the others pass fewer keys and values around
-        # torch would fall back on the plain kernel without a word, and that takes rank order for sequence order (pytorch #147793).
+        self.repeat = sdpa.backend == "efficient"  # does not support grouped queries; the other kernels communicate fewer keys and values
+        # torch would silently fall back to the plain kernel, which takes rank order for sequence order (pytorch #147793).
         fused = {SDPBackend.FLASH_ATTENTION} if mesh.device_type == "cpu" else set(sdpa.BACKENDS["auto"]) - {SDPBackend.MATH}
         self.kernels = [kernel for kernel in sdpa.BACKENDS[sdpa.backend] if kernel in fused]
         if not self.kernels:
@@ -108,7 +108,7 @@ class Ring(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
             raise ValueError("ring attention knows no mask but the causal one")
-        # Read here, too, so that torch.compile knows that they matter: it would reuse a block compiled under another job's options.
+        # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
         if self.repeat:
@@ -127,16 +127,16 @@ class Ulysses(nn.Module):
         self.sdpa, self.group = sdpa, group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` is the whole sequence's."""
+        """Compute attention. `mask` covers the whole sequence."""
         ranks = self.group.size()
         heads = [x.shape[1] // ranks for x in (q, k, v)]
-        # What goes to one rank lies together, so that one exchange does for all three.
+        # Data for one rank is contiguous, so that one exchange serves q, k and v.
         qkv = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2).flatten(1, 2)
         q, k, v = self.exchange(qkv, scatter=1, gather=2).split(heads, dim=1)
         return self.exchange(self.sdpa(q, k, v, mask), scatter=2, gather=1)
 
     def exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
-        """Give each rank its part of dimension `scatter`, and join what they give along `gather` (one of them is the other + 1)."""
+        """All-to-all: split dimension `scatter` over the ranks and concatenate along `gather` (the two dimensions are adjacent)."""
         parts = x.unflatten(scatter, (self.group.size(), -1)).movedim(scatter, 0).contiguous()
         parts = all_to_all_single_autograd(parts, None, None, self.group)
         return parts.movedim(0, gather).flatten(gather, gather + 1)

@@ -1,4 +1,4 @@
-"""Model converters: what changes a model's modules in place before anything is sharded, by the name in the configuration."""
+"""Model converters: functions that change a model's modules in place before sharding, by the name in the configuration."""
 from __future__ import annotations
 
 import torch
@@ -14,12 +14,12 @@ CONVERTERS = {"float8": float8.convert, "mxfp8": mxfp8.convert, "linear_cross_en
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Apply the job's converters: number format, then loss. Returns what they did, in lines for the log."""
+    """Apply the job's converters: number format, then loss. Returns lines for the log."""
     names = [name for name in (job.precision.converter, job.loss.name) if name in CONVERTERS]
     return [line for name in names for line in CONVERTERS[name](model, job, mesh, device)]
 
 
 def after_step(model: nn.Module, job: Job) -> None:
-    """Do what is due when weights have changed, on what this rank holds of the model."""
+    """Run what a converter needs after the weights have changed, on this rank's part of the model."""
     if job.precision.converter == "float8":
         float8.after_step(model)

@@ -1,4 +1,4 @@
-"""Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards), of which DDP and HSDP are cases."""
+"""Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards); DDP and HSDP are special cases."""
 from __future__ import annotations
 
 import torch
@@ -11,10 +11,10 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Parallelism) -> None:
-    """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. A mesh without data-parallel ranks needs no wrapping.
+    """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. Without data-parallel ranks nothing is wrapped.
 
-    Each block is gathered by itself just before it runs. The last group (norm and output) is used first in the backward, so that
-    freeing it after the forward would only buy another gather.
+    Each block is gathered just before it runs. The last group (norm and output) is the first in the backward, so freeing it after the
+    forward would only cost another gather.
     """
     if mesh.fsdp is None:
         return
@@ -37,13 +37,13 @@ def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Para
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # The loss is a sum divided once by the tokens of the global batch: every reduction over ranks must be a plain sum.
-            # Left to itself FSDP divides by the ranks, and with a factor of its own HSDP would still do so (TorchTitan #2318).
+            # By default FSDP divides by the ranks, and with a custom factor HSDP would still do so (TorchTitan #2318).
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
 def last_microbatch(module: nn.Module, last: bool) -> None:
-    """Tell a sharded module whether this backward is the step's last: replicas add up their gradients only then (TorchTitan #1929)."""
+    """Set whether this backward is the step's last: replicas reduce their gradients only then (TorchTitan #1929)."""
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
         module.set_requires_all_reduce(last)

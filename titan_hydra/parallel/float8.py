@@ -1,4 +1,4 @@
-"""Float8 linears (torchao): which are converted, how tensor parallelism splits them, and what FSDP gathers of them."""
+"""Float8 linears (torchao): which are converted, how tensor parallelism splits them, and how FSDP gathers them."""
 from __future__ import annotations
 
 import contextlib
@@ -22,10 +22,10 @@ STEP = 16  # Float8 matmuls take dimensions in steps of 16
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Turn the linears of a meta-device model into torchao's Float8Linear, in place; parameters keep names, dtype and values.
+    """Convert the linears of a meta-device model to torchao's Float8Linear, in place; parameters keep names, dtype and values.
 
-    Returns the report of what was and was not converted. Raises ConfigError where this device has no Float8 matmuls, or a rank's
-    part of a matrix would not suit them.
+    Returns a report of what was and was not converted. Raises ConfigError if this device has no Float8 matmuls, or the dimensions of a
+    rank's shard do not suit them.
     """
     precision = job.precision
     if not precision.emulate:
@@ -36,21 +36,22 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     with quietly():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     recipe = Float8LinearConfig.from_recipe_name(precision.recipe)
-    gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1  # else there is nothing to gather
+    gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1  # without shards nothing is gathered
     config = dataclasses.replace(recipe, emulate=precision.emulate, enable_fsdp_float8_all_gather=gather)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)
     return report(f"float8 {precision.recipe}{' (emulated)' * precision.emulate}", chosen, left)
 
 
 def after_step(model: nn.Module) -> None:
-    """The scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one a weight and step."""
+    """Compute the scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one for each weight."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """A weight without the wrapper by which FSDP gathers it as Float8, in the same memory: a checkpoint is for all number formats."""
+    """Return a weight without the wrapper for FSDP's Float8 gather, in the same memory: checkpoints are independent of the number format.
+    """
     inner = getattr(weight.to_local(), "_tensor", None) if isinstance(weight, DTensor) else None
     if inner is None:
         return weight
@@ -58,10 +59,11 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def linears(job: Job) -> Linears:
-    """The styles that tensor parallelism splits linears with. Tensorwise scaling casts before the ranks gather, and halves the bytes.
+    """Return the styles with which tensor parallelism splits linears. Tensorwise scaling casts before the ranks gather, which halves the
+    bytes.
 
-    A row's scale needs the whole row, so the rowwise recipes gather what the model computes in, as plain linears do. So does
-    emulation: gloo, which it is for, cannot gather Float8.
+    The scale of a row needs the whole row, so the rowwise recipes gather in the compute dtype, as plain linears do. So does emulation: it
+    is for gloo, which cannot gather Float8.
     """
     precision = job.precision
     if precision.converter != "float8" or precision.recipe != "tensorwise" or precision.emulate:
@@ -70,7 +72,7 @@ def linears(job: Job) -> Linears:
 
 
 def float8_linears() -> Linears:
-    """torchao's styles, which gather Float8."""
+    """Return torchao's styles, which gather Float8."""
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
     return Linears(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
@@ -78,7 +80,7 @@ def float8_linears() -> Linears:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """No warnings while torchao is imported: every rank would tell of libraries that are for other hardware."""
+    """Suppress warnings while torchao is imported: every rank would print those about libraries for other hardware."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -87,7 +89,7 @@ def quietly() -> Iterator[None]:
 
 
 def needs_hardware(precision: Precision, device: torch.device, capability: tuple[int, int], what: str, cards: str, nearest: str) -> None:
-    """Raises ConfigError unless this rank's device computes in the format."""
+    """Raise ConfigError unless this rank's device computes in the format."""
     here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if here is None or here < capability:
         runs_on = "the CPU" if here is None else f"a GPU of capability {here[0]}.{here[1]}"
@@ -96,10 +98,10 @@ def needs_hardware(precision: Precision, device: torch.device, capability: tuple
 
 
 def select(model: nn.Module, precision: Precision, step: int) -> tuple[list[str], dict[str, str]]:
-    """Names of the linears to convert, and of the others with the reason. Raises ConfigError if a name to skip is in none.
+    """Return the names of the linears to convert, and the others with the reason. Raises ConfigError if no linear matches a name to skip.
 
-    A linear is left out whose name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), whose
-    dimensions are not multiples of `step`, or that is the head: its logits decide the loss.
+    A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), if its dimensions
+    are not multiples of `step`, or if it is the head, whose logits decide the loss.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for part in precision.skip:
@@ -121,7 +123,7 @@ def select(model: nn.Module, precision: Precision, step: int) -> tuple[list[str]
 
 
 def parts_suit(model: nn.Module, chosen: list[str], ranks: int) -> None:
-    """Raises ConfigError if a tensor-parallel rank's part of a converted linear is not in steps of 16."""
+    """Raise ConfigError if a tensor-parallel rank's shard of a converted linear is not in steps of 16."""
     for name in chosen:
         module = model.get_submodule(name)
         for width in (module.in_features, module.out_features):
@@ -131,16 +133,16 @@ def parts_suit(model: nn.Module, chosen: list[str], ranks: int) -> None:
 
 
 def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
-    """Lines for the log: how many linears were converted and which, and the others with the reason."""
+    """Return lines for the log: how many linears were converted and which, and the others with the reason."""
     return [f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"]
 
 
 def grouped(left: dict[str, str]) -> list[str]:
-    """The names that share a reason, with it."""
+    """Return one text for each reason, with the names that share it."""
     return [f"{', '.join(kinds(name for name in left if left[name] == reason))} ({reason})" for reason in dict.fromkeys(left.values())]
 
 
 def kinds(names: Iterable[str]) -> list[str]:
-    """Names with their block's number as `*`, and how often each is there."""
+    """Return the names with `*` in place of the block's number, and how often each occurs."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]

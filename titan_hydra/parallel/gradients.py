@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient: the same number on every layout and, to the bit, on every rank."""
+"""The norm of the whole model's gradient: the same number on every layout and bit-identical on every rank."""
 from __future__ import annotations
 
 import math
@@ -15,13 +15,13 @@ from .mesh import local_part
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The norm of all gradients together, in float32. `pipeline`: the ranks that hold the model's other stages.
+    """Return the norm of all gradients together, in float32. `pipeline`: the ranks that hold the model's other stages.
 
-    Every rank adds up the squares of what it holds, divided by how many ranks hold the same, and one sum over all ranks makes the
-    total, whatever the meshes. Reductions of each mesh, one dimension after another, may differ in the last bit between ranks, and
-    copies of a weight that are scaled differently drift apart.
+    Every rank sums the squares of its shards, divided by the number of ranks that hold a copy; one sum over all ranks gives the total,
+    whatever the meshes. Separate reductions over each mesh dimension could differ between ranks in the last bit, and copies of a weight
+    that are scaled differently drift apart.
 
-    In float64, as torch's CPU kernel adds up squares one by one: it was off by 4e-6 for a matrix of 131,000 elements.
+    Computed in float64, as torch's CPU kernel sums squares one by one: it was off by 4e-6 for a matrix of 131,000 elements.
     """
     stage_ranks = dist.get_world_size() // (1 if pipeline is None else dist.get_world_size(pipeline))
     by_copies = defaultdict(list)
@@ -35,7 +35,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGrou
 
 
 def _parts(gradient: torch.Tensor) -> int:
-    """Into how many different parts a gradient is split over its mesh. Raises ValueError for one whose sum over ranks is still due."""
+    """Return the number of different shards of a gradient. Raises ValueError if its sum over ranks is still pending."""
     if not isinstance(gradient, DTensor):
         return 1
     if any(placement.is_partial() for placement in gradient.placements):

@@ -1,4 +1,4 @@
-"""Head and loss in one, chunk by chunk over the tokens: the logits of a whole batch are never held, in the forward or the backward."""
+"""Head and loss in one, in chunks of tokens: the logits of a whole batch are never in memory, neither in forward nor backward."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from .mesh import Mesh
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Let a model's head return the summed loss where it is given targets, in place; it keeps its weight under its name.
+    """Make a model's head return the summed loss if it gets targets, in place; it keeps its weight under its name.
 
-    The head, and not a loss function behind the model, so that its weight is used inside the forward: FSDP gathers it for no longer.
+    It is part of the head rather than a loss function after the model, so that its weight is used inside the forward: FSDP gathers it no
+    longer than that.
     """
     head, chunk = model.output, job.loss.chunk_tokens
 
@@ -31,9 +32,10 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
 
 
 def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """`linear_cross_entropy`, also on DTensors: under tensor parallelism each rank has the whole hidden state and a part of the vocabulary.
+    """Compute `linear_cross_entropy`, also on DTensors: under tensor parallelism each rank has the whole hidden state and a part of the
+    vocabulary.
 
-    Its logits give it a part of the hidden state's gradient, whose sum DTensor takes on the way back.
+    Each rank's logits give a partial gradient of the hidden state, which DTensor sums in the backward.
     """
     if not isinstance(weight, DTensor):
         return linear_cross_entropy(hidden, weight, targets, chunk)
@@ -45,14 +47,15 @@ def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tens
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The ranks that split the vocabulary, and the number of this rank's first row."""
+    """The ranks that split the vocabulary, and the index of this rank's first row."""
 
     group: dist.ProcessGroup
     first: int
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
-    """Summed cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab] for targets [batch, seq]; negative ones do not count.
+    """Compute the summed cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab] for targets [batch, seq]; negative
+    targets are ignored.
 
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
@@ -60,10 +63,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are computed with the loss, while a chunk's logits are at hand, and scaled in the backward.
+    """Computes the gradients together with the loss, while a chunk's logits are in memory; the backward only scales them.
 
-    So the head's matmul is not repeated. From forward to backward the weight's gradient is held in float32, in which the chunks
-    add up to it: a schedule that runs all forwards first holds one for each microbatch.
+    The head's matmul is therefore not repeated. Between forward and backward the weight's gradient is held in float32, in which the chunks
+    accumulate: a schedule that runs all forwards first holds one for each microbatch.
     """
 
     @staticmethod
@@ -94,7 +97,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def softmax(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
-    """Losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], and the losses' slopes by the logits; both fp32."""
+    """Return the losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], and their derivatives by the logits; both fp32."""
     counts = targets >= 0
     if vocabulary is not None:
         targets = targets - vocabulary.first
@@ -110,7 +113,7 @@ def softmax(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> t
 
 
 def over_ranks(value: Tensor, vocabulary: Vocabulary | None, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """A value over all ranks that split the vocabulary, in place."""
+    """Reduce a value over all ranks that split the vocabulary, in place."""
     if vocabulary is not None:
         dist.all_reduce(value, operation, vocabulary.group)
     return value

@@ -1,4 +1,4 @@
-"""Mixed precision where no FSDP does it: the optimizer's weights, and copies of them in the compute dtype for the modules."""
+"""Mixed precision without FSDP: the optimizer's weights, and copies of them in the compute dtype for the modules."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from .mesh import Mesh, local_part
 class Masters:
     """A rank's parameters as the optimizer holds them, under their plain names, and the copies that the modules compute with.
 
-    The same casts as FSDP2's mixed precision: weights once a step, and each microbatch's gradient, which is in the compute dtype, to
-    the masters' dtype before it is added up. Where FSDP does this itself, or nothing is cast, `weights` is the model and has no copies.
+    The casts are those of FSDP2's mixed precision: weights once a step; each microbatch's gradient, which is in the compute dtype, to the
+    masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, `weights` is the model and there are no copies.
     """
 
     weights: nn.Module
@@ -24,7 +24,7 @@ class Masters:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Bring the copies up to date, in one pass; before a step's first forward, whoever has changed the masters since."""
+        """Update the copies from the masters. Call before a step's first forward."""
         if self.pairs:
             masters, copies = zip(*self.pairs, strict=True)
             torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, masters)))
@@ -59,7 +59,7 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
 
 
 def copy_of(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter in another dtype whose gradients are added up in the master's."""
+    """Return a copy of a parameter in another dtype, whose gradients accumulate in the master's dtype."""
     copy = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
     copy.grad_dtype = master.dtype
     return copy

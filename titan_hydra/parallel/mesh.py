@@ -1,4 +1,4 @@
-"""The device mesh: which rank has which place in (pp, dp_replicate, dp_shard, cp, tp), and the groups that follow from it."""
+"""The device mesh: each rank's coordinates in (pp, dp_replicate, dp_shard, cp, tp), and the process groups that follow from them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # tp innermost: its rank
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """Return this rank's shard of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's view of the mesh. `fsdp` is what parameters are sharded (and replicated) over, None if over nothing.
+    """This rank's view of the mesh. `fsdp` is the mesh over which parameters are sharded (and replicated), None if there is none.
 
-    `batch` joins the ranks that see different samples, `loss` those that see different tokens (batch and cp), `stage` those that hold
-    the same part of the model, split or copied (all dimensions but pp).
+    `batch` contains the ranks that see different samples, `loss` those that see different tokens (batch and cp), `stage` those that hold
+    the same stage of the model, sharded or replicated (all dimensions but pp).
     """
 
     degrees: Parallelism
@@ -35,23 +35,25 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different samples."""
+        """The number of ranks that see different samples."""
         return self.degrees.dp_replicate * self.degrees.dp_shard
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among them: which slots of a batch it takes."""
+        """This rank's index among the data-parallel ranks, which determines its slots of a batch."""
         return self.coordinate("dp_replicate") * self.degrees.dp_shard + self.coordinate("dp_shard")
 
     def coordinate(self, name: str) -> int:
-        """This rank's place along one dimension; 0 where the mesh does not have it."""
+        """Return this rank's coordinate along one dimension; 0 if the mesh does not have it."""
         if self.world is None or name not in self.world.mesh_dim_names:
             return 0
         return self.world.get_local_rank(name)
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss counts in the sum over all ranks: tp ranks hold copies. A pipeline rank without the last stage has 0."""
+        """Whether this rank's loss counts in the sum over all ranks, as tp ranks hold copies. Pipeline ranks without the last stage
+        contribute 0.
+        """
         return self.coordinate("tp") == 0
 
     @property
@@ -61,10 +63,11 @@ class Mesh:
 
 
 def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
-    """Build the mesh on all ranks. Raises when the product of the degrees is not the number of ranks.
+    """Build the mesh on all ranks. Raises RuntimeError if the product of the degrees is not the number of ranks, ValueError for a degree
+    below 1.
 
-    Dimensions of size 1 are left out, since each would cost a process group a rank. dp_shard stays wherever parameters are
-    shared out or copied, so that FSDP, HSDP and DDP are one thing: a 2-D mesh whose inner dimension may be 1.
+    Dimensions of size 1 are left out, since each would cost a process group. dp_shard stays wherever parameters are sharded or replicated,
+    so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1.
     """
     if any(getattr(degrees, name) < 1 for name in ORDER):
         raise ValueError(f"a degree is at least 1: {degrees}")
@@ -87,7 +90,7 @@ def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
 
 
 def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None:
-    """The process group over several dimensions at once; None where the mesh has none of them."""
+    """Return the process group over several dimensions at once; None if the mesh has none of them."""
     present = tuple(name for name in dims if name in world.mesh_dim_names)
     if not present:
         return None

@@ -1,4 +1,4 @@
-"""MXFP8 linears (torchao): Float8 with one scale for each 32 elements, a power of two. Blackwell computes it; elsewhere emulation."""
+"""MXFP8 linears (torchao): Float8 with one scale for each 32 elements, a power of two. Blackwell computes it; other devices emulate it."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ STEP = 32  # elements that share a scale
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Let the linears of a meta-device model multiply in MXFP8, in place. Returns the report.
+    """Make the linears of a meta-device model multiply in MXFP8, in place. Returns the report.
 
     Only the forward is replaced: torchao's own conversion wraps the weights, and the wrappers would end up in checkpoints. Raises
-    ConfigError where this device does not compute MXFP8.
+    ConfigError if this device does not compute MXFP8.
     """
     precision = job.precision
     if not precision.emulate:
@@ -34,7 +34,9 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
 
 
 def multiplication(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """x @ weight.T, and its two matmuls of the backward, on inputs cast to MXFP8; scales are rounded up, so that nothing overflows."""
+    """Return a function for x @ weight.T with inputs cast to MXFP8, in its two backward matmuls too. Scales are rounded up, so that nothing
+    overflows.
+    """
     with quietly():
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.quantization.quantize_.common import KernelPreference

@@ -10,11 +10,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Norm(ParallelStyle):
-    """Every rank holds the norm's whole weight and applies it to what it has of the residual stream: all of it or, if `split`, a part.
+    """Every rank holds the norm's whole weight and applies it to its part of the residual stream: all of it or, if `split`, a shard of the
+    sequence.
 
-    A part gives only a part of the weight's gradient. torch's SequenceParallel leaves the sum over ranks to whoever reads the
-    gradient next, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626). Here it is summed in
-    `reduce_dtype` where it arises, and then rounded once to the dtype that the weight is computed in.
+    A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the next reader of the
+    gradient, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626). Here the gradient is summed in
+    `reduce_dtype` in the backward, and then rounded once to the compute dtype of the weight.
     """
 
     def __init__(self, split: bool, reduce_dtype: torch.dtype):
@@ -29,7 +30,7 @@ class Norm(ParallelStyle):
 
 
 class _Norm(nn.RMSNorm):
-    """On plain tensors: only the weight's gradient knows of other ranks."""
+    """RMSNorm on plain tensors; only the weight's gradient involves other ranks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight: DTensor = self.weight.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype)

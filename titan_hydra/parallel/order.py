@@ -1,9 +1,9 @@
-"""What each pipeline rank does and in which order, asked of torch's own schedules without a process group.
+"""The actions of each pipeline rank in order, from torch's own schedules and without a process group.
 
     python -m titan_hydra.parallel.order config.json ...
 
-prints it as JSON, for programs that import no torch: for each configuration a list of ranks, each a list of [stage, one of F B I W,
-microbatch]; null for a schedule from a file that is gone.
+prints them as JSON, for programs that do not import torch: for each configuration a list of ranks, each a list of [stage, one of F B I W,
+microbatch]; null if the file of a schedule or configuration is gone.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("F", "B", "I", "W")  # what is left out is communication
 
 
 def actions_of_ranks(job: Job) -> list[list[Action]]:
-    """The computations of every pipeline rank of a job, in order."""
+    """Return the computations of every pipeline rank of a job, in order."""
     schedule = job.pp_schedule
     if schedule.name == "csv":
         return layout.read_schedule(schedule.csv)
@@ -34,7 +34,7 @@ def actions_of_ranks(job: Job) -> list[list[Action]]:
 
 
 def _one_stage(rank: int, job: Job) -> list[Action]:
-    """What ScheduleGPipe and Schedule1F1B run. The table that torch has of 1F1B names wrong microbatches on the last rank (2.13)."""
+    """Return the actions of ScheduleGPipe and Schedule1F1B. torch's own table of 1F1B has wrong microbatches on the last rank (2.13)."""
     number = layout.microbatches(job)
     ahead = number if job.pp_schedule.name == "gpipe" else min(number, job.parallelism.pp - rank)
     forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
@@ -43,13 +43,13 @@ def _one_stage(rank: int, job: Job) -> list[Action]:
 
 
 def _computations(step) -> list[Action]:
-    """A step of torch's table; one that overlaps a forward with a backward is both."""
+    """Return the computations of a step in torch's table; a step that overlaps a forward with a backward has both."""
     parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
     return [part for part in parts if part[1] in KINDS]
 
 
 def _stage(index: int, job: Job) -> SimpleNamespace:
-    """As much of a stage of rank 0 as a schedule looks at before it runs."""
+    """Return a stand-in for a stage of rank 0 with the attributes that a schedule reads before it runs."""
     return SimpleNamespace(stage_index=index, num_stages=layout.stage_count(job), group_size=job.parallelism.pp, group_rank=0, group=None,
                            is_first=index == 0, is_last=index == layout.stage_count(job) - 1, submod=None, has_backward=True)
 

@@ -36,13 +36,13 @@ FORWARD = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.R
 
 
 class Stage(PipelineStage):
-    """torch's stage, with the shapes of its input and output given."""
+    """torch's pipeline stage, with the shapes of its input and output given."""
 
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device):
         stages = layout.stage_count(job)
         hidden = hidden_state(job)
         tokens = torch.empty(hidden.shape[0], job.data.seq_len // job.parallelism.cp, dtype=torch.int64, device="meta")
-        # Shapes are known, so nothing need be run to find them out. The last stage's output goes nowhere but into the loss.
+        # Given shapes save torch a run to infer them. The last stage's output is used only by the loss.
         super().__init__(module, index, stages, device, input_args=hidden if index else tokens, output_args=hidden,
                          group=mesh.pipeline)
 
@@ -53,7 +53,7 @@ class Stage(PipelineStage):
         return output
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        if not self.is_last:  # torch 2.11 looks at every output, also at the one that is not sent and was not foretold
+        if not self.is_last:  # torch 2.11 validates all outputs, the last stage's too, which has no declared shape
             super()._validate_fwd_outputs(outputs)
 
     def _get_init_p2p_neighbors_ops(self) -> list:
@@ -61,7 +61,7 @@ class Stage(PipelineStage):
 
 
 class Pipeline:
-    """This rank's stages under the job's schedule. `loss(output, labels)` is a sum over tokens; the last stage's rank computes it."""
+    """This rank's stages under the job's schedule. `loss(output, labels)` is a sum over tokens, computed by the rank of the last stage."""
 
     def __init__(self, modules: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, loss: Callable[[Tensor, Tensor], Tensor]):
         indices = layout.stages_of_ranks(job)[mesh.coordinate("pp")]
@@ -73,16 +73,16 @@ class Pipeline:
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, tokens: Tensor, last: bool, **context: Tensor) -> Tensor:
-        """Add a local batch's gradients of its summed loss / `tokens`. Returns that loss, 0 where another rank has the last stage.
+        """Accumulate a local batch's gradients of its summed loss / `tokens`. Returns that loss, 0 if another rank has the last stage.
 
-        torch's stages add up gradients over the data-parallel ranks once for every local batch, not only for the step's `last`.
+        torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's `last`.
         """
         self.tokens, losses = tokens, []
         self.schedule.step(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
         return self._sum(losses).detach()
 
     def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
-        """The summed loss of a local batch, 0 where another rank has the last stage. Gradients are to be off."""
+        """Return the summed loss of a local batch, 0 if another rank has the last stage. Call with gradients off."""
         self.tokens, losses = torch.ones((), device=self.device), []
         with forward_only(self.schedule):
             self.schedule.eval(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
@@ -99,7 +99,9 @@ class Pipeline:
 
 
 def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> _PipelineSchedule:
-    """torch's schedule over this rank's stages. The loss is divided by the tokens of the global batch, so it may not scale gradients."""
+    """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by the tokens of the global
+    batch.
+    """
     name = job.pp_schedule.name
     single = name in ("gpipe", "1f1b")
     schedule = SCHEDULES[name](stages[0] if single else stages, n_microbatches=layout.microbatches(job), loss_fn=loss, scale_grads=False)
@@ -110,10 +112,10 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
 
 @contextlib.contextmanager
 def forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
-    """Leave out of a schedule what is not forward, for as long as it lasts.
+    """Remove everything but the forward from a schedule while the block runs.
 
-    torch's own eval walks through the backward with nothing to do in it, and a V schedule stumbles where two stages are neighbours
-    on a rank. Sends and receives that are left still match, as those of a microbatch's backward go away on both sides.
+    torch's own eval also walks through the backward actions, which fails in a V schedule where two adjacent stages are on one rank. The
+    remaining sends and receives still match, as those of a microbatch's backward are removed on both sides.
     """
     if not isinstance(schedule, _PipelineScheduleRuntime):
         yield
@@ -130,9 +132,9 @@ def forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
 
 
 def hidden_state(job: Job) -> Tensor:
-    """A microbatch of what goes from stage to stage, as this rank holds it, on the meta device.
+    """Return one microbatch of the tensor sent between stages, in this rank's shape, on the meta device.
 
-    Without `requires_grad` torch would not send its gradient back, and say nothing.
+    It requires grad: otherwise torch would not send its gradient back, without an error.
     """
     degrees = job.parallelism
     parts = degrees.cp * (degrees.tp if degrees.sequence_parallel else 1)

@@ -1,6 +1,6 @@
-"""How each model family is split over tensor-parallel ranks: one plan a family, under the name it has in `models.REGISTRY`.
+"""How each model family is split over tensor-parallel ranks: one plan for each family, under its name in `models.REGISTRY`.
 
-A plan says for each module, by its name in the model or in a block, what happens to its weights and to what goes in and out.
+A plan gives for each module, by its name in the model or in a block, the style that splits its weights and its inputs and outputs.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .norm import Norm
 
 @dataclass(frozen=True)
 class Plan:
-    """Styles by module name: of the parts around the blocks, and of every block."""
+    """Styles by module name: `around` for the modules outside the blocks, `block` for those of every block."""
 
     around: dict[str, ParallelStyle]
     block: dict[str, ParallelStyle]
@@ -25,7 +25,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Linears:
-    """The styles that split linears and bring their inputs; another number format brings its own."""
+    """The styles that split linears and prepare their inputs; a number format may replace them."""
 
     colwise: type[ParallelStyle] = ColwiseParallel
     rowwise: type[ParallelStyle] = RowwiseParallel
@@ -33,11 +33,12 @@ class Linears:
 
 
 def llama3(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Megatron's split (arXiv 1909.08053): heads and feed-forward width over ranks, and each block's two sums over ranks at its ends.
+    """Return Megatron's split (arXiv 1909.08053): heads and feed-forward width over ranks, with two sums over ranks at the ends of each
+    block.
 
-    With sequence parallelism (arXiv 2205.05198) the residual stream and the norms between hold 1/tp of the sequence each, and a
-    sum becomes a reduce-scatter, the way in an all-gather: the same bytes. The vocabulary is split in embedding and head. These
-    sums are in the compute dtype, as the matmuls around them: under bf16 they round once a rank.
+    With sequence parallelism (arXiv 2205.05198) the residual stream and the norms hold 1/tp of the sequence each; a sum becomes a
+    reduce-scatter, and the input an all-gather: the same bytes. Embedding and head split the vocabulary. The sums are in the compute dtype,
+    as the matmuls around them: under bf16 they round once for each rank.
     """
     residual = Shard(1) if config.sequence_parallel else Replicate()
     logits = Shard(-1) if config.loss_parallel else Replicate()
@@ -49,7 +50,7 @@ def llama3(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
         },
         block={
             "attention_norm": norm,
-            # Gathered once for the three that read it. Positions and mask are whole on every rank.
+            # Gathered once for wq, wk and wv. Positions and mask are whole on every rank.
             "attention": linears.prepare(input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None)),
             "attention.wq": linears.colwise(),
             "attention.wk": linears.colwise(),

@@ -1,6 +1,6 @@
-"""Lets torch's ring attention run on CPUs: it is written for any kernel, but registered for those of CUDA only.
+"""Make torch's ring attention run on CPUs: it is written for any kernel, but registered only for those of CUDA.
 
-So tests on gloo ranks go through the very code that runs on GPUs: its dispatch, its rotation, its merging of partial results.
+Tests on gloo ranks thus execute the same code as GPUs: its dispatch, its rotation, its merging of partial results.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACEMENTS = (Replicate(), Shard(1), Shard(0), Shard(SEQ_DIM))
 
 
 def register() -> None:
-    """Add the CPU's flash kernel to those that torch's ring dispatcher installs when it is enabled. Once is enough, more is harmless."""
+    """Add the CPU's flash kernel to those that torch's ring dispatcher installs when enabled. Repeated calls are harmless."""
     ring.custom_ops[FORWARD] = ring.custom_ops[BACKWARD] = _dispatch
     # The number is that of the first argument whose value, not only its placement, a cached strategy depends on.
     register_op_strategy(FORWARD, schema_info=RuntimeSchemaInfo(4))(_forward_strategy)

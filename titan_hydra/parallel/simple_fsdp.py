@@ -1,7 +1,7 @@
-"""SimpleFSDP (arXiv 2411.00284): fully sharded data parallelism as a parametrization, with no hooks and no state.
+"""SimpleFSDP (arXiv 2411.00284): fully sharded data parallelism as a parametrization, without hooks and without state.
 
-A parameter is a DTensor sharded over the mesh; reading it in a forward gathers it, and the gather's backward reduces the gradient to
-the shard. All communication is in the graph, where a compiler can see, bucket and reorder it. Eager, a gathered parameter lives
+A parameter is a DTensor sharded over the mesh; reading it in a forward gathers it, and the backward of the gather reduces the gradient to
+the shard. All communication is in the graph, where a compiler can bucket and reorder it. Without a compiler, a gathered parameter lives
 until its backward, unless activation checkpointing reads it again.
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Parallelism) -> None:
-    """Shard every parameter of a meta-device stage over `mesh.fsdp` and make reading it a gather, in place."""
+    """Shard every parameter of a meta-device stage over `mesh.fsdp`, in place, so that reading it gathers it."""
     if mesh.fsdp is None:
         return
     gather = Gather(mesh.fsdp, getattr(torch, precision.compute_dtype), getattr(torch, precision.reduce_dtype))
@@ -35,7 +35,7 @@ def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Para
 
 
 def gathering(cls: type, names: tuple[str, ...], gather: Gather) -> type:
-    """A subclass of a module's class whose parameters are whole when they are read as attributes."""
+    """Return a subclass of a module's class whose parameters are gathered when they are read as attributes."""
     def whole(name: str) -> property:
         return property(lambda self: gather(self._parameters[name]))
 
@@ -43,9 +43,9 @@ def gathering(cls: type, names: tuple[str, ...], gather: Gather) -> type:
 
 
 def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
-    """This rank's shard on dim 0, uneven where it must be. A tensor-parallel parameter becomes one DTensor over both meshes.
+    """Return this rank's shard on dim 0, uneven if necessary. A tensor-parallel parameter becomes one DTensor over both meshes.
 
-    No rank needs another's data: on the meta device there are none.
+    Nothing is communicated: on the meta device there is no data.
     """
     placements = placements_of(mesh.fsdp)
     if not isinstance(parameter, DTensor):
@@ -59,12 +59,14 @@ def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
 
 
 def placements_of(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Replicated over replicas, if the mesh has them, and sharded on dim 0 over the last dimension."""
+    """Return the placements: replicated over replicas, if the mesh has them, and sharded on dim 0 over the last dimension."""
     return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
 
 class Gather:
-    """Shard to whole tensor in the compute dtype; backward, whole gradient to shard in the reduction's dtype, a plain sum."""
+    """Gathers a shard to the whole tensor in the compute dtype; the backward reduces the whole gradient to the shard in the reduction's
+    dtype, as a plain sum.
+    """
 
     def __init__(self, mesh: DeviceMesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self.mesh, self.compute_dtype, self.reduce_dtype = mesh, compute_dtype, reduce_dtype

@@ -1,4 +1,4 @@
-"""The split of a model into pipeline stages, and the whole again for whoever goes by names."""
+"""Split a model into pipeline stages, and join a rank's stages again under the plain names."""
 from __future__ import annotations
 
 import copy
@@ -12,9 +12,9 @@ from .mesh import Mesh
 
 
 def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
-    """This rank's stages of a meta-device model, in the order in which they run: [model] without pipeline parallelism.
+    """Return this rank's stages of a meta-device model, in forward order: [model] without pipeline parallelism.
 
-    A stage is the model with modules left out, so its parameters keep their names, and with them initial values and checkpoints.
+    A stage is the model without some modules, so parameters keep their names and thus their initial values and checkpoints.
     """
     if mesh.degrees.pp == 1:
         return [model]
@@ -33,7 +33,7 @@ def cut(model: nn.Module, names: list[str]) -> nn.Module:
 
 
 def whole(stages: list[nn.Module]) -> nn.Module:
-    """One module with the parts of all of a rank's stages under their plain names, for optimizers and checkpoints. Not to be run."""
+    """Join all of a rank's stages into one module under their plain names, for optimizers and checkpoints. It cannot be run."""
     if len(stages) == 1:
         return stages[0]
     shell = nn.Module()

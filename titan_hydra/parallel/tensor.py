@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: a model's plan (plans.py) carried out on the tensor-parallel ranks."""
+"""Tensor and sequence parallelism: apply a model's plan (plans.py) to the tensor-parallel ranks."""
 from __future__ import annotations
 
 import contextlib
@@ -18,7 +18,7 @@ from .plans import PLANS, Linears, Norm
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears()) -> None:  # noqa: B008 - frozen
-    """Split a meta-device stage's weights over the tp ranks, in place, and put the communication around the parts that need it.
+    """Split a meta-device stage's weights over the tp ranks, in place, and insert the communication that the plan requires.
 
     Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only.
     """
@@ -26,7 +26,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears())
         return
     tp = mesh.world["tp"]
     norm = Norm(split=job.parallelism.sequence_parallel, reduce_dtype=getattr(torch, job.precision.reduce_dtype))
-    # A head that returns the loss itself splits the vocabulary all the same, but there are no split logits to hand on.
+    # A head that returns the loss itself splits the vocabulary too, but has no split logits to return.
     logits_stay_split = job.parallelism.loss_parallel and job.loss.name == "cross_entropy"
     plan = PLANS[job.model.family](replace(job.parallelism, loss_parallel=logits_stay_split), norm, linears)
     parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
@@ -40,18 +40,18 @@ def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears())
 
 
 def _arrived(embedding: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-    """The embedding's output, once its reduction over ranks has arrived; clone() waits and keeps the gradient's way back.
+    """Wait for the embedding's reduction over ranks; clone() waits and keeps the path of the gradient.
 
-    A compiled block that is handed a tensor still on its way crashes in the backward or, under FSDP, gives the embedding a wrong
-    gradient without an error.
+    A compiled block whose input is still being communicated crashes in the backward or, under FSDP, gives the embedding a wrong gradient
+    without an error.
     """
     return output.clone()
 
 
 def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
-    """Async tensor parallelism: the compiler cuts matmuls into pieces and moves one piece while it computes the next.
+    """Enable async tensor parallelism: the compiler cuts matmuls into pieces and communicates one piece while it computes the next.
 
-    Raises ConfigError on a CPU: the pieces move through memory that GPUs share.
+    Raises ConfigError on a CPU: the pieces are exchanged through memory that GPUs share.
     """
     torch._inductor.config._micro_pipeline_tp = job.parallelism.async_tp
     if not job.parallelism.async_tp:
@@ -63,5 +63,5 @@ def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
 
 
 def loss_context(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Around the loss, forward and backward: cross-entropy of logits that stay split over the vocabulary, where they do."""
+    """Return the context of the loss, forward and backward: loss parallel if the logits stay split over the vocabulary."""
     return loss_parallel() if mesh.degrees.tp > 1 and mesh.degrees.loss_parallel else contextlib.nullcontext()
