@@ -6,7 +6,7 @@ from typing import Literal
 
 from titan_hydra.config.compose import CONF
 
-# A model of seconds with every feature that splits: grouped-query attention, several blocks, an uneven feed-forward width.
+# A model that trains in seconds with every feature that is split: grouped queries, several blocks, an uneven feed-forward width.
 BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.multiple_of=32",
         "model.vocab_size=512", "data=synthetic", "data.seq_len=32", "data.global_batch=16", "lr_scheduler.warmup_steps=2",
         "optimizer.lr=2e-3", "checkpoint=off")
@@ -14,11 +14,11 @@ BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8",
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be proven on `ranks` gloo ranks. `overrides` make it; `base` goes to its reference as well.
+    """A layout to be verified on `ranks` gloo ranks. `overrides` define it; `base` applies to its reference too.
 
     The reference is the same job in one process, or reference.py in float64. `uneven_mask`: labels are ignored, more in some samples and
-    steps than in others; `documents`: samples are cut into documents that do not see each other (`verify.vary`). Tolerances are
-    relative; `gradients` is that of the worst parameter at the first step, `weights` at the end, to the distance it has moved.
+    steps than in others; `documents`: samples are cut into documents that are masked from each other (`verify.vary`). Tolerances are
+    relative: `gradients` for the worst parameter at the first step, `weights` at the end, relative to the distance moved.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Case:
 
 
 def later_wins(*overrides: str) -> list[str]:
-    """Overrides with one value a key: Hydra refuses a group that is chosen twice."""
+    """Keep the last override of each key: Hydra refuses a group that is chosen twice."""
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
 def case(name: str, ranks: int, *overrides: str, **options) -> Case:
-    """A case on as many ranks as the layout takes."""
+    """Build a case on as many ranks as the layout needs."""
     return Case(name, ranks, (f"gpus={ranks}", *overrides), **options)
 
 

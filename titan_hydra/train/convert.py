@@ -1,7 +1,7 @@
-"""A checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
+"""Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
 
-Both ways stream: an export holds one file's tensors in memory, an import one tensor. The marker of completeness comes last: config.json
-of an export, `.metadata` of a checkpoint. This way a folder whose writing was cut short is never taken for a whole one.
+Both directions stream: an export holds one file's tensors in memory, an import one tensor. The file that marks completeness is written last
+(config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for a complete one.
 """
 import json
 import os
@@ -32,7 +32,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: float = 5.0, config_file: Path | None = None) -> list[str]:
-    """Write the model of a checkpoint or run as Hugging Face's LlamaForCausalLM; returns the names of the weight files."""
+    """Write the model of a checkpoint or run as Hugging Face's LlamaForCausalLM. Returns the names of the weight files."""
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
     shapes = parameter_shapes(config)
@@ -57,7 +57,7 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
 
 
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
-    """Write the run's tokenizer and generation_config.json. Returns the token ids; none, and a warning, where there is no tokenizer."""
+    """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
     try:
         ids = tokenizer_export.write(read_tokenizer_config(checkpoint, config_file), target, max_length)
     except ConfigError as error:
@@ -68,7 +68,7 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face Llama folder as a checkpoint of `model.*` alone, with the model section as its config.json."""
+    """Write a Hugging Face Llama folder as a checkpoint of `model.*` only, with the model section as its config.json."""
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     config_file = source / "config.json"
@@ -93,7 +93,9 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> N
 
 
 def find_checkpoint(source: Path) -> Path:
-    """`source` if it is a complete checkpoint, else the newest complete one of that run (or of its checkpoints folder)."""
+    """Return `source` if it is a complete checkpoint, else the newest complete one of that run (or checkpoints folder). Raises ConfigError
+    if there is none.
+    """
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     if (source / ".metadata").is_file():
@@ -105,7 +107,7 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
-    """The model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's)."""
+    """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's)."""
     candidates = [config_file] if config_file else [checkpoint / "config.json", checkpoint.absolute().parents[1] / "config.json"]
     file = next((file for file in candidates if file.is_file()), None)
     if file is None:
@@ -117,7 +119,10 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
 
 
 def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint's run, its path no longer relative to where the run was started."""
+    """Read the tokenizer section of the run that wrote a checkpoint. Its path is resolved against the folder in which the run was started.
+
+    Raises ConfigError if no config.json names a tokenizer.
+    """
     file, section = find_section("tokenizer", checkpoint, config_file)
     if not section:
         raise ConfigError(f"{file}: names no tokenizer")
@@ -129,7 +134,11 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """A section of the first config.json that has it, or {}: that of an imported checkpoint, or of the run of an export or a step."""
+    """Return a section of config.json and the file that has it; {} if no file has it.
+
+    Searched are `config_file` if given, else the config.json beside the checkpoint (an import), one folder up (the run of an export) and
+    two folders up (the run of a step).
+    """
     folders = [checkpoint, *checkpoint.absolute().parents[:2]]
     candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
     found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
@@ -137,14 +146,14 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
 
 
 class Reader:
-    """Reads single tensors of a checkpoint; its index, which can be large, is read once. Neither can run code."""
+    """Reads single tensors of a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
 
     def __init__(self, checkpoint: Path):
         self.checkpoint, self.reader = checkpoint, safe.Reader(checkpoint)
         self.metadata = self.reader.index
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A whole parameter, converted to `dtype` as it is read, however many ranks wrote it."""
+        """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
         state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
         try:
             dcp.load(state, storage_reader=self.reader, planner=safe.Planner(), no_dist=True)
@@ -154,7 +163,7 @@ class Reader:
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):
-    """Saves a state dict of meta tensors; `read(key)` gives each real one when its turn to be written comes."""
+    """Saves a state dict of meta tensors; `read(key)` supplies each real tensor when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]):
         super().__init__()
@@ -174,7 +183,7 @@ def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint:
 
 
 def _plan_shards(sizes: dict[str, int], limit: float) -> list[list[str]]:
-    """Names by file, in order; a file exceeds `limit` bytes only where a single tensor does."""
+    """Assign names to files, in order; a file exceeds `limit` bytes only if a single tensor does."""
     shards, used = [[]], 0
     for name, size in sizes.items():
         if shards[-1] and used + size > limit:
@@ -190,7 +199,7 @@ def _shard_name(index: int, count: int) -> str:
 
 
 def _weight_files(source: Path) -> dict[str, Path]:
-    """Which file of a Hugging Face folder holds each tensor."""
+    """Return the file of a Hugging Face folder that holds each tensor."""
     index = source / "model.safetensors.index.json"
     if index.is_file():
         return {name: source / file for name, file in _read_json(index)["weight_map"].items()}
@@ -203,7 +212,9 @@ def _weight_files(source: Path) -> dict[str, Path]:
 
 
 def _meta_tensor(name: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
-    """What the checkpoint will hold under `name`, without its numbers. Raises ConfigError where the folder has something else."""
+    """Return a meta tensor with the shape and dtype of parameter `name` in the checkpoint. Raises ConfigError if the folder holds something
+    else.
+    """
     theirs = hf_name(name)
     if theirs not in files:
         raise ConfigError(f"{source}: has no {theirs}, which its config.json asks for")

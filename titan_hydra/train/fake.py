@@ -1,4 +1,4 @@
-"""`comm=fake`: build and step one rank of any world in this process, with no other rank, no GPU and next to no memory.
+"""`comm=fake`: build and step one rank of any world in this process, without other ranks, without a GPU and with almost no memory.
 
 The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data (FakeTensorMode) and
 collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked on a laptop in a minute.
@@ -26,7 +26,7 @@ DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch 
 
 
 def train(job: Job, run: Run) -> None:
-    """Take one step as rank `comm.rank` of the job's world, and say what this rank holds."""
+    """Run one step as rank `comm.rank` of the job's world, and print the rank's share of the parameters."""
     began = time.perf_counter()
     set_determinism(job)
     dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
@@ -46,14 +46,14 @@ def train(job: Job, run: Run) -> None:
 
 
 def step(job: Job) -> Trainer:
-    """A trainer on this rank of the fake world, after one step. Wants the fake process group.
+    """Return a trainer on this rank of the fake world, after one step. Requires the fake process group.
 
-    What only chooses kernels is left out, as there are none: compilation, async TP, and hardware for Float8.
+    Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for Float8.
     """
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp = "off", False
     job.precision.emulate = job.precision.converter == "float8"
-    parts = assemble(job, DEVICE)  # outside the mode, which would make meshes fake too
+    parts = assemble(job, DEVICE)  # outside FakeTensorMode, which would make meshes fake too
     with FakeTensorMode(allow_non_fake_inputs=True):
         for stage in parts.stages:
             stage.to_empty(device=DEVICE)
@@ -68,7 +68,9 @@ def step(job: Job) -> Trainer:
 
 
 def skip_vote(pipeline: Pipeline) -> None:
-    """torch 2.13's stages vote on whether all know their shapes, and read the result; here is nothing to read, and all ours do."""
+    """Replace the vote of torch 2.13's stages on whether all know their shapes: torch reads its result, and fake tensors have no data. All
+    stages here know them.
+    """
     if hasattr(pipeline.schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
 

@@ -1,7 +1,7 @@
-"""The flight recorder of a rank: its last collectives, by torch's own recorders, and where it is, in a file that `titan flight` reads.
+"""The flight recorder of a rank: its last collectives, from torch's own recorders, and its position, in a file that `titan flight` reads.
 
-torch has one recorder for gloo and another for NCCL. gloo's omits sends and receives between pipeline stages: those are counted here.
-Those of NCCL are not: a count would keep their tensors in the device's memory.
+torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are recorded here. NCCL's
+are not: that would keep their tensors in the device's memory.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _lock = threading.Lock()
 
 
 def configure(run: Run) -> None:
-    """Switch torch's recorder on. Before there is a process group, as it looks at these variables only once."""
+    """Enable torch's recorder. Call before creating a process group, since torch reads these variables only once."""
     settings = {
         "TORCH_FR_BUFFER_SIZE": str(RECORDED),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -47,7 +47,9 @@ def configure(run: Run) -> None:
 
 
 def record_messages() -> None:
-    """Count what pipeline stages send and receive, for gloo, of which torch's recorder sees only collectives. Once is enough."""
+    """Record the sends and receives of pipeline stages over gloo, of which torch's recorder sees only collectives. Repeated calls are
+    harmless.
+    """
     from torch.distributed.pipelining import schedules
 
     def counted(batch_p2p: Callable) -> Callable:
@@ -71,15 +73,15 @@ def record_messages() -> None:
 
 
 def progress() -> tuple:
-    """Something that changes whenever a collective, a send or a receive is begun or ends. Costs microseconds."""
+    """Return a value that changes whenever a collective, a send or a receive begins or ends. Costs microseconds."""
     states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # our own process's, not a file
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 
 def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
-    """Write flight_<rank>.json: where this rank is, all threads' stacks, its groups and the last things it did in each of them.
+    """Write flight_<rank>.json: position of this rank, stacks of all threads, its groups and the last operations in each of them.
 
-    `where` says step and phase, and when recent steps began. After an `error`, the main thread is where that was raised.
+    `where` holds step and phase, and when recent steps began. With an `error`, the main thread's stack is the one that raised it.
     """
     with _lock:
         content = {
@@ -90,7 +92,7 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
 
 
 def groups(mesh: Mesh | None) -> dict[str, dict]:
-    """This rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
+    """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
     world = dist.distributed_c10d._world
     found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(world.pg_group_ranks[group])}
              for group in list(world.pg_map)}
@@ -102,7 +104,7 @@ def groups(mesh: Mesh | None) -> dict[str, dict]:
 
 
 def collectives() -> list[dict]:
-    """The last collectives of torch's recorders, oldest first."""
+    """Return the last collectives of torch's recorders, oldest first."""
     entries = [entry for dump in RECORDERS for entry in pickle.loads(dump(True, True, False)).get("entries", [])
                if not entry["is_p2p"]]  # NCCL numbers sends and receives on each rank for itself: they cannot be compared
     entries.sort(key=lambda entry: entry["time_created_ns"])
@@ -115,23 +117,23 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """The innermost frames of a stack, then those that are not torch's."""
+    """Return the innermost frames of a stack, then the innermost outside torch."""
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 
 
 def done(entry: dict) -> bool:
-    """Whether a collective is over: NCCL's are when they completed, gloo's when somebody waited for them."""
+    """Whether a collective is over: NCCL's when it completed, gloo's when its result was waited for."""
     return entry["state"] == "completed" or bool(entry["retired"])
 
 
 def messages() -> list[dict]:
-    """The last sends and receives, oldest first."""
+    """Return the last sends and receives, oldest first."""
     return [{**message, "work": None, "done": message["work"] is None or message["work"].is_completed()} for message in list(MESSAGES)]
 
 
 def stacks() -> dict[str, list[str]]:
-    """Where every Python thread of this process is, the innermost call last."""
+    """Return the stack of every Python thread of this process, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {names.get(ident, str(ident)): [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
                                            for frame, line in traceback.walk_stack(top)][::-1]
@@ -139,7 +141,7 @@ def stacks() -> dict[str, list[str]]:
 
 
 def raised(error: BaseException | None) -> dict[str, list[str]]:
-    """The main thread's stack where an error was raised."""
+    """Return the main thread's stack at the point where an error was raised."""
     if error is None:
         return {}
     return {"MainThread": [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"

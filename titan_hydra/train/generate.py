@@ -1,4 +1,5 @@
-"""Text from the model of a checkpoint, on one process: each new token takes a forward over all tokens before it, without a cache."""
+"""Generate text with the model of a checkpoint in one process: each new token takes a forward over all tokens before it, without a cache.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from .spec import TrainSpec, spec_of
 
 
 def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str) -> Iterator[str]:
-    """What follows the prompt, at most `max_tokens` tokens, in pieces of whole characters."""
+    """Yield the continuation of a prompt, at most `max_tokens` tokens, in pieces of whole characters."""
     config = read_model_config(checkpoint)
     _, train = find_section("train", checkpoint)
     spec = spec_of(Job(model=config, train=Train(imports=train.get("imports", []))))
@@ -39,7 +40,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
 
 
 def load(spec: TrainSpec, config: Model, seq_len: int, dtype: torch.dtype, reader: Reader) -> nn.Module:
-    """The whole model with a checkpoint's weights, on the GPU if there is one."""
+    """Build the whole model in `dtype` with a checkpoint's weights, on the GPU if there is one, in eval mode."""
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):
         model = spec.model(config, seq_len)
@@ -56,7 +57,7 @@ def load(spec: TrainSpec, config: Model, seq_len: int, dtype: torch.dtype, reade
 
 @torch.no_grad()
 def continuation(model: nn.Module, ids: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
-    """The tokens that follow `ids`, one after another."""
+    """Yield the tokens that follow `ids`, one by one."""
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):

@@ -1,6 +1,7 @@
-"""Before training: is this rank's device there, free and right, did all ranks come, and does a collective over them end?
+"""Health checks before training: is this rank's device present, free and correct, did all ranks start, and does a collective over them
+complete?
 
-A machine that is not fit ends the run within a minute and with its name, not after hours with a time-out that names nobody.
+An unfit machine ends the run within a minute with a message that names it, instead of after hours with a time-out that names none.
 """
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Comm
 from titan_hydra.config.status import Unhealthy
 
-TAKEN = 0.1  # share of a device's memory that others may hold: a desktop does, another job holds more
-PATIENCE = 20  # seconds that the process before us gets to give its memory back
+TAKEN = 0.1  # share of a device's memory that other processes may hold: a desktop holds less, another job more
+PATIENCE = 20  # seconds for an earlier process to release its memory
 
 
 def check_device(run: Run, comm: Comm) -> torch.device:
-    """This rank's device, once it has been found fit, and so has every other rank's. Wants no process group yet.
+    """Return this rank's device, once it and those of all other ranks have passed the check. Call before a process group exists.
 
-    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not come.
+    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not start.
     """
     fault = ""
     try:
@@ -45,7 +46,7 @@ def check_device(run: Run, comm: Comm) -> torch.device:
 
 
 def check_links(run: Run, comm: Comm, device: torch.device) -> None:
-    """A first collective over all ranks, on their devices. Raises Unhealthy when it does not end or does not add up."""
+    """Run a first collective over all ranks on their devices. Raises Unhealthy if it does not complete or gives a wrong sum."""
     if not comm.health_check_seconds:
         return
 
@@ -59,7 +60,7 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """The device that this rank has by its number on the host; the CPU where there is no GPU."""
+    """Return the device with this rank's index on the host; the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -75,7 +76,7 @@ def device_of(run: Run) -> torch.device:
 
 
 def free(device: torch.device, patience: float) -> None:
-    """Wait until nobody else holds much of a GPU's memory. Raises Unhealthy if somebody goes on to."""
+    """Wait until no other process holds much of a GPU's memory. Raises Unhealthy after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         left, capacity = torch.cuda.mem_get_info(device)
@@ -88,7 +89,7 @@ def free(device: torch.device, patience: float) -> None:
 
 
 def matmul(device: torch.device) -> None:
-    """Products of powers of two, which are exact in every format. Raises Unhealthy for a wrong number."""
+    """Multiply powers of two, which are exact in every format. Raises Unhealthy for a wrong result."""
     size = 256 if device.type == "cpu" else 2048
     where = f"{socket.gethostname()}: a matmul of device {device.index or 0} ({device.type})"
     try:
@@ -102,9 +103,10 @@ def matmul(device: torch.device) -> None:
 
 
 def meet(run: Run, mine: dict, seconds: float) -> dict:
-    """Tell the others how this rank is, and wait for all of them. Returns rank 0's verdict: the fault ("" when all are fit), its host.
+    """Report this rank's health to the others and wait for all of them. Returns rank 0's verdict: the fault ("" if all are fit) and its
+    host.
 
-    Through the store, with no collective: so those who do not come can be named.
+    It uses the store and no collective, so that ranks that did not start can be named.
     """
     if run.world_size == 1:
         return {"fault": "", "host": None}
@@ -119,7 +121,7 @@ def meet(run: Run, mine: dict, seconds: float) -> dict:
 
 
 def judge(run: Run, seconds: float) -> dict:
-    """Rank 0's look at all ranks: who did not come, who is not fit, who has another kind of device than the rest."""
+    """Check all ranks on rank 0: which did not start, which is unfit, which has another kind of device than the rest."""
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
     said: dict[int, dict] = {}
@@ -141,7 +143,7 @@ def judge(run: Run, seconds: float) -> dict:
 
 
 def host_of(run: Run, rank: int) -> str | None:
-    """Where a rank was started, if it was: the worker writes that first of all."""
+    """Return the host of a rank; None if it was not started. The worker records the host first of all."""
     try:
         return json.loads(run.record_of(rank).read_text())["host"]
     except (OSError, ValueError, KeyError):
@@ -149,14 +151,18 @@ def host_of(run: Run, rank: int) -> str | None:
 
 
 def of_another(said: dict, run: Run) -> Unhealthy:
-    """The error of a rank that is itself fit. The unfit one speaks for itself, and rank 0 for one that did not come."""
+    """Return the error to raise on a healthy rank, marked secondary so that the launcher attributes the failure to the unhealthy rank's
+    record.
+
+    For a rank that never started, rank 0's error is the primary one.
+    """
     error = Unhealthy(said["fault"])
     error.facts = {"host": said["host"], "secondary": said["spoke"] or run.rank > 0}
     return error
 
 
 def within(seconds: float, what: str, action: Callable[[], None]) -> None:
-    """Do something that may never end. Raises Unhealthy after `seconds`, and what `action` raises."""
+    """Run an action that may never return. Raises Unhealthy after `seconds`, and what `action` raises."""
     raised: list[BaseException] = []
 
     def act() -> None:

@@ -13,7 +13,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def already_summed(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What the head has returned where it was given the targets (parallel/loss_head.py)."""
+    """Return the loss unchanged: the head has computed it from the targets (parallel/loss_head.py)."""
     return loss
 
 

@@ -1,4 +1,4 @@
-"""What to know about a device's memory when it was not enough: the peak, and who holds it."""
+"""Report on a device's memory after it ran out: the peak, and which code holds it."""
 from __future__ import annotations
 
 import collections
@@ -11,7 +11,7 @@ SHOWN = 20  # allocations, largest first
 
 
 def facts() -> dict[str, float]:
-    """Peak and capacity of this rank's device in GiB; {} on a CPU, where memory is the host's."""
+    """Return peak and capacity of this rank's device in GiB; {} on a CPU, whose memory is the host's."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     peak = torch.cuda.memory_stats().get("reserved_bytes.all.peak", 0)
@@ -19,13 +19,15 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Remember where live allocations were made. On to the end of the first step, where most of what does not fit fails: it costs time."""
+    """Record where live allocations were made. On until the end of the first step, which is where most runs that do not fit fail; it costs
+    time.
+    """
     if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(enabled="state" if on else None, stacks="python")
 
 
 def explain(run: Run, error: BaseException) -> None:
-    """After running out of device memory, write memory_<rank>.txt: what is allocated, by the lines that did it, and torch's summary."""
+    """Write memory_<rank>.txt after running out of device memory: what is allocated, by the lines of code, and torch's summary."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     if error is None or not torch.cuda.is_available():

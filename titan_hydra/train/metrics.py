@@ -1,6 +1,6 @@
-"""What is measured and how it is written: metrics.jsonl is the truth, the console and trackers are copies.
+"""Measure a run and write the results: metrics.jsonl is the original, the console and trackers are copies.
 
-Definitions stand in docs/metrics.md. Unknown is None, never a guess.
+docs/metrics.md defines the numbers. An unknown one is None, never estimated.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PEAK_FLOPS = {
 
 
 class Clock:
-    """Times one step: how long it took, and how much of that was waiting for data. Whatever runs between steps is not counted."""
+    """Times steps: how long each took, and how much of that was waiting for data. Work between steps is not counted."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds of every step of this process but the first
@@ -42,19 +42,19 @@ class Clock:
         self._first = True
 
     def start(self) -> None:
-        """A step begins, with fetching its batch."""
+        """Mark the beginning of a step, before its batch is fetched."""
         self._began = time.perf_counter()
 
     def has_data(self) -> None:
-        """The batch is there."""
+        """Mark that the batch has arrived."""
         self._data = time.perf_counter() - self._began
 
     def leave_out(self, seconds: float) -> None:
-        """Something that is not the step's has held it up for so long."""
+        """Exclude `seconds` of this step: a delay that does not belong to it."""
         self._began += seconds
 
     def stop(self) -> None:
-        """The step is over, its loss on the host."""
+        """Mark the end of the step, with its loss on the host."""
         seconds = time.perf_counter() - self._began
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
@@ -64,14 +64,14 @@ class Clock:
 
 
 class Rows:
-    """A .jsonl file that a run appends to. On a full disk rows wait in memory until there is room: no reason to end a run."""
+    """A .jsonl file that a run appends to. On a full disk rows are kept in memory until there is room, and the run continues."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         truncate(path, resumed_at)
         self.file, self.waiting = path.open("ab", buffering=0), b""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write a row, after those that wait."""
+        """Write a row, after those that are waiting."""
         failed = bool(self.waiting)
         self.waiting += json.dumps(row).encode() + b"\n"
         try:
@@ -102,17 +102,17 @@ class Metrics:
             self.trackers = open_trackers(job, run, resumed_at)
 
     def due(self, step: int) -> bool:
-        """Whether the step gets a row: first of this process, last of the run, or every log_every-th."""
+        """Whether the step gets a row: the first of this process, the last of the run, or every log_every-th."""
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """Take what a step measured, and make a row if it is due. All ranks call it: memory is the largest over all of them."""
+        """Collect a step's measurements, and write a row if one is due. All ranks call it: memory is the largest over all of them."""
         self.losses.append(loss)
         if self.due(step):
             self._record(step, loss, grad_norm, lr)
 
     def _record(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """The row of a step, with means over the steps since the last row."""
+        """Write the row of a step, with means over the steps since the last row."""
         self.mean_loss = sum(self.losses) / len(self.losses)
         self.losses.clear()
         memory, reserved = self._memory()
@@ -124,7 +124,7 @@ class Metrics:
             "tflops": self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory, "memory_reserved_gib": reserved,
             "step_seconds": seconds, "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
         }
-        if self.clock.disturbed:  # times of this row are not to be compared
+        if self.clock.disturbed:  # times of this row are not comparable
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:
             self.rows.add(row)
@@ -132,7 +132,7 @@ class Metrics:
             self._track(row)
 
     def event(self, name: str, step: int, **values: Any) -> None:
-        """A row for what happens between steps (validation, checkpoint), in events.jsonl, with its own seconds."""
+        """Write a row to events.jsonl for what happens between steps (validation, checkpoint), with its own duration."""
         if name == "validation":
             self.validation_loss = values["validation_loss"]
         if self.events:
@@ -142,7 +142,7 @@ class Metrics:
             self._track(trackable(row))
 
     def result(self, step: int) -> dict[str, Any]:
-        """What result.json says of this process: rates over its steady steps, the first step left out."""
+        """Return the numbers of result.json: rates over this process's steady steps, without the first step."""
         rates = sorted(self.tokens_per_step / seconds / self.ranks for seconds in self.clock.steps)
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
@@ -176,7 +176,7 @@ class Metrics:
         return self.flops * rate / self.peak
 
     def _memory(self) -> tuple[float | None, float | None]:
-        """Peak GiB allocated and reserved by torch since the last row, the largest over all ranks; None on a CPU."""
+        """Return peak GiB allocated and reserved by torch since the last row, the largest over all ranks; None on a CPU."""
         if self.device.type != "cuda":
             return None, None
         stats = torch.cuda.memory_stats(self.device)
@@ -189,7 +189,7 @@ class Metrics:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak, if its name is known."""
+    """Return the device's dense bf16 peak; None if its name is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -197,7 +197,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What a rank computes on: the GPU's name, or the processor's."""
+    """Return the name of the GPU, or of the processor, that a rank computes on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ def device_name(device: torch.device) -> str:
 
 
 def console_line(row: dict[str, Any], steps: int) -> str:
-    """One row for a person."""
+    """Format one row for the console."""
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
         f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['tflops']:.2f} tflops",
@@ -223,8 +223,10 @@ def console_line(row: dict[str, Any], steps: int) -> str:
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Drop the rows after `last_step`: a resumed run makes them again. What is no row is dropped too: a kill cuts the last line, and a file
-    system that crashes leaves other bytes anywhere."""
+    """Remove the rows after `last_step`, which a resumed run writes again, and lines that are not rows.
+
+    A kill truncates the last line, and a file system that crashes leaves arbitrary bytes anywhere.
+    """
     if not path.exists():
         return
     kept, garbage = [], 0

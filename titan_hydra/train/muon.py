@@ -1,4 +1,4 @@
-"""Muon on sharded matrices: one rank orthogonalizes a matrix whole, in two exchanges for as many matrices as there are ranks.
+"""Muon on sharded matrices: one rank orthogonalizes a whole matrix, with two exchanges for as many matrices as there are ranks.
 
 torch's own Muon computes on DTensors, where all ranks orthogonalize each matrix together in about 15 collectives.
 """
@@ -18,9 +18,10 @@ from titan_hydra.parallel.mesh import local_part
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, update for update, of matrices that the ranks of `group` split or copy; None: plain tensors.
+    """torch's Muon with the same updates, for matrices that the ranks of `group` shard or replicate; None: plain tensors.
 
-    Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing where `found_inf` is 1, without asking the host.
+    Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without a host
+    synchronization.
     """
 
     _step_supports_amp_scaling = True
@@ -33,7 +34,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every matrix that has a gradient. A collective over the group."""
+        """Update every matrix that has a gradient. This is a collective over the group."""
         ranks = 1 if self.group is None else self.group.size()
         keep = 1 - self.found_inf
         for options in self.param_groups:
@@ -47,7 +48,7 @@ class Muon(torch.optim.Muon):
                     local.mul_(1 - keep * options["lr"] * options["weight_decay"]).sub_(direction.float() * (keep * rate))
 
     def direction(self, matrix: nn.Parameter, options: dict[str, Any], keep: Tensor | float) -> Tensor:
-        """This rank's part of the gradient with Nesterov's momentum, in bfloat16, in which it is orthogonalized."""
+        """Return this rank's shard of the gradient with Nesterov momentum, in bfloat16 for the orthogonalization."""
         state = self.state[matrix]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(matrix.grad)
@@ -57,7 +58,7 @@ class Muon(torch.optim.Muon):
         return gradient.lerp(momentum, options["momentum"]).bfloat16()
 
     def orthogonal(self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-        """This rank's parts of orthogonalized matrices, at most one for each rank of the group: the i-th is computed by rank i."""
+        """Return this rank's shards of orthogonalized matrices, at most one matrix for each rank of the group: rank i computes the i-th."""
         def orthogonalize(whole: Tensor) -> Tensor:
             return _zeropower_via_newtonschulz(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
 
@@ -85,14 +86,14 @@ class Muon(torch.optim.Muon):
         return [result.view_as(direction) for result, direction in zip(results, directions, strict=False)]
 
     def exchange(self, given: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Give the i-th of `given` to rank i, and receive `sizes[i]` elements from it."""
+        """Send the i-th of `given` to rank i, and receive `sizes[i]` elements from it."""
         received = given[0].new_empty(sum(sizes))
         dist.all_to_all_single(received, torch.cat(given), sizes, [part.numel() for part in given], group=self.group)
         return list(received.split(sizes))
 
 
 def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
-    """The place of the group's `rank` in a matrix's mesh, whose ranks are the group's, the last dimension's running fastest."""
+    """Return the mesh coordinate of the group's `rank`, whose ranks are those of the matrix's mesh with the last dimension fastest."""
     place = []
     for dim in reversed(range(matrix.device_mesh.ndim)):
         rank, index = divmod(rank, matrix.device_mesh.size(dim))
@@ -101,16 +102,16 @@ def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
 
 
 def same_copy(matrix: nn.Parameter, one: int, other: int) -> bool:
-    """Whether two ranks of the group hold parts of the same copy of a matrix."""
+    """Whether two ranks of the group hold shards of the same copy of a matrix."""
     places = zip(coordinate(matrix, one), coordinate(matrix, other), matrix.placements, strict=True)
     return all(a == b for a, b, placement in places if placement.is_replicate())
 
 
 def part_of(matrix: nn.Parameter, place: list[int]) -> tuple[slice, ...]:
-    """Rows and columns of a matrix that the rank at `place` in its mesh holds."""
+    """Return the rows and columns of a matrix held by the rank at `place` in its mesh."""
     return tuple(slice(offset, offset + size) for offset, size in zip(*local_box(matrix, place), strict=True))
 
 
 def size_of(part: tuple[slice, ...]) -> int:
-    """Elements of a part."""
+    """Return the number of elements of a part."""
     return math.prod(dim.stop - dim.start for dim in part)

@@ -1,4 +1,4 @@
-"""Optimizers and the learning rate. Rates are a pure function of the step, so a resumed run needs no scheduler state."""
+"""Optimizers and the learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler state."""
 from __future__ import annotations
 
 import math
@@ -13,7 +13,7 @@ from .muon import Muon
 
 
 def build_optimizers(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
-    """The optimizers of a model's parameters: AdamW or SGD alone, or Muon for the matrices of the blocks and AdamW for everything else."""
+    """Build the optimizers of a model's parameters: AdamW or SGD alone, or Muon for the matrices of the blocks and AdamW for the rest."""
     muon, others = [], []
     for name, parameter in model.named_parameters():
         is_hidden_matrix = parameter.ndim == 2 and name.startswith("layers.")
@@ -40,7 +40,7 @@ def _sgd(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.SGD:
 
 
 def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
-    """The parameters, norms apart if they are spared from the weight decay."""
+    """Return the parameter groups; norms are separate if they are exempt from weight decay."""
     if not config.decay_matrices_only:
         return [{"params": parameters}]
     matrices, others = ([p for p in parameters if (p.ndim > 1) is wanted] for wanted in (True, False))
@@ -50,8 +50,8 @@ def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
 def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite: torch.Tensor) -> None:
     """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device.
 
-    torch's fused optimizers, and Muon, do both in their own pass over the gradients and ask the host nothing. For others the gradients
-    are divided in place, and the host waits for `finite`.
+    torch's fused optimizers, and Muon, do both in their own pass over the gradients without a host synchronization. For others the
+    gradients are divided in place, and the host waits for `finite`.
     """
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -65,7 +65,7 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
-    """Give every group its peak rate times `factor`; returns the rate of the first group, the one that is logged."""
+    """Set every group to its peak rate times `factor`. Returns the rate of the first group, the one that is logged."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -73,9 +73,9 @@ def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
 
 
 def lr_factor(step: int, steps: int, config: LrSchedule) -> float:
-    """The share of the peak rate at a step, counted from 1: linear warm-up, then the schedule's shape, as TorchTitan 0.2.2 has them.
+    """Return the share of the peak rate at a step, counted from 1: linear warm-up, then the schedule's shape, as in TorchTitan 0.2.2.
 
-    The last warm-up step has the whole rate. Decays are laid out as if one more step followed, so that the last step still learns.
+    The last warm-up step has the full rate. Decays are computed as if one more step followed, so that the last step still learns.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps

@@ -1,10 +1,10 @@
-"""debug=nan_hunt and debug.trace_activations: looks at what enters and leaves every module, forward and backward, and at gradients.
+"""debug=nan_hunt and debug.trace_activations: examine the inputs and outputs of every module, forward and backward, and the gradients.
 
-    forward   in, out      what a module is given and returns
-    backward  out, in      the gradients of these, where the module's own share in a gradient is not yet mixed with its neighbours'
+    forward   in, out      a module's inputs and outputs
+    backward  out, in      gradients of its outputs and inputs, before autograd adds the contributions of other consumers
     gradient               of each parameter, as this rank holds it after the backward and before clipping
 
-Nothing is read back from the device before the step's end. Both work on the part of a tensor that this rank holds, so on any layout.
+Nothing is read back from the device before the step's end. Both work on this rank's shard of a tensor, and so on any layout.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST = 1 << 30
 
 
 class Look(NamedTuple):
-    """One thing looked at: the pass, whether it enters or leaves the module, the module or parameter, the microbatch."""
+    """One examined tensor: the pass, whether it is an input or output, the module or parameter, the index of the microbatch."""
 
     when: str
     what: str
@@ -40,10 +40,10 @@ class Look(NamedTuple):
 
 
 class Probes:
-    """What a rank sees in a step. Does nothing, and hooks nothing, unless the configuration asks for it."""
+    """What a rank observes in a step. Does nothing, and hooks nothing, unless the configuration asks for it."""
 
     def __init__(self, config: Debug, run: Run, model: nn.Module, weights: nn.Module) -> None:
-        """Watch the modules of `model`; `weights` holds the parameters that the optimizers have."""
+        """Hook the modules of `model`; `weights` holds the parameters of the optimizers."""
         self.config, self.run, self.weights = config, run, weights
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.seen: dict[Look, Tensor] = {}
@@ -53,14 +53,14 @@ class Probes:
 
     @torch.no_grad()
     def look(self, when: str, what: str, name: str, tensor: Tensor) -> None:
-        """Note what is to be known of a tensor, in a tensor."""
+        """Record the checksums or the finiteness of a tensor, on the device."""
         local = local_part(tensor)
         call = self.calls[when, what, name]
         self.calls[when, what, name] += 1
         self.seen[Look(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
 
     def after_backward(self, step: int) -> None:
-        """Look at the gradients too; then write down what was seen, or keep it for `culprit`."""
+        """Examine the gradients too; then write what was observed, or keep it for `culprit`."""
         if not (self.config.nan_hunt or self.config.trace_activations):
             return
         for name, parameter in self.weights.named_parameters():
@@ -74,14 +74,14 @@ class Probes:
                        "order": order(look, index)}
                 self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}  # clipping by NaN makes all of one NaN
+        gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}  # clipping by NaN would make all NaN
         self.bad = {look: count(gradients.get(look.name)) for look, values in zip(looks, found, strict=True)
                     if not math.isfinite(values[0])}
         self.seen.clear()
         self.calls.clear()
 
     def culprit(self) -> str:
-        """What was not finite first, in words that begin with a semicolon; nothing unless debug=nan_hunt. All ranks call it alike."""
+        """Describe what was not finite first, beginning with a semicolon; "" unless debug=nan_hunt. This is a collective."""
         if not self.config.nan_hunt:
             return ""
         bad = {Look("parameter", "", name, 0): count(value) for name, value in self.weights.named_parameters()} | self.bad
@@ -99,7 +99,7 @@ class Probes:
 
 
 def count(value: Tensor | None) -> str | None:
-    """How much of a parameter or its gradient is not finite on this rank, in words; None if all of it is finite."""
+    """Describe how much of a parameter or its gradient is not finite on this rank; None if all of it is finite."""
     if value is None:
         return ""
     local = local_part(value.detach())
@@ -108,8 +108,9 @@ def count(value: Tensor | None) -> str | None:
 
 
 def hook(model: nn.Module, look: Callable[[str, str, str, Tensor], None]) -> None:
-    """Call `look(pass, what, module, tensor)` for every module of a model in training. One that stands in several places (rotary
-    embeddings) has no place of its own, and is left out: what is wrong there shows where its result enters."""
+    """Call `look(pass, what, module, tensor)` for every module of a model in training. A module that occurs in several places (rotary
+    embeddings) has no unique name and is skipped: a fault there shows where its result enters.
+    """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
         if name and places[id(module)] == 1:
@@ -139,7 +140,7 @@ def _leaving(name: str, look: Callable, module: nn.Module, args: tuple, output: 
 
 
 def _counts(module: nn.Module) -> bool:
-    """Not in a validation, and not where a backward computes a forward again."""
+    """Whether a call counts: not in a validation, and not in the recomputation of a forward."""
     return module.training and torch._C._current_graph_task_id() == -1
 
 
@@ -148,12 +149,12 @@ def _floating(value: Any) -> bool:
 
 
 def finite(local: Tensor) -> Tensor:
-    """[0] if all of a tensor is finite, else [nan]."""
+    """Return [0] if all of a tensor is finite, else [nan]."""
     return torch.where(torch.isfinite(local).all(), 0.0, torch.nan).double().reshape(1)
 
 
 def marks(local: Tensor) -> Tensor:
-    """Norm, and 64 bits of checksum in two numbers: any single element that changes a bit changes it."""
+    """Return the norm, and a 64-bit checksum as two numbers: any single element that changes a bit changes it."""
     norm = torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
     places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
@@ -163,20 +164,20 @@ def marks(local: Tensor) -> Tensor:
 
 
 def order(look: Look, index: int) -> tuple:
-    """Sorts what different ranks have seen by time, as far as it matters: pass, microbatch, place in the model, place on the rank."""
+    """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model, position on the rank."""
     place = position(look.name)
     backwards = look.when in ("backward", "gradient")
     return PASSES.index(look.when), look.call, -place if backwards else place, -index if look.when == "gradient" else index
 
 
 def position(name: str) -> int:
-    """Where a module stands in the model: the embedding first, then the layers, then what follows."""
+    """Return a module's position in the model: the embedding first, then the layers, then the rest."""
     layer = re.match(r"layers\.(\d+)", name)
     return int(layer[1]) if layer else -1 if name.startswith("tok_embeddings") else LAST
 
 
 def words(when: str, what: str, name: str) -> str:
-    """What was looked at, for a person."""
+    """Describe what was examined."""
     if when in ("parameter", "gradient"):
         module, _, leaf = name.rpartition(".")
         return f"{'the gradient of ' * (when == 'gradient')}parameter {leaf} of module {module} ({name})"

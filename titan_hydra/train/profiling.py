@@ -1,11 +1,11 @@
-"""profiling=on: a torch profiler's trace of a few steps with a summary in words, a memory snapshot, and all phases of all steps.
+"""profiling=on: a torch profiler's trace of a few steps with a text summary, a memory snapshot, and all phases of all steps.
 
     attempts/<n>/profile/trace_<rank>.json.gz    torch's trace; opens in https://ui.perfetto.dev
-    attempts/<n>/profile/summary_<rank>.txt      what the time went to (summary.txt for rank 0); see trace.py
-    attempts/<n>/profile/memory_<rank>.pickle    on CUDA alone; opens in https://pytorch.org/memory_viz
+    attempts/<n>/profile/summary_<rank>.txt      where the time was spent (summary.txt for rank 0); see trace.py
+    attempts/<n>/profile/memory_<rank>.pickle    on CUDA only; opens in https://pytorch.org/memory_viz
     attempts/<n>/profile/phases_<rank>.json      data, forward and backward, optimizer, ... of every step; opens in Perfetto too
 
-Steps that are recorded, and the one before them that warms the profiler up, are slower: they do not count for any rate.
+Recorded steps, and the one before them that warms up the profiler, are slower: they are excluded from all rates.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Profiler:
             watch.told = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """A step begins, and the one before is over. Some are recorded: from number profiling.first_step of this process on."""
+        """Mark the beginning of a step and the end of the one before. Recording starts at step profiling.first_step of this process."""
         if not self.on:
             return
         self.ends()
@@ -49,7 +49,7 @@ class Profiler:
             self.record(int(self.config.first_step > 1))
 
     def ends(self) -> None:
-        """The last recorded step may be over."""
+        """Mark the end of a step; stop after the last recorded one."""
         if not self.clock.profiled:
             return
         if self.profiler is not None:
@@ -58,7 +58,7 @@ class Profiler:
             self.stop()
 
     def record(self, warm_up: int) -> None:
-        """From here on steps are slower. All ranks call them disturbed, whether or not they record."""
+        """Start recording. All ranks mark their steps as disturbed, whether or not they record."""
         self.clock.profiled = True
         if self.run.rank == 0 or self.config.all_ranks:
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
@@ -68,13 +68,13 @@ class Profiler:
             self.profiler.start()
 
     def stop(self) -> None:
-        """Record no more; of a run that ends early what there is."""
+        """Stop recording; if the run ends early, keep what there is."""
         if self.profiler is not None:
             self.profiler.stop()
         self.profiler, self.clock.profiled = None, False
 
     def close(self) -> None:
-        """The run is over: wait for the summary."""
+        """Stop at the end of the run and wait for the summary."""
         if self.on:
             self.ends()
             self.stop()
@@ -83,7 +83,7 @@ class Profiler:
                 self.summary.wait(SUMMARY_LIMIT)
 
     def write(self, profiler: profile) -> None:
-        """The files of this rank. The summary is made by another process, as it reads all of the trace."""
+        """Write the files of this rank. Another process makes the summary, as it reads the whole trace."""
         began, rank = time.perf_counter(), self.run.rank
         trace = self.folder / f"trace_{rank}.json.gz"
         profiler.export_chrome_trace(str(trace))
@@ -91,12 +91,12 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         summary = self.folder / (f"summary_{rank}.txt" if rank else "summary.txt")
-        # By its path, and with nothing of this folder to import: so it is this code, wherever the rank has it from.
+        # Started by path with -P, so that it is this file, wherever the rank's code is.
         self.summary = subprocess.Popen([sys.executable, "-P", str(Path(__file__).with_name("trace.py")), str(trace), str(summary)])
         self.metrics.event("profile", self.step, seconds=time.perf_counter() - began, trace=str(trace))
 
     def memory(self, on: bool) -> bool:
-        """Begin or end the history of allocations, on CUDA; says whether there is one."""
+        """Start or stop the history of allocations, on CUDA. Returns whether there is one."""
         wanted = self.config.memory and self.device.type == "cuda"
         if wanted and on:
             torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
@@ -104,7 +104,7 @@ class Profiler:
 
 
 class Phases:
-    """The phases of a rank as a Chrome trace: an array that need not be closed, so a killed run's opens too."""
+    """The phases of a rank as a Chrome trace: an array without a closing bracket, so that a killed run's trace opens too."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.file, self.rank, self.last = path.open("w", buffering=1), rank, None
@@ -112,7 +112,7 @@ class Phases:
         self.put({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 
     def at(self, phase: str, step: int, now: float) -> None:
-        """A phase begins, and with it the last one ends."""
+        """Record that a phase begins and the last one ends."""
         if self.last is not None:
             name, of, began = self.last
             self.put({"name": name, "ph": "X", "ts": began * 1e6, "dur": (now - began) * 1e6, "args": {"step": of}})

@@ -18,7 +18,9 @@ Weights = dict[str, Tensor]
 
 
 def train(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[list[float], list[float], Weights, Weights]:
-    """Losses and gradient norms of all steps, the gradients of the first and the last weights, from `start` and the batch of each step."""
+    """Return the losses and gradient norms of all steps, the gradients of the first and the last weights, from `start` and each step's
+    batch.
+    """
     weights = {name: value.double().requires_grad_() for name, value in start.items()}
     state: dict[str, Weights] = {name: {} for name in weights}
     losses, norms, first = [], [], {}
@@ -40,7 +42,7 @@ def train(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[li
 # --- model: arXiv 2407.21783, section 3.2; RMSNorm arXiv 1910.07467; SwiGLU 2002.05202; grouped queries 2305.13245 -----------------------
 
 def mean_loss(weights: Weights, batch: Batch, model: Model) -> Tensor:
-    """Cross-entropy of the labels that count, divided by their number."""
+    """Return the cross-entropy of the labels that count, divided by their number."""
     logits = forward(weights, batch, model).log_softmax(-1)
     counts = batch.labels >= 0
     picked = logits.gather(-1, batch.labels.where(counts, 0).unsqueeze(-1)).squeeze(-1)
@@ -48,7 +50,7 @@ def mean_loss(weights: Weights, batch: Batch, model: Model) -> Tensor:
 
 
 def forward(weights: Weights, batch: Batch, model: Model) -> Tensor:
-    """Logits [batch, seq, vocab]."""
+    """Return logits [batch, seq, vocab]."""
     size, length = batch.tokens.shape
     places = torch.arange(length)
     positions = places.expand(size, length) if batch.positions is None else batch.positions
@@ -67,12 +69,12 @@ def forward(weights: Weights, batch: Batch, model: Model) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x divided by its root mean square."""
+    """Divide x by its root mean square and multiply by the weight."""
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
 def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model) -> Tensor:
-    """Softmax attention head by head; a group of query heads reads one key/value head."""
+    """Compute softmax attention head by head; a group of query heads shares one key/value head."""
     width = model.dim // model.n_heads
     outputs = []
     for head in range(model.n_heads):
@@ -85,7 +87,7 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
 
 
 def rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
-    """Rotary positions (arXiv 2104.09864) of one head [batch, seq, width]; dimension i is paired with i + width / 2."""
+    """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimension i is paired with i + width / 2."""
     half = x.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * torch.tensor([frequency(i, half, model) for i in range(half)], dtype=torch.float64)
     a, b = x[..., :half], x[..., half:]
@@ -93,7 +95,7 @@ def rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
 
 
 def frequency(i: int, half: int, model: Model) -> float:
-    """Radians per position of the i-th pair, with Llama 3.1's stretch of the slow ones."""
+    """Return the radians per position of the i-th pair, with Llama 3.1's stretch of the low frequencies."""
     value, scaling = model.rope_theta ** (-i / half), model.rope_scaling
     length = 2 * math.pi / value
     if scaling.factor == 1 or length < scaling.original_max_seq_len / scaling.high_freq_factor:
@@ -107,7 +109,7 @@ def frequency(i: int, half: int, model: Model) -> float:
 # --- optimizers -----------------------------------------------------------------------------------------------------------------------
 
 def rate(step: int, steps: int, config: LrSchedule) -> float:
-    """Share of the peak learning rate at a step, counted from 1: warm-up, stable, decay as TorchTitan 0.2.2 counts them."""
+    """Return the share of the peak learning rate at a step, counted from 1: warm-up, stable, decay as in TorchTitan 0.2.2."""
     warm = config.warmup_steps
     decay = min(steps - warm, steps - warm if config.name == "cosine" else round(steps * config.decay_ratio))
     stable = steps + 1 - warm - decay
@@ -122,7 +124,7 @@ def rate(step: int, steps: int, config: LrSchedule) -> float:
 
 
 def update(name: str, weight: Tensor, gradient: Tensor, state: Weights, step: int, factor: float, config: Optimizer) -> None:
-    """One step of the parameter's optimizer, in place."""
+    """Apply one step of the parameter's optimizer, in place."""
     decays = weight.dim() > 1 or not config.decay_matrices_only
     if config.name == "sgd":
         gradient = gradient + config.weight_decay * decays * weight
@@ -135,7 +137,7 @@ def update(name: str, weight: Tensor, gradient: Tensor, state: Weights, step: in
 
 
 def adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float, decay: float, config: Optimizer) -> None:
-    """AdamW (arXiv 1711.05101)."""
+    """Apply one step of AdamW (arXiv 1711.05101), in place."""
     state["mean"] = config.beta1 * state.get("mean", 0) + (1 - config.beta1) * gradient
     state["square"] = config.beta2 * state.get("square", 0) + (1 - config.beta2) * gradient * gradient
     mean, square = state["mean"] / (1 - config.beta1**step), state["square"] / (1 - config.beta2**step)
@@ -143,7 +145,7 @@ def adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float
 
 
 def muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: Optimizer) -> None:
-    """Muon (kellerjordan.github.io/posts/muon), its five Newton-Schulz iterations in bfloat16 as published."""
+    """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place; its five Newton-Schulz iterations in bfloat16 as published."""
     state["momentum"] = config.muon_momentum * state.get("momentum", 0) + (1 - config.muon_momentum) * gradient
     x = ((1 - config.muon_momentum) * gradient + config.muon_momentum * state["momentum"]).bfloat16()
     tall = x.shape[0] > x.shape[1]

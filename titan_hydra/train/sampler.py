@@ -1,4 +1,6 @@
-"""Random legal jobs: degrees, schedules, odd shapes, masks and optimizers in compositions that nobody would think of. Imports no torch."""
+"""Random legal jobs: combinations of degrees, schedules, odd shapes, masks and optimizers that no hand-written matrix covers. Imports no
+torch.
+"""
 from __future__ import annotations
 
 import math
@@ -19,7 +21,7 @@ BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "r
 
 
 def draw(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Iterator[Case]:
-    """So many cases. A drawn job that breaks a rule is drawn anew. A seed gives the same cases again, in the same version."""
+    """Yield `number` random cases. A job that breaks a rule is drawn again. A seed gives the same cases again, in the same version."""
     dice = random.Random(seed)
     for index in range(number):
         while not legal(case := one(dice, index, dice.choice(ranks))):
@@ -28,7 +30,7 @@ def draw(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) ->
 
 
 def legal(case: Case) -> bool:
-    """Whether the rules let the case's job pass."""
+    """Whether the case's job passes the rules."""
     try:
         compose_job(*later_wins(*BASE, *case.base, *case.overrides))
     except ConfigError:
@@ -37,7 +39,7 @@ def legal(case: Case) -> bool:
 
 
 def one(dice: random.Random, index: int, ranks: int) -> Case:
-    """A case that may break a rule."""
+    """Draw a case that may break a rule."""
     degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp"), 1)
     while (left := ranks // math.prod(degrees.values())) > 1:
         degrees[dice.choice(list(degrees))] *= next(factor for factor in (2, 3) if left % factor == 0)
@@ -54,7 +56,7 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
 
 
 def shape(dice: random.Random) -> tuple[str, ...]:
-    """A model and a sequence length, most of them odd."""
+    """Draw a model and a sequence length, most of them odd."""
     heads, shared = dice.choice(((6, 2), (8, 4), (12, 4), (4, 1), (4, 4)))
     return (
         f"model.n_heads={heads}", f"model.n_kv_heads={shared}", f"model.dim={heads * dice.choice((4, 8, 12, 16))}",
@@ -66,7 +68,7 @@ def shape(dice: random.Random) -> tuple[str, ...]:
 
 
 def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
-    """An optimizer and its schedule."""
+    """Draw an optimizer and its schedule."""
     return (
         f"optimizer={optimizer}", f"optimizer.max_norm={dice.choice((0.1, 1.0, 0.0))}",
         f"optimizer.lr={'0.05' if optimizer == 'sgd' else '0.002'}", *["optimizer.sgd_momentum=0.9"] * (optimizer == "sgd"),
@@ -77,7 +79,7 @@ def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
 
 
 def technique(dice: random.Random, degrees: dict[str, int]) -> Iterator[str]:
-    """How the degrees do their work."""
+    """Draw the techniques that carry out the degrees."""
     yield f"parallelism.backend={dice.choice(('fsdp2', 'fsdp2', 'simple_fsdp'))}"
     yield f"parallelism.reshard_after_forward={dice.choice(('default', 'default', 'always', 'never'))}"
     yield f"ac={dice.choice(('none', 'none', 'full', 'layer', 'op', 'lean'))}"

@@ -1,7 +1,7 @@
-"""What a model family needs to be trained, by name: the package's own, and those of a user's modules (`train.imports`).
+"""What a model family needs to be trained, by name: the package's own families, and those of a user's modules (`train.imports`).
 
-After TorchTitan's TrainSpec (CODEML 2025, section 3): a new model, or a new way to parallelize one, is one file and one row, and
-the loop stays as it is. docs/extend.md shows it.
+After TorchTitan's TrainSpec (CODEML 2025, section 3): a new model, or a new way to parallelize one, is one file and one row, and the loop
+stays as it is. docs/extend.md shows it.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .optimizer import build_optimizers, lr_factor
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """The parts that the trainer puts together. All but the name and the model have the defaults that Llama 3 uses."""
+    """The parts that the trainer combines. All but the name and the model default to those of Llama 3."""
 
     name: str
     model: Callable[..., nn.Module]  # (Model, seq_len): a module with tok_embeddings, layers, norm, output; a stage lacks some
@@ -42,7 +42,7 @@ class TrainSpec:
     flops_per_token: Callable = flops_per_token  # (Model, seq_len): forward and backward
 
     def build_data(self, job: Job, rank: int, ranks: int, split: str = "train") -> data.loader.Loader:
-        """The samples of one data-parallel rank, through this spec's tokenizer."""
+        """Build the loader of one data-parallel rank, with this spec's tokenizer."""
         return self.data(job, rank, ranks, split, self.tokenizer)
 
 
@@ -50,14 +50,14 @@ SPECS: dict[str, TrainSpec] = {name: TrainSpec(name, model) for name, model in m
 
 
 def register(spec: TrainSpec) -> None:
-    """Add a family, for `model.family` to name it. A name that is taken is refused, unless by the same module again."""
+    """Add a family under the name that `model.family` gives. Raises ConfigError if another spec has the name."""
     if spec.name in SPECS and SPECS[spec.name] != spec:
         raise ConfigError(f"model.family={spec.name}: this name is taken")
     SPECS[spec.name] = spec
 
 
 def spec_of(job: Job) -> TrainSpec:
-    """The spec of a job's family, once the job's own modules have been imported."""
+    """Import the job's own modules and return the spec of its family. Raises ConfigError if there is none."""
     if job.train.imports and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where `python launch.py` was typed; ranks start in the same folder
     for module in job.train.imports:

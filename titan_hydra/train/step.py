@@ -1,4 +1,4 @@
-"""One local batch through the model: gradients or loss alone, with the same loss function whether or not there is a pipeline."""
+"""Run one local batch through the model: gradients or loss alone, with the same loss function whether or not there is a pipeline."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from titan_hydra.parallel.pipeline import Pipeline
 
 
 def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, loss_function: Callable) -> Plain | Pipeline:
-    """What runs a local batch: `forward_backward` and `forward`, pipelined or not."""
+    """Build the object that runs a local batch, with `forward_backward` and `forward`, pipelined or not."""
     summed = compile.function(loss_function, job.compile)
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
@@ -34,12 +34,14 @@ class Plain:
         self.model, self.loss = model, loss
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, tokens: Tensor, last: bool, **context: Tensor) -> Tensor:
-        """Add a local batch's gradients of its summed loss / `tokens`, and return that loss. Replicas add up theirs at the `last`."""
+        """Accumulate a local batch's gradients of its summed loss / `tokens`, and return that loss. Replicas reduce their gradients at the
+        `last`.
+        """
         data_parallel.last_microbatch(self.model, last)
         loss = self.forward(inputs, labels, **context) / tokens
         loss.backward()
         return loss.detach()
 
     def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
-        """The summed loss of a local batch."""
+        """Return the summed loss of a local batch."""
         return self.loss(self.model(inputs, **context), labels)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by tokenizer.name: the embedded tokenizer, any Llama-3 style tokenizer.model, any tokenizer.json."""
+"""Convert text to token ids and back, by tokenizer.name: the embedded tokenizer, any Llama-3 style tokenizer.model, any tokenizer.json."""
 from __future__ import annotations
 
 import base64
@@ -32,7 +32,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """encode takes special tokens' names in the text for plain text and adds none; bos_id is None where documents only end."""
+    """encode treats names of special tokens in the text as plain text and adds none; bos_id is None if documents have only an end token."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -42,12 +42,12 @@ class Tokenizer:
     sha256: str
 
     def document(self, text: str) -> list[int]:
-        """A document as the model sees it: begin-of-text, the text, end-of-text."""
+        """Return a document as the model sees it: begin-of-text, the text, end-of-text."""
         return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text), self.eos_id]
 
 
 def load(config: schema.Tokenizer) -> Tokenizer:
-    """The tokenizer of a job. Raises ConfigError where its file is missing or is not what tokenizer.name says."""
+    """Load the tokenizer of a job. Raises ConfigError if its file is missing or is not of the kind in tokenizer.name."""
     path, content = _read(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
@@ -80,7 +80,7 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
 
 
 def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Bytes of every token and its rank; ranks must be 0, 1, 2, ... so that the special tokens' ids follow."""
+    """Return the rank of every token's bytes. Ranks must be 0, 1, 2, ... so that the special tokens' ids follow."""
     try:
         lines = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -115,7 +115,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
 
 
 def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:
-    """Id of the first of the usual names that the vocabulary has, else of what tokenizer_config.json says."""
+    """Return the id of the first of the usual names in the vocabulary, else of the name in tokenizer_config.json."""
     for name in names:
         if tokenizer.token_to_id(name) is not None:
             return tokenizer.token_to_id(name)
@@ -136,6 +136,6 @@ def _json(path: Path, content: bytes) -> dict:
 
 
 def _size(vocab: dict[str, int] | list, added: list[dict]) -> int:
-    """One more than the largest id; a unigram model's vocabulary is a list without ids."""
+    """Return one more than the largest id; a unigram model's vocabulary is a list without ids."""
     last = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
     return max([last, *(token["id"] for token in added)]) + 1

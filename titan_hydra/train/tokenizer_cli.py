@@ -1,4 +1,4 @@
-"""`titan tokenizer`: train a tokenizer on text, and encode text into a .bin that data=tokens maps into memory."""
+"""`titan tokenizer`: train a tokenizer on text, or encode text into a .bin that data=tokens maps into memory."""
 from __future__ import annotations
 
 import argparse
@@ -28,7 +28,7 @@ BATCH_CHARACTERS = 1 << 20  # text sent to a worker at a time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two subcommands and their options."""
+    """Add the subcommands and options of `titan tokenizer`."""
     commands = parser.add_subparsers(dest="tokenizer_command", required=True)
     train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
     train.add_argument("--vocab", type=int, required=True, help="number of ids, Llama 3's 256 special tokens included")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the subcommand. Raises ConfigError for all that the user can mend, a full disk and a killed worker too."""
+    """Run the subcommand. Raises ConfigError for everything that the user can fix, a full disk and a killed worker included."""
     try:
         return {"train": train, "encode": encode}[args.tokenizer_command](args)
     except OSError as error:
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train byte-pair merges, write them in tiktoken's format, and prove that both libraries encode alike."""
+    """Train byte-pair merges, write them in tiktoken's format, and verify that both libraries encode alike."""
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
         raise ConfigError(f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512")
@@ -76,7 +76,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Write the documents' tokens, in the order of the files, and beside them what a reader must know about them."""
+    """Write the documents' tokens in the order of the files, and beside them a header that describes them."""
     if args.workers < 1:
         raise ConfigError(f"--workers={args.workers}: at least 1")
     config = _tokenizer_config(args.tokenizer)
@@ -106,7 +106,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def _texts(args: argparse.Namespace) -> Iterator[str]:
-    """The documents of the files; every path is checked before the first document is read."""
+    """Return the documents of the files; every path is checked before the first document is read."""
     if not args.files:
         corpus = Embedded()
         return (text for unit in range(corpus.units) for _, text in corpus.rows(unit))
@@ -129,13 +129,13 @@ def _train(texts: Iterable[str], size: int):
 
 
 def _bytes_of_ids(trained) -> dict[int, bytes]:
-    """What every id of the trained tokenizer stands for; ids are in the order in which merges were learnt."""
+    """Return the bytes of every id of the trained tokenizer; ids are in the order in which merges were learnt."""
     byte_of = _byte_of_character()
     return {id: bytes(byte_of[character] for character in token) for token, id in trained.get_vocab().items()}
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 stands for itself, the other bytes for the characters from 256 on."""
+    """Return the byte-level alphabet: printable Latin-1 characters stand for themselves, those from 256 on for the other bytes."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -148,7 +148,7 @@ def _tokenizer_config(name: str) -> schema.Tokenizer:
 
 
 def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int) -> Iterator[tuple[bytes, int]]:
-    """Tokens of batches of documents and their number of documents, in order, never more than a few batches ahead of the writer."""
+    """Yield the tokens and the number of documents of each batch, in order, never more than a few batches ahead of the writer."""
     if workers == 1:
         _start_worker(config, dtype)
         yield from map(_encode_batch, _batches(texts))
@@ -168,7 +168,7 @@ def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str,
 
 
 def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
-    """Load the tokenizer. A worker leaves Ctrl-C to the process that writes, and ends when that process is gone."""
+    """Load the tokenizer in a worker, which ignores Ctrl-C (the writing process handles it) and ends when that process has ended."""
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -193,7 +193,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write beside the path and rename, so that a killed run leaves the old file or the new one, never half of one."""
+    """Write beside the path and rename, so that an interrupted command leaves the old file or the new one."""
     partial = Path(f"{path}.partial")
     try:
         partial.write_bytes(content)

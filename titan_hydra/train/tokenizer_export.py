@@ -1,7 +1,7 @@
-"""A job's tokenizer as Hugging Face's files: tokenizer.json and tokenizer_config.json, with the same ids for the same text.
+"""Export a job's tokenizer as Hugging Face's files: tokenizer.json and tokenizer_config.json, with the same ids for the same text.
 
-Two things are Hugging Face's way and not ours: a text begins with begin-of-text, as our documents do, and names of special tokens
-in a text are taken for the tokens.
+Two things follow Hugging Face: a text begins with begin-of-text, as documents here do, and names of special tokens in a text become the
+tokens.
 """
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def write(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
-    """Write the two files into a folder. Returns the token ids that config.json names. Raises ConfigError for no tokenizer."""
+    """Write tokenizer.json and tokenizer_config.json into a folder. Returns the token ids for config.json. Raises ConfigError if there is
+    no tokenizer.
+    """
     ours = tokenizer.load(config)
     theirs = _read(config)
     if ours.bos_id is not None and theirs.encode("").ids[:1] != [ours.bos_id]:
@@ -43,8 +45,9 @@ def _read(config: schema.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.model. tiktoken merges the neighbours whose bytes together have the lowest rank, however they came
-    about: so every way to cut a token into two tokens is a merge, by the token's rank."""
+    """Build the tokenizer of a tokenizer.model. tiktoken merges the neighbours whose joint bytes have the lowest rank, however they were
+    formed, so every way to cut a token into two tokens is a merge, ordered by the token's rank.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = _letters()
@@ -60,7 +63,7 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: itself in Latin-1 where it can be seen, else from 256 on (GPT-2)."""
+    """Return the character of each byte in a byte-level vocabulary: itself if it is printable Latin-1, else one from 256 on (GPT-2)."""
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]

@@ -1,9 +1,9 @@
-"""What the time of a torch profiler's trace went to, in words. No torch here: it runs beside the training.
+"""Summarize where the time of a torch profiler's trace was spent. Imports no torch: it runs beside the training.
 
     python -m titan_hydra.train.trace trace_0.json.gz [summary.txt]
 
-Every moment counts once, for the first of the classes below that is at work then, so the shares add up to 100 %: communication behind
-which something is computed costs nothing. On a GPU kernels are at work, on a CPU the operators of the thread that trains.
+Every moment counts once, for the first of the classes below that is active, so the shares add up to 100 %: communication overlapped by
+computation costs nothing. On a GPU kernels are counted, on a CPU the operators of the training thread.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOP = 15  # names shown
 
 @dataclass(frozen=True)
 class Work:
-    """Something at work from begin to end, in microseconds."""
+    """An activity from begin to end, in microseconds."""
 
     begin: float
     end: float
@@ -65,12 +65,12 @@ def main(arguments: list[str]) -> None:
 
 
 def kind_of(name: str) -> str:
-    """The class of an operator, kernel or range by its name."""
+    """Return the class of an operator, kernel or range by its name."""
     return next((kind for kind, pattern in NAMES if re.search(pattern, name, re.I)), "other")
 
 
 def summarize(events: list[dict]) -> Summary:
-    """Where the time of the recorded steps went. Raises ValueError for a trace without steps."""
+    """Summarize the time of the recorded steps. Raises ValueError for a trace without steps."""
     events = [event for event in events if event.get("ph") == "X" and "dur" in event]
     steps = [event for event in events if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation"]
     if not steps:
@@ -95,7 +95,7 @@ def summarize(events: list[dict]) -> Summary:
 
 
 def text(summary: Summary) -> str:
-    """The summary for a person."""
+    """Format the summary."""
     what = "kernels" if summary.device == "GPU" else "operators, without those they call"
     hidden = summary.communication - summary.shares["communication"]
     lines = [f"{summary.steps} steps, {1000 * summary.seconds / summary.steps:.1f} ms each, by the time of the {summary.device}", ""]
@@ -113,7 +113,7 @@ def _work(event: dict) -> Work:
 
 
 def _shared_out(works: list[Work], begin: float, end: float) -> tuple[dict[str, float], float]:
-    """Microseconds by class, each moment given to the first class at work; and those in which there was communication at all."""
+    """Return microseconds by class, each moment assigned to the first active class, and the total time with communication."""
     changes = sorted([(min(max(work.begin, begin), end), 1, work.kind) for work in works] +
                      [(min(max(work.end, begin), end), -1, work.kind) for work in works])
     active, times, communication, last = Counter(), defaultdict(float), 0.0, begin
@@ -127,9 +127,9 @@ def _shared_out(works: list[Work], begin: float, end: float) -> tuple[dict[str, 
 
 
 def _innermost(works: list[Work]) -> Iterator[Work]:
-    """What a thread's operators do themselves, less what they call. Sorted by begin, callers first.
+    """Yield the time that a thread's operators spend themselves, without the operators they call. Sorted by begin, callers first.
 
-    An operator without a class of its own has its caller's; and all that the optimizer or attention calls is theirs.
+    An operator without a class gets its caller's; everything that the optimizer or attention calls counts as theirs.
     """
     stack: list[Work] = []  # callers, each from where it has not yet been told of
 
@@ -152,7 +152,7 @@ def _innermost(works: list[Work]) -> Iterator[Work]:
 
 
 def _totals(times: Iterable[tuple[str, float]], calls: Counter[str]) -> list[tuple[str, float, int]]:
-    """Seconds and calls by name, the longest first."""
+    """Return seconds and calls by name, the longest first."""
     seconds: Counter[str] = Counter()
     for name, time in times:
         seconds[name] += time / 1e6

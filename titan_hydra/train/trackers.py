@@ -1,4 +1,4 @@
-"""TensorBoard and wandb: copies of metrics.jsonl for those who like to watch. A tracker that fails never stops a run."""
+"""TensorBoard and wandb: copies of metrics.jsonl. A tracker that fails never stops a run."""
 from __future__ import annotations
 
 import contextlib
@@ -16,7 +16,7 @@ from titan_hydra.config.schema import Job
 
 
 class Tracker(Protocol):
-    """Takes rows: `step` and numbers; None values are left out."""
+    """Receives rows: `step` and numbers; None values are left out."""
 
     name: str
     has: int  # the step up to which it holds the rows that were recorded before
@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files under tensorboard/ in the run directory. After a resume, `purge_step` hides the rows that are made again."""
+    """Event files under tensorboard/ in the run directory. After a resume, `purge_step` hides the rows that are written again."""
 
     name = "tensorboard"
 
@@ -47,10 +47,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A wandb run whose id is the identity hash, in the group of its sweep: a resumed run goes on in the same one.
+    """A wandb run whose id is the identity hash, in the group of its sweep; a resumed run continues the same one.
 
-    Offline, what a killed process had not written is lost, so each start writes a whole new copy of what is recorded, and the newest
-    folder under wandb/ holds all rows, each once; folders that it replaces and that nobody has sent go away.
+    Offline, rows that a killed process had not written are lost, so each start writes a new copy of all recorded rows: the newest folder
+    under wandb/ holds every row once. Older folders that were not sent are deleted.
     """
 
     name, has = "wandb", 0
@@ -59,7 +59,7 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.pop("WANDB_SERVICE", None)  # that of the process that started this one may still hold a killed attempt of the run
+        os.environ.pop("WANDB_SERVICE", None)  # the parent process's service may still hold a killed attempt of the run
         offline = job.metrics.wandb_mode == "offline"
         for folder in (run.directory / "wandb").glob("offline-run-*") if offline else ():
             if not any(folder.glob("*.synced")):
@@ -83,7 +83,7 @@ TRACKERS: dict[str, Callable[[Job, Run, int], Tracker]] = {"tensorboard": Tensor
 
 
 def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
-    """The trackers that the job names, with all that the run has recorded; one that cannot start is left out with a warning."""
+    """Open the trackers that the job names, with all rows recorded so far; one that cannot start is left out with a warning."""
     trackers = []
     for name in job.metrics.trackers:
         try:
@@ -94,7 +94,7 @@ def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
 
 
 def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
-    """A tracker that holds what the run has recorded so far."""
+    """Open a tracker and send it the rows recorded so far."""
     tracker = TRACKERS[name](job, run, resumed_at)
     for row in recorded(run.directory):
         if row["step"] > tracker.has:
@@ -103,7 +103,7 @@ def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
 
 
 def recorded(directory: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl and events.jsonl as trackers take them, by step; a line that a kill has cut off is left out."""
+    """Return the rows of metrics.jsonl and events.jsonl as trackers take them, by step; a truncated line is left out."""
     files = [directory / name for name in ("metrics.jsonl", "events.jsonl")]
     rows = []
     for line in itertools.chain.from_iterable(file.read_text().splitlines() for file in files if file.exists()):
@@ -113,6 +113,6 @@ def recorded(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def trackable(row: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a row; those of an event bear its name."""
+    """Return the numbers of a row; those of an event are prefixed with its name."""
     prefix = f"{row['event']}/" if "event" in row else ""
     return {name if name == "step" else prefix + name: value for name, value in row.items() if isinstance(value, int | float)}

@@ -1,4 +1,4 @@
-"""The generalized training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
+"""The training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
 from __future__ import annotations
 
 import contextlib
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """What all ranks know of a step once its gradients are there: on the device at once, on the host when it is read."""
+    """What all ranks know of a step once its gradients are computed: at once on the device, on the host when `read` is called."""
 
     def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
-        """`sums` over all ranks: the loss, the ranks that were asked to stop, votes; float64."""
+        """Take sums over all ranks (float64): the loss, the number of ranks that were asked to stop, votes."""
         self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
         self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)  # waits for nothing that is queued later
         self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 
     def read(self) -> tuple[float, float, bool, list[float]]:
-        """Loss, norm, whether any rank was asked to stop, and the sums of the votes: the step's one wait for the device."""
+        """Return loss, norm, whether any rank was asked to stop, and the sums of the votes. This is the step's only wait for the device."""
         if self.copied is not None:
             self.copied.synchronize()
         norm, loss, stop, *votes = self.host.tolist()
@@ -69,7 +69,7 @@ class Agreement:
 
 @dataclass
 class Trainer:
-    """What a step needs. `build` makes one; the equivalence harness steps it just as `train` does."""
+    """The state of a step. `build` creates one; the equivalence harness steps it exactly as `train` does."""
 
     job: Job
     spec: TrainSpec
@@ -86,10 +86,10 @@ class Trainer:
     quorum: PerStep | None = None  # the other replica groups, where they learn every step together
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Gradients of one global batch, from this rank's samples of it. Returns this rank's share of the mean loss.
+        """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the mean loss.
 
-        The loss is the sum over all tokens that count, divided by their number over the whole global batch, counted once
-        before the first microbatch: true under accumulation, uneven masks and replica groups alike.
+        The loss is the sum over all tokens that count, divided by their number in the whole global batch, counted once before the first
+        microbatch: correct under accumulation, uneven masks and replica groups alike.
         """
         self.masters.cast()
         tokens = onto(self.device, (batch.labels != IGNORED).sum())
@@ -111,7 +111,7 @@ class Trainer:
         return total
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Inputs and labels of a local batch on this rank's device, and by name what else the model's forward needs."""
+        """Return inputs and labels of a local batch on this rank's device, and by name the other arguments of the model's forward."""
         self.progress()
         batch = context_parallel.shard_batch(batch, self.mesh).to(self.device)
         context = {"positions": batch.positions, "documents": batch.documents}
@@ -120,11 +120,11 @@ class Trainer:
         return batch.tokens, batch.labels, {name: value for name, value in context.items() if value is not None}
 
     def measure(self) -> torch.Tensor:
-        """The norm of the whole model's gradient."""
+        """Return the norm of the whole model's gradient."""
         return gradient_norm(self.masters.weights.parameters(), self.mesh.pipeline)
 
     def agree(self, share: torch.Tensor, norm: torch.Tensor, votes: Sequence[float] = ()) -> Agreement:
-        """Sum the loss and the votes over all ranks, one of which may have been asked to stop."""
+        """Sum the loss, the votes and the requests to stop over all ranks."""
         share = share.double() if self.mesh.reports_loss else torch.zeros_like(share, dtype=torch.float64)
         asked = torch.tensor([float(bool(self.stop_requested)), *votes], dtype=torch.float64)
         values = torch.cat([share.reshape(1), onto(self.device, asked)])
@@ -132,7 +132,7 @@ class Trainer:
         return Agreement(norm, values)
 
     def update(self, agreement: Agreement) -> None:
-        """Take the optimizer's step, clipped, and drop the gradients. Where loss or norm is not finite, the weights stay."""
+        """Apply the optimizer's step with clipping, and drop the gradients. If loss or norm is not finite, the weights stay."""
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
         optimizer_step(self.optimizers, divisor, agreement.finite)
@@ -140,13 +140,13 @@ class Trainer:
         converters.after_step(self.model, self.job)
 
     def drop_gradients(self) -> None:
-        """Forget this step's gradients."""
+        """Drop this step's gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
-        """Mean loss over `steps` held-out global batches, in which every token counts once, whatever the layout."""
+        """Return the mean loss over `steps` held-out global batches; every token counts once, whatever the layout."""
         self.model.eval()
         self.masters.cast()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -165,7 +165,7 @@ class Trainer:
 
 @dataclass
 class Parts:
-    """A rank's stages on the meta device, parallelized, and what a Trainer needs beside them."""
+    """A rank's stages on the meta device, parallelized, with the other arguments of a Trainer."""
 
     job: Job
     spec: TrainSpec
@@ -175,7 +175,7 @@ class Parts:
     notes: list[str]
 
     def trainer(self, device: torch.device) -> Trainer:
-        """The trainer, once the stages have their memory."""
+        """Build the trainer, once the stages have memory."""
         job, model = self.job, whole(self.stages).train()
         masters = separate(model, self.mesh, job.precision)
         step = build_step(self.stages, self.mesh, job, device, self.spec.losses[job.loss.name])
@@ -184,7 +184,7 @@ class Parts:
 
 
 def assemble(job: Job, device: torch.device) -> Parts:
-    """This rank's part of the model, split and parallelized, as shapes without memory: nothing is ever held whole."""
+    """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in memory."""
     spec = spec_of(job)
     mesh = parallel.build_mesh(job.parallelism, device.type)
     with torch.device("meta"):
@@ -199,7 +199,7 @@ def assemble(job: Job, device: torch.device) -> Parts:
 
 
 def build(job: Job, device: torch.device) -> Trainer:
-    """This rank's part of the model in memory, with its initial values, and its optimizers."""
+    """Build this rank's part of the model in memory, with its initial values, and its optimizers."""
     parts = assemble(job, device)
     for stage in parts.stages:
         stage.to_empty(device=device)
@@ -208,7 +208,7 @@ def build(job: Job, device: torch.device) -> Trainer:
 
 
 def train(job: Job, run: Run) -> None:
-    """Train a job to its last step on this rank, resuming from the newest complete checkpoint of the run if there is one.
+    """Train a job to its last step on this rank, resuming from the run's newest complete checkpoint if there is one.
 
     Raises NotFinite, Stopped or CheckpointError on all ranks alike.
     """
@@ -278,7 +278,7 @@ def loop(
     trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics,
     replicas: Replicas | PerStep | None, watch: Watchdog, start: int,
 ) -> None:
-    """The steps after `start`, up to the last."""
+    """Run the steps after `start`, up to the last."""
     job, clock = trainer.job, metrics.clock
     garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model, trainer.masters.weights)
     profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
@@ -302,7 +302,7 @@ def loop(
         if trainer.quorum is not None:
             counts, stop = trainer.quorum.commits(agreement.read()[2])
             if not counts:
-                checkpointer.wait_for_staging()  # other weights may come next
+                checkpointer.wait_for_staging()  # the next quorum may replace the weights
                 trainer.drop_gradients()
                 step -= 1
                 continue
@@ -313,7 +313,7 @@ def loop(
         stop = asked if stop is None else stop
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             watch.at("checkpoint")
-            checkpointer.land()  # what was on its way is worth more now
+            checkpointer.land()  # complete the pending save: it is the last one with finite weights
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made{probes.culprit()}")
         clock.stop()
         if bad_shards:
@@ -341,14 +341,16 @@ def loop(
 
 
 def batch_of(step: int, loader: Loader, last: Batch | None) -> Batch:
-    """The batch of a step of the data that may be the same again, or much later, where a replica group took another's state."""
+    """Return batch number `step`. After catching up from another replica group this may be the batch just used (the step is repeated) or
+    one further ahead (steps were skipped).
+    """
     while last is None or loader.state()["step"] < step:
         last = loader.next()
     return last
 
 
 def validate(trainer: Trainer, held_out: Loader, metrics: Metrics, step: int) -> None:
-    """Measure held-out loss, always on the same samples, and record it with its own time."""
+    """Measure held-out loss, always on the same samples, and record it with its own duration."""
     began = time.perf_counter()
     loss = trainer.validate(held_out, trainer.job.validation.steps)
     metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
@@ -356,9 +358,9 @@ def validate(trainer: Trainer, held_out: Loader, metrics: Metrics, step: int) ->
 
 
 def listen(trainer: Trainer) -> None:
-    """Note SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on it at the next step's end.
+    """Record SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on the stop at the end of the next step.
 
-    A forked child (a data loader's) has this handler too, and is not the one that is asked.
+    A forked child (a data loader's) inherits this handler and must ignore the signals.
     """
     rank = os.getpid()
     for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -366,7 +368,7 @@ def listen(trainer: Trainer) -> None:
 
 
 def start_line(job: Job, trainer: Trainer, start: int) -> str:
-    """What is trained, on what, from where: the first line a person wants to see."""
+    """Format the first line of the log: the model, the devices, the batch and the steps."""
     groups = job.fault_tolerance.replicas
     accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks * groups)
     return (
@@ -378,7 +380,7 @@ def start_line(job: Job, trainer: Trainer, start: int) -> str:
 
 
 def slow_formats(job: Job, device: torch.device) -> list[str]:
-    """What a person should know of the number format on this device: a CPU without bfloat16 instructions emulates it."""
+    """Return a note for a CPU without bfloat16 instructions, which emulates them."""
     if device.type != "cpu" or job.precision.compute_dtype != "bfloat16":
         return []
     with contextlib.suppress(OSError):
@@ -389,7 +391,7 @@ def slow_formats(job: Job, device: torch.device) -> list[str]:
 
 
 def write_result(job: Job, directory: Path, measured: dict) -> None:
-    """result.json: the run's last word, written once it is done."""
+    """Write result.json, once the run is done."""
     overrides = (directory / "overrides.txt").read_text(errors="replace").splitlines() if (directory / "overrides.txt").exists() else []
     environment = read_json(directory / "env.json") or {}
     result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured

@@ -1,7 +1,7 @@
-"""Proof that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a one-process run.
+"""Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a one-process run.
 
-The cases stand in acceptance.py, one line each. All cases of a size run in one set of gloo ranks, through the same `build` and
-step as a training run.
+The cases are in acceptance.py, one line each. All cases of one size share one set of gloo ranks and use the same `build` and step as a
+training run.
 """
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from .trainer import Trainer, build
 from .world import world
 
 STEPS = 10
-# Imported once and not once a rank.
+# Imported once in the fork server instead of once for each rank.
 PRELOADED = ["titan_hydra.train.verify", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
 def job_of(case: Case, steps: int = STEPS) -> Job:
-    """The layout's job."""
+    """Return the layout's job."""
     return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides))
 
 
 def reference_of(case: Case, steps: int = STEPS) -> Job:
-    """The same job in one process, its global batch in one piece."""
+    """Return the same job in one process, with its global batch in one piece."""
     job = compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1"))
     job.data.local_batch = job.data.global_batch
     return job
@@ -55,7 +55,7 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a layout is from the reference. Differences are the largest relative ones, infinite where anything is not finite."""
+    """The differences of a layout from the reference: the largest relative ones, infinite if anything is not finite."""
 
     case: Case
     loss: float
@@ -77,7 +77,8 @@ class Outcome:
 
 @dataclass
 class Trace:
-    """What a run did: loss and gradient norm of each step, whole gradients of the first, whole weights before it and at the end."""
+    """The record of a run: loss and gradient norm of each step, whole gradients of the first step, whole weights before it and at the end.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -89,7 +90,7 @@ class Trace:
 
 
 def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
-    """Train a job for its steps, as `train` does, and keep what is compared. A collective; whole tensors are on every rank."""
+    """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets whole tensors."""
     trainer = build(job, device)
     result = Trace([], [], {}, _of_all_stages(trainer, lambda parameter: parameter.detach()), {})
     loader = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
@@ -113,7 +114,9 @@ def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
-    """How many parameters' gradients were summed in bfloat16 although the job asks for float32: a sum has bits that bfloat16 lacks."""
+    """Count the parameters whose gradients were summed in bfloat16 although the job asks for float32: a float32 sum has bits that bfloat16
+    lacks.
+    """
     job = trainer.job
     parts = trainer.mesh.data_ranks * job.parallelism.cp * (layout.microbatches(job) if job.parallelism.pp > 1 else 1)
     parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
@@ -123,7 +126,7 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
 
 
 def drift(trainer: Trainer) -> int:
-    """How many parts of weights differ between the ranks that hold copies of them. A collective."""
+    """Count the shards of weights that differ between the ranks that hold copies of them. This is a collective."""
     own = {}
     for name, parameter in trainer.masters.weights.named_parameters():
         local = local_part(parameter)
@@ -139,7 +142,7 @@ def drift(trainer: Trainer) -> int:
 
 
 def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A whole tensor for each parameter of the whole model, by name. A collective."""
+    """Return a whole tensor for each parameter of the whole model, by name. This is a collective."""
     own = {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()}
     if trainer.mesh.pipeline is None:
         return own
@@ -149,7 +152,7 @@ def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch
 
 
 def exact(job: Job, case: Case) -> Trace:
-    """What float64 arithmetic of its own (reference.py) makes of a job, from the same initial weights and batches. In one process."""
+    """Return the trace of a job in float64 by reference.py, from the same initial weights and batches. Runs in one process."""
     with torch.device("meta"):
         model = spec_of(job).model(job.model, job.data.seq_len)
     model.to_empty(device="cpu")
@@ -163,10 +166,10 @@ def exact(job: Job, case: Case) -> Trace:
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
-    """A batch with the case's mask and documents, which depend on slot and step alone; its first sample is in slot `first` of `slots`.
+    """Apply the case's mask and documents to a batch. Both depend only on slot and step; the first sample is in slot `first` of `slots`.
 
-    Up to 80 % of a sample's labels are ignored: no two microbatches count the same number. No label counts in the first quarter of the
-    slots at step 1 and in the first half at step 2, so that whole ranks have none.
+    Up to 80 % of a sample's labels are ignored, so that no two microbatches count the same number. In the first quarter of the slots at
+    step 1, and the first half at step 2, no label counts, so that whole ranks have none.
     """
     shape = batch.labels.shape
     documents = torch.zeros(shape, dtype=torch.int64)
@@ -181,7 +184,7 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
-    """Relative differences of a run from its reference."""
+    """Return the relative differences of a run from its reference."""
     gradients = {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()}
     weights = {name: _relative(run.weights[name] - weight, weight - reference.start[name]) for name, weight in reference.weights.items()}
     (worst, off), (last, moved) = (max(values.items(), key=lambda item: item[1]) for values in (gradients, weights))
@@ -230,11 +233,11 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
 
 
 class Crashed(RuntimeError):
-    """A rank was ended by a signal: by somebody, for lack of memory, or by a fault in native code."""
+    """A rank was ended by a signal: from outside, for lack of memory, or by a fault in native code."""
 
 
 def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
-    """Run `function(device, folder, jobs)` on so many gloo ranks.
+    """Run `function(device, folder, jobs)` on `ranks` gloo ranks.
 
     Raises Crashed if one was killed by a signal, else RuntimeError with the traceback of the first rank that failed.
     """
@@ -290,5 +293,5 @@ def _largest(values: list[float], references: list[float]) -> float:
 
 
 def _finite(value: float) -> float:
-    """The value, or infinity: max() would drop a NaN."""
+    """Return the value, or infinity if it is not finite: max() would drop a NaN."""
     return value if math.isfinite(value) else math.inf

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 0 if every case passed, else 1."""
+    """Run the cases. Returns 0 if every case passed, else 1."""
     from rich.console import Console
     from rich.table import Table
 
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
-    """The table as a page of the docs."""
+    """Write the table as a page of the docs."""
     lines = [
         "# Acceptance", "",
         f"Largest relative differences of each layout from the same job in one process, over {steps} steps: loss, gradient norm, the",

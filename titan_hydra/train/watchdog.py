@@ -1,7 +1,7 @@
-"""The thread beside the training: says where the rank is, hears signals that a blocked main thread does not, ends a rank that is stuck.
+"""The watchdog thread: records the rank's position, handles signals that a blocked main thread does not, ends a rank that is stuck.
 
-The main thread only notes what it is about to do (`at`). Signals reach this thread through Python's wakeup descriptor, which the
-interpreter's own handler writes to at once; the main thread's handlers would wait until a collective in C returns.
+The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which the interpreter's C
+handler writes at once; Python handlers in the main thread would wait until a collective in C returns.
 """
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ BEATS = 50  # files a second that all ranks together may write
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
 # Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
-AFTER = ("validation", "checkpoint", "end")  # phases in which the step itself is done, and a stop agreed upon
+AFTER = ("validation", "checkpoint", "end")  # phases after the step itself, in which the ranks have agreed on a stop
 BLOCKED = 30  # seconds more until a main thread that keeps even this thread from running is ended
 MARGIN = 5  # seconds at least from a collective's time-out until a rank without progress is ended
 
 
 class Watchdog:
-    """Watches one rank, from entering to leaving. An exception that leaves it is told where the rank was (its `facts`)."""
+    """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its `facts`)."""
 
     def __init__(self, job: Job, run: Run) -> None:
         self.run, self.mesh = run, None
@@ -46,14 +46,14 @@ class Watchdog:
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
         self.where = (0, "start", time.time(), 0)  # step, phase, since when, how often it has moved until here
-        self.told: Callable[[str, int, float], None] | None = None  # hears of every phase: the trace of profiling=on
+        self.told: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
         self.seen, self.moved, self.dumped = None, time.monotonic(), False
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Note what the main thread does from now on, in this step or in the one it was in."""
+        """Record the phase that the main thread begins, in this step or in the current one."""
         now, (current, _, _, count) = time.time(), self.where
         if step is not None and step != current:
             self.steps.append((step, now))
@@ -62,18 +62,18 @@ class Watchdog:
             self.told(phase, self.where[0], now)
 
     def moves(self) -> None:
-        """Note that the main thread is still at work in its phase: not every layout has collectives in all of them."""
+        """Record that the main thread makes progress within its phase: not every layout has collectives in all phases."""
         step, phase, since, count = self.where
         self.where = (step, phase, since, count + 1)
 
     def knows(self, mesh: Mesh) -> None:
-        """The model is split over this mesh: what the flight recorder calls its groups."""
+        """Set the mesh of the model, whose dimensions name the groups in the flight recorder."""
         self.mesh = mesh
         if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
             flight.record_messages()
 
     def settle(self, timeout: float) -> None:
-        """The first step is over: collectives have this time-out from now on."""
+        """Set the collectives' time-out after the first step."""
         self.timeout, self.first = timeout, False
         memory.record(False)
 
@@ -84,7 +84,7 @@ class Watchdog:
         self.mouth, self.before = mouth, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.deaf)
         self.stacks = faulthandler.unregister(signal.SIGQUIT)  # whether the worker had asked for them
-        self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # with none, the descriptor hears nothing
+        self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
         with contextlib.suppress(OSError, ValueError):
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
         memory.record(True)
@@ -117,24 +117,26 @@ class Watchdog:
             os.close(end)
 
     def hold(self) -> None:
-        """Before a fork: signals wait, so that one to the child cannot come before it is deaf."""
+        """Block this process's stop and dump signals across fork(), so that the child cannot receive one before it has detached the wakeup
+        pipe.
+        """
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
     def release(self) -> None:
-        """After a fork: they need wait no more."""
+        """Unblock the signals after fork()."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP + DUMP)
 
     def deaf(self) -> None:
-        """In a forked child: signals to it are not ours."""
+        """Detach a forked child from the wakeup pipe and the thread: signals to it do not concern the rank."""
         if self.thread is not None:
             signal.set_wakeup_fd(-1)
             self.release()
             self.thread = None
 
     def watch(self) -> None:
-        """The thread: hears, says where the rank is, and looks whether it moves."""
+        """Run the thread: handle signals, write beats, and check for progress."""
         while self.thread is not None:
             ready, _, _ = select.select([self.ears], [], [], TICK)
             with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
@@ -147,7 +149,7 @@ class Watchdog:
             self.look()
 
     def hear(self, number: int) -> None:
-        """A signal: to stop, of which all that come are one, or to say where the rank is."""
+        """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
             self.beat()  # at once, for those who look for the rank that was not asked to end
@@ -155,7 +157,7 @@ class Watchdog:
             self.dump(f"asked by {signal.Signals(number).name}")
 
     def beat(self) -> None:
-        """Write beat_<rank>.json, and rank 0 status.json: how many steps are done."""
+        """Write beat_<rank>.json and, on rank 0, status.json with the number of completed steps."""
         step, phase, since, count = self.where
         content = {"step": step, "phase": phase, "since": since, "count": count, "asked": self.asked, "time": time.time()}
         write_text(self.run.attempt / f"beat_{self.run.rank}.json", json.dumps(content), durable=False)
@@ -166,7 +168,7 @@ class Watchdog:
         self.beaten = time.monotonic()
 
     def look(self) -> None:
-        """Whether the rank moves: in its phases, or in its collectives. One that does not for too long is ended."""
+        """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long is ended."""
         now, seen = time.monotonic(), (self.where[3], flight.progress())
         if seen != self.seen:
             self.seen, self.moved, self.dumped = seen, now, False
@@ -189,18 +191,18 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def dump(self, why: str, error: BaseException | None = None) -> None:
-        """Write the flight recorder's file. It must not do harm where the rank is dying anyway."""
+        """Write the flight recorder's file. Errors are suppressed, as the rank may be dying already."""
         step, phase, since, count = self.where
         where = {"step": step, "phase": phase, "since": since, "count": count, "steps": list(self.steps), "timeout": self.timeout}
         with contextlib.suppress(Exception):
             flight.dump(self.run, where, self.mesh, why, error)
 
     def mark_stopped(self) -> None:
-        """For the batch script: this attempt ends because it was asked to, whatever its ranks' exit statuses."""
+        """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit statuses."""
         (self.run.attempt / "stopped").touch()
 
     def end(self, status: Exit, message: str) -> None:
-        """End this process from here, as its main thread is stuck: stacks into the log, the reason into rank_<rank>.json."""
+        """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to rank_<rank>.json."""
         self.dump(message)
         file = self.run.record_of(self.run.rank)
         record = read_json(file) or {}

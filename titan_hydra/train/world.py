@@ -1,4 +1,4 @@
-"""The world a rank lives in: its device, its process group, and how reproducible its arithmetic is."""
+"""The environment of a rank: its device, its process group, and how reproducible its arithmetic is."""
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +20,7 @@ from . import flight, health
 
 @contextlib.contextmanager
 def world(job: Job, run: Run) -> Iterator[torch.device]:
-    """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs); leave it on the way out."""
+    """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs) and leave it at the end of the block."""
     set_determinism(job)
     flight.configure(run)
     device = health.check_device(run, job.comm)
@@ -45,9 +45,9 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
 
 
 def leave_together(run: Run) -> None:
-    """Wait until no rank is inside a collective: gloo fails one whose peer is done a moment earlier and closes its connections.
+    """Wait until no rank is inside a collective: gloo fails one if a peer has left and closed its connections.
 
-    Through the store, which rank 0 may hold: it goes last.
+    It uses the store. Rank 0 may host the store, so it leaves last.
     """
     if run.store.add("leaving", 1) == run.world_size:
         run.store.set("all leave", "")
@@ -59,9 +59,9 @@ def leave_together(run: Run) -> None:
 
 
 def refuse_stale(run: Run) -> None:
-    """Raise ConfigError on all ranks alike if another attempt has taken the run over: its checkpoints and rows are that one's now.
+    """Raise ConfigError on all ranks if a later attempt has taken over the run: its checkpoints and rows must not be written by this one.
 
-    A collective, for when the ranks have agreed to stop; rank 0's watchdog is who looks while they train.
+    This is a collective, called when the ranks have agreed to stop. During training rank 0's watchdog checks for a later attempt.
     """
     newer = [run.newer_attempt if run.rank == 0 else None]
     if run.world_size > 1:
@@ -82,7 +82,7 @@ def set_determinism(job: Job) -> None:
 
 
 def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
-    """A store that other processes find at `host`, on a free port. On loopback it listens there alone, not on every address."""
+    """Open a store for other processes at `host`, on a free port. On loopback it listens only there, not on every address."""
     if host != "127.0.0.1":
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
     ear = socket.create_server((host, 0))
@@ -90,15 +90,15 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
 
 
 def set_timeout(seconds: int) -> None:
-    """Shorten the time-out of collectives, once the slow first step is over, in the default group and in all of the mesh's."""
-    dist.barrier()  # no rank may still be inside a collective that was promised the long one
+    """Set the time-out of collectives after the slow first step, in the default group and all groups of the mesh."""
+    dist.barrier()  # no rank may still be inside a collective that began with the long time-out
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):  # others, as the checkpoints', keep their own
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 class GarbageCollection:
-    """Collects at the same step on all ranks. Left to itself each rank would pause at another moment and hold up the others."""
+    """Collects garbage at the same step on all ranks. Otherwise each rank would pause at another moment and delay the others."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval

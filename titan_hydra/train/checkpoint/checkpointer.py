@@ -1,7 +1,7 @@
-"""When a checkpoint is written, what happens when that fails, and which one a run goes on from.
+"""When a checkpoint is written, what happens when that fails, and which one a run resumes from.
 
-A save that fails is tried again one step later. Training goes on meanwhile, and until two saves in a row that were due have failed with
-their second tries: then the run stops, while what could be lost is still no more than two intervals. Rules: docs/reliability.md.
+A failed save is tried again one step later, while training continues. If two saves in a row that were due have failed with their second
+tries, the run stops: no more than two intervals are then lost. Rules: docs/reliability.md.
 """
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from titan_hydra.config.status import CheckpointError
 from . import folder, initial, safe, state
 from .writer import Writer
 
-TRIES = 4  # failures in a row that stop a run: two saves that were due, each tried twice
-LONGEST = timedelta(hours=1)  # that a rank waits for another one's disk
+TRIES = 4  # consecutive failures that stop a run: two saves that were due, each tried twice
+LONGEST = timedelta(hours=1)  # time that a rank waits for another one's disk
 
 
 @dataclass
 class Flight:
-    """One save under way: DCP's futures, when it began, and how long it has held the training thread so far."""
+    """A pending save: DCP's futures, when it began, and how long it has blocked the training thread so far."""
 
     step: int
     writer: Writer
@@ -50,13 +50,15 @@ class Flight:
 
 @dataclass
 class Checkpointer:
-    """Saves and loads a model, its optimizers and each rank's data state in `<run>/checkpoints`. All ranks call all methods alike."""
+    """Saves and loads a model, its optimizers and each rank's data state in `<run>/checkpoints`. All ranks must call the same methods in
+    the same order.
+    """
 
     config: Checkpoint
     run: Run
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    outer: dict[str, torch.Tensor] = field(default_factory=dict)  # of this rank alone: what replica groups know of their last meeting
+    outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of the replica groups' last exchange
     report: Callable[..., None] = lambda event, step, **values: None  # Metrics.event
     flight: Flight | None = None
     failures: int = 0  # in a row
@@ -67,7 +69,7 @@ class Checkpointer:
     def __post_init__(self) -> None:
         self.clock = time.monotonic()
         self.on = self.config.name != "off"
-        # Its own group, so that a thread that saves never meets the step's collectives; gloo, since it talks of host memory.
+        # A separate group, so that a saving thread cannot interleave with the step's collectives; gloo, as the data are on the host.
         self.group = dist.new_group(backend="gloo", timeout=LONGEST) if self.on else None
         self.stager = self._new_stager() if self.config.name in ("async", "async_pinned") else None
 
@@ -77,13 +79,15 @@ class Checkpointer:
 
     @property
     def folder(self) -> Path:
-        """Where the steps lie."""
+        """The folder of the steps."""
         return self.run.directory / "checkpoints"
 
     # --- in the loop ------------------------------------------------------------------------------------------------------------
 
     def votes(self) -> list[float]:
-        """What this rank says in the step's all-reduce: rank 0's clock asks for a save; the save under way has ended here."""
+        """Return this rank's two flags for the per-step all-reduce: a time-based save is due (rank 0 only); the pending save has finished
+        on this rank.
+        """
         minutes = self.config.interval_minutes
         late = self.run.rank == 0 and minutes is not None and time.monotonic() - self.clock >= 60 * minutes
         return [float(late), float(self.flight is not None and self.flight.written.done())]
@@ -100,7 +104,7 @@ class Checkpointer:
         return held
 
     def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool) -> None:
-        """Save if it is time; at the end wait until it is done. `votes` are the sums over all ranks."""
+        """Save if one is due; at the end of the run wait until it is complete. `votes` are the sums over all ranks."""
         if not self.on:
             return
         late, ended = votes
@@ -124,7 +128,7 @@ class Checkpointer:
         return late or (step == 1 and self.config.first_step) or bool(self.config.interval and step % self.config.interval == 0)
 
     def save(self, step: int, data_state: dict[str, Any]) -> None:
-        """Begin a save, when the one before has ended: two copies of the weights would not fit."""
+        """Begin a save, after the pending one has ended: two copies of the weights would not fit."""
         if step == self.saved:
             return
         self.land()
@@ -139,7 +143,7 @@ class Checkpointer:
             self.land()
 
     def _start(self, flight: Flight, content: dict[str, Any]) -> None:
-        """Write in this thread, or copy and write in others."""
+        """Write in this thread, or copy and write in other threads."""
         if self.stager is None:
             flight.written = Future()
             try:
@@ -158,7 +162,7 @@ class Checkpointer:
         flight.written.add_done_callback(lambda _: setattr(flight, "seconds", time.perf_counter() - flight.began))
 
     def land(self) -> None:
-        """Wait for the save under way, and say how it went."""
+        """Wait for the pending save and report its result."""
         flight, self.flight = self.flight, None
         if flight is None:
             return
@@ -169,7 +173,7 @@ class Checkpointer:
             self.saved, self.failures, self.again = flight.step, 0, False
             self.report("checkpoint", flight.step, seconds=flight.seconds or time.perf_counter() - flight.began, seconds_held=flight.held)
             return
-        if not isinstance(failure, CheckpointException):  # this rank's own, a lost peer say: the others know nothing of it
+        if not isinstance(failure, CheckpointException):  # local, as a lost peer: other ranks have not seen it, so no retry can be agreed
             raise failure
         if self.run.rank == 0:
             flight.writer.abandon()
@@ -189,7 +193,7 @@ class Checkpointer:
                 + (f"the newest complete one is {kept.name}" if kept else "there is no earlier one"))
 
     def _purge(self) -> None:
-        """Delete what need not be kept; rank 0, when a step is complete."""
+        """Delete steps that need not be kept. Called on rank 0 when a step is complete."""
         self.bin.throw(folder.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every))
 
     def close(self) -> None:
@@ -201,7 +205,7 @@ class Checkpointer:
     # --- at the start and the end -------------------------------------------------------------------------------------------------
 
     def resume(self) -> tuple[int, dict[str, Any] | None]:
-        """Load the newest complete and intact step, if there is one. Returns its number and the merged data state; (0, None) afresh."""
+        """Load the newest complete and intact step. Returns its number and the merged data state; (0, None) if there is none."""
         if not self.on:
             return 0, None
         if self.run.rank == 0:
@@ -214,7 +218,8 @@ class Checkpointer:
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
     def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
-        """Begin a fresh run from another's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights."""
+        """Start a new run from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights.
+        """
         found = [initial.find(path)]
         dist.broadcast_object_list(found, src=0, group=self.group)  # the other run may be writing its next step just now
         source, left_out = found[0], set(self.config.exclude_from_loading)
@@ -228,7 +233,7 @@ class Checkpointer:
         return 0 if "lr_scheduler" in left_out else folder.step_of(source), data_state
 
     def save_weights(self, path: Path, model: Model, dtype: str | None = None) -> None:
-        """Write `model.*` alone with the model's configuration, complete or absent, in another number format if one is named."""
+        """Write `model.*` only, with the model's configuration, complete or absent; in another number format if `dtype` is given."""
         content = {name: weight.to(getattr(torch, dtype)) if dtype else weight for name, weight in state.weights(self.model).items()}
         own = ("config.json", json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
         writer = Writer(path, 0, self.run.world_size, own)
@@ -255,7 +260,9 @@ class Checkpointer:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 
     def _newest_intact(self) -> Path | None:
-        """The step to go on from. Damaged ones are named and moved aside. Raises CheckpointError if there are only such."""
+        """Return the step to resume from, None if there is none. Damaged ones are reported and moved aside. Raises CheckpointError if all
+        are damaged.
+        """
         names = [[path.name for path in reversed(folder.complete(self.folder))], any(self.folder.glob("step-*.damaged"))]
         dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
         damaged: list[tuple[Path, list[str]]] = []
@@ -279,14 +286,14 @@ class Checkpointer:
         return found
 
     def _problems(self, path: Path) -> list[str]:
-        """What is wrong with a step's files; each rank reads a share of them."""
+        """Return what is wrong with a step's files; each rank reads a share of them."""
         found: list[Any] = [None] * self.run.world_size
         dist.all_gather_object(found, folder.damage(path, self.run.rank, self.run.world_size), group=self.group)
         return [problem for part in found for problem in part]
 
 
 def reason_of(failure: BaseException) -> str:
-    """What was wrong on the first rank that failed, in a line; DCP would show every rank's traceback."""
+    """Return the error of the first rank that failed, in one line; DCP would print every rank's traceback."""
     where = ""
     if isinstance(failure, CheckpointException):
         rank, (failure, _) = min(failure.failures.items())

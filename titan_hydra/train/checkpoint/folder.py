@@ -1,7 +1,7 @@
-"""The steps in a run's checkpoints folder: which are complete, whether their bytes are what was written, and which are kept. No torch.
+"""The steps in a run's checkpoints folder: which are complete, whether their bytes are intact, and which are kept. Imports no torch.
 
-`step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was complete once, `*.deleting` is on its way out. The manifest
-of a step names every other file in it with its size and CRC-32, and is the last one written before the rename that makes it complete.
+`step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set aside, `*.deleting` is being deleted. The manifest of a
+step lists every other file in it with its size and CRC-32, and is the last file written before the rename that makes the step complete.
 """
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ CHUNK = 2**24
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete steps in a checkpoints folder, oldest first; whether they are intact, `damage` says."""
+    """Return the complete steps in a checkpoints folder, oldest first. `damage` checks whether they are intact."""
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete step, or None."""
+    """Return the newest complete step, or None."""
     return (complete(folder) or [None])[-1]
 
 
 def step_of(path: Path) -> int:
-    """The number in `step-N`."""
+    """Return the number in `step-N`."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]]) -> None:
-    """Write what a step consists of. `sums` has size and CRC-32 of every file by name."""
+    """Write the manifest of a step. `sums` has size and CRC-32 of every file by name."""
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
     text = json.dumps({"format": 1, "step": step, "world_size": world_size, "time": time.time(), "files": files}, indent=1)
     with (path / MANIFEST).open("w") as file:
@@ -45,7 +45,7 @@ def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a step; None if there is none that can be read."""
+    """Read the manifest of a step; None if there is no readable one."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         sizes = [int(entry["bytes"]) for entry in manifest["files"].values()]
@@ -55,7 +55,8 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with this rank's share of a step's files, one line each. Reads every byte of them; together the ranks read all."""
+    """Return what is wrong with this rank's share of a step's files, one line each. Reads every byte of them; together the ranks read all.
+    """
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{MANIFEST} is missing or cannot be read"] if rank == 0 else []
@@ -80,7 +81,7 @@ def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
 
 
 def checksum(file: Path) -> str:
-    """CRC-32 of a file, in hex: against accidents, not against people (docs/security.md)."""
+    """Return the CRC-32 of a file, in hex: against accidents, not against attacks (docs/security.md)."""
     crc = 0
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK):
@@ -89,19 +90,19 @@ def checksum(file: Path) -> str:
 
 
 def surplus(folder: Path, keep_latest: int, keep_every: int) -> list[Path]:
-    """The complete steps that need not be kept: all but the newest keep_latest (0: all are kept) and the multiples of keep_every."""
+    """Return the complete steps that need not be kept: all but the newest keep_latest (0: all are kept) and the multiples of keep_every."""
     old = complete(folder)[:-keep_latest] if keep_latest else []
     return [path for path in old if not (keep_every and step_of(path) % keep_every == 0)]
 
 
 class Bin:
-    """Deletes folders in a thread. They are renamed first, so that what is half deleted never looks complete."""
+    """Deletes folders in a thread. They are renamed first, so that a partly deleted one never looks complete."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
     def throw(self, paths: list[Path]) -> None:
-        """Take folders out of sight now, and off the disk soon. One that cannot be renamed stays."""
+        """Rename folders now and delete them in the background. One that cannot be renamed stays."""
         deleting = []
         for path in paths:
             try:
@@ -114,7 +115,7 @@ class Bin:
             self.threads[-1].start()
 
     def wait(self) -> None:
-        """Until everything thrown away is gone."""
+        """Wait until all deletions are done."""
         for thread in self.threads:
             thread.join()
 
@@ -125,12 +126,12 @@ def _delete(paths: list[Path]) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What a process that died while writing or deleting has left."""
+    """Return the folders left by a process that died while writing or deleting."""
     return [*folder.glob("step-*.writing"), *folder.glob("*.deleting")]
 
 
 def sync_folder(path: Path) -> None:
-    """Make names and renames in a folder last through a power cut."""
+    """Make names and renames in a folder durable (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Where a fresh run starts from: another run's checkpoint, or a Hugging Face folder, read slice by slice into this rank's shards."""
+"""Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into this rank's shards."""
 from __future__ import annotations
 
 import json
@@ -21,7 +21,7 @@ SAME = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "r
 
 
 def find(path: str) -> Path:
-    """The folder to read: the one that is named, or the newest step of the run that is named."""
+    """Return the folder to read: `path` itself, or the newest step of the run at `path`."""
     source = Path(path).expanduser()
     if (source / ".metadata").is_file() or is_hf(source):
         return source
@@ -37,7 +37,7 @@ def is_hf(source: Path) -> bool:
 
 
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
-    """Read the weights of a Hugging Face Llama: each rank its own slices, a tensor at a time, converted as they come."""
+    """Read the weights of a Hugging Face Llama: each rank its own slices, one tensor at a time, converted while reading."""
     _check(config, source)
     weights = state.weights(model)
     renamed = {hf_name(name): tensor for name, tensor in weights.items()}
@@ -55,7 +55,7 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
 
 
 def _check(config: Model, source: Path) -> None:
-    """A model that computes otherwise (RoPE, norms) would take the weights and give nonsense."""
+    """Raise ConfigError if the models compute differently (RoPE, norms): the weights would load and give nonsense."""
     file = source / "config.json"
     try:
         theirs = from_hf_config(json.loads(file.read_text()), file)

@@ -1,5 +1,6 @@
-"""Reading a checkpoint runs no code from it. DCP keeps its index, `.metadata`, as a pickle, and reads what is not a tensor with an
-unrestricted torch.load; here the index may name only the classes it is made of, and everything else goes through weights_only=True.
+"""Read a checkpoint without running code from it. DCP stores its index, `.metadata`, as a pickle, and reads values that are not tensors
+with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything else is read with
+weights_only=True.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CLASSES |= {(module, name): lambda *parts: "/".join(map(str, parts))
 
 
 class Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's index and no others; what a pickle can call is only these."""
+    """An unpickler restricted to the classes of DCP's index, so that a pickle can call nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in CLASSES:
@@ -38,7 +39,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader with an index that cannot run code. Raises CheckpointError where that cannot be read."""
+    """DCP's reader with an index that cannot run code. Raises CheckpointError if the index cannot be read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -46,21 +47,21 @@ class Reader(dcp.FileSystemReader):
         self.index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
 
     def read_metadata(self) -> Metadata:
-        """The index, read once: it can be large."""
+        """Return the index, which is read only once: it can be large."""
         return self.index
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """DCP's planner, which reads what is not a tensor (learning rates, flags) without running it."""
+    """DCP's planner; values that are not tensors (learning rates, flags) are read without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value in its place in the state dict."""
+        """Load a value into the state dict."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
 def read_index(path: Path) -> Metadata:
-    """A checkpoint's `.metadata`. Raises CheckpointError for one that is cut short, is not DCP's, or wants to run code."""
+    """Read a checkpoint's `.metadata`. Raises CheckpointError if it is truncated, is not DCP's, or would run code."""
     file = path / ".metadata"
     try:
         with file.open("rb") as stream:
@@ -76,5 +77,5 @@ def read_index(path: Path) -> Metadata:
 
 
 def load(state: dict[str, Any], path: Path, group: Any = None, no_dist: bool = False) -> None:
-    """Fill a state dict in place from a checkpoint folder, whatever layout wrote it. Raises what DCP raises."""
+    """Load a checkpoint folder into a state dict in place, whatever layout wrote it. Raises what DCP raises."""
     dcp.load(state, storage_reader=Reader(path), planner=Planner(), process_group=group, no_dist=no_dist)

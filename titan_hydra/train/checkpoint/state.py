@@ -1,4 +1,4 @@
-"""What a checkpoint holds: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank a `rank_R.json` with
+"""The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank a `rank_R.json` with
 the states of its data streams and its random generators.
 """
 from __future__ import annotations
@@ -26,17 +26,17 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's shards of the parameters, in the parameters' own memory."""
+    """Return this rank's shards of the parameters, in the parameters' own memory."""
     return {name: float8.plain(weight) for name, weight in get_model_state_dict(model).items()}
 
 
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """This rank's shards of the optimizers' state."""
+    """Return this rank's shards of the optimizers' state."""
     return get_optimizer_state_dict(model, optimizers, options=OPTIONS)
 
 
 def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
-    """Take the state, not the recipe: learning rates come from this job's configuration."""
+    """Load the optimizers' state but not their learning rates, which come from this job's configuration."""
     set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -44,7 +44,7 @@ def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, A
 
 
 def of_rank(world_size: int, data: dict[str, Any]) -> str:
-    """The content of rank_R.json."""
+    """Return the content of rank_R.json."""
     random = {"cpu": _encode(torch.get_rng_state())}
     if torch.cuda.is_available():
         random["cuda"] = _encode(torch.cuda.get_rng_state())
@@ -52,12 +52,12 @@ def of_rank(world_size: int, data: dict[str, Any]) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Its name."""
+    """Return the file name of a rank's state, rank_R.json."""
     return f"rank_{rank:05d}.json"
 
 
 def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """The data states of all ranks, merged; this rank's random state is taken if there are as many ranks as there were."""
+    """Return the merged data states of all ranks, and restore this rank's random state if the number of ranks is unchanged."""
     states = [json.loads(file.read_text()) for file in sorted(path.glob(f"rank_{'[0-9]' * 5}.json"))]
     if not states:
         raise CheckpointError(f"{path} has no rank_*.json: no state of the data to go on from")

@@ -1,6 +1,6 @@
-"""Writing one step: DCP's writer, which also sums what it writes, adds the rank's own file and the manifest, and renames the whole.
+"""Write one step: DCP's writer, which also computes checksums, adds the rank's own file and the manifest, and renames the folder.
 
-All of it happens inside DCP's two collectives (plan, write), in whatever thread DCP saves: what fails on one rank, DCP tells all.
+All of it happens inside DCP's two collectives (plan, write), in the thread in which DCP saves: DCP reports a failure on one rank to all.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPARE = 2**20  # bytes that a save needs beside its tensors: the index, the rank
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes a step beside its final place, `path`, and moves it there when every rank has written its part.
+    """Writes a step beside its final path, `path`, and renames it when every rank has written its part.
 
     `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete.
     """
@@ -40,13 +40,13 @@ class Writer(dcp.FileSystemWriter):
         self.fs, self.step, self.world_size, self.own, self.done = SummingFiles(), step, world_size, own, done
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """Make room: what an earlier try has left is deleted before anyone is told what to write."""
+        """Delete what an earlier try has left, before the ranks plan their writes."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             shutil.rmtree(self.writing, ignore_errors=True)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, which knows what all ranks will write: refuse before the first byte if there is no room for it."""
+        """Raise OSError on rank 0, which knows the sizes of all writes, if the disk has no room for them."""
         needed = SPARE + sum(_bytes(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.writing).free
         if free < needed:
@@ -55,7 +55,7 @@ class Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors and its own file; the sums go to rank 0 with the results."""
+        """Write this rank's tensors and its own file; the checksums are sent to rank 0 with the results."""
         try:
             results = super().write_data(plan, planner).wait()
             self._write_own()
@@ -76,7 +76,7 @@ class Writer(dcp.FileSystemWriter):
                 os.fsync(stream.fileno())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all have written: index, manifest, rename."""
+        """Write index and manifest on rank 0 after all ranks have written, and rename the folder."""
         sums = {}
         for part in results:
             sums |= part.pop().storage_data
@@ -88,23 +88,25 @@ class Writer(dcp.FileSystemWriter):
         self.done()
 
     def commit(self) -> None:
-        """Give the step its name. A damaged one that bears it is moved aside first: a rename never replaces a folder that has files."""
+        """Rename the step to its final name. An existing damaged step of that name is moved aside: a rename never replaces a folder with
+        files.
+        """
         if self.final.exists():
             self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}.deleting"))
         self.writing.rename(self.final)
         folder.sync_folder(self.final.parent)
 
     def abandon(self) -> None:
-        """Free the disk of a step that could not be written."""
+        """Delete a step that could not be written."""
         shutil.rmtree(self.writing, ignore_errors=True)
 
     def storage_meta(self) -> StorageMeta:
-        """No path: a checkpoint can be moved, and should not tell where it was."""
+        """Return metadata without the path: a checkpoint can be moved, and should not disclose where it was."""
         return StorageMeta(save_id=self.save_id)
 
 
 class SummingFiles(FileSystem):
-    """Files whose bytes are summed on their way to the disk, so that nothing has to be read again."""
+    """Files whose checksums are computed while they are written, so that nothing has to be read again."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[int, int]] = {}
@@ -123,12 +125,12 @@ class SummingFiles(FileSystem):
 
 
 class SummedFile(io.FileIO):
-    """A file that is written once, from its beginning to its end."""
+    """A file that is written once, from beginning to end."""
 
     size = crc = 0
 
     def write(self, data) -> int:
-        """Write what the system takes of it, and count just that."""
+        """Write what the system accepts of the data, and checksum exactly that."""
         written = super().write(data)
         with memoryview(data).cast("B") as view:
             self.crc = zlib.crc32(view[:written], self.crc)
@@ -136,7 +138,7 @@ class SummedFile(io.FileIO):
         return written
 
     def close(self) -> None:
-        """Put it on the disk for good: torch syncs its files too, but the index before it has left the buffer above."""
+        """Sync the file before closing: torch's own sync of the index comes before the buffer above this file is flushed."""
         try:
             if not self.closed:
                 os.fsync(self.fileno())

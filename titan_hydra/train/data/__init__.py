@@ -1,8 +1,8 @@
-"""Training data: build() gives a rank its Loader. The order of samples is a function of seed and step, never of the layout.
+"""Training data: build() returns a rank's Loader. The order of samples is a function of seed and step, never of the layout.
 
 A step takes G = data.global_batch samples in slots 0 to G - 1, and rank r of R data-parallel ranks owns slots [r * G/R, (r + 1) * G/R).
 Sources either number their samples (items.py) or give every slot an endless stream (streams.py, fed by embedded.py or text.py); a mixture
-(mixture.py) takes turns between them. What cannot be read goes through shards.py.
+(mixture.py) alternates between sources. Unreadable files are handled in shards.py.
 """
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ VALIDATION_SEED = 0  # held-out samples are the same for every seed, so that the
 
 
 def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tokenizer: Callable | None = None) -> Loader:
-    """The Loader of data-parallel rank `rank` of `ranks`; split is "train" or "validation".
+    """Build the Loader of data-parallel rank `rank` of `ranks`; split is "train" or "validation".
 
-    Raises ConfigError for missing or damaged files, and where tokens would have no row in the model's embedding.
+    Raises ConfigError for missing or damaged files, and for tokens without a row in the model's embedding.
     """
     from titan_hydra.train.data.loader import Loader  # torch, which importing this package must not bring in
     from titan_hydra.train.data.shards import BadShards
@@ -56,7 +56,7 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tok
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a rank wants of every source."""
+    """The arguments that a rank passes to every source."""
 
     job: schema.Job
     split: str
@@ -67,7 +67,7 @@ class Wanted:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The job's tokenizer, if a source has text for it. Raises ConfigError where the model has no rows for its ids."""
+        """The job's tokenizer, loaded when a source with text needs it. Raises ConfigError if the model has no rows for its ids."""
         from titan_hydra.train import tokenizer as tokenizers
 
         job = self.job
@@ -79,7 +79,7 @@ class Wanted:
 
 
 def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
-    """The samples of the source whose keys stand under `key`."""
+    """Return the samples of the source under `key`."""
     data, vocab_size = wanted.job.data, wanted.job.model.vocab_size
     order = seed if data.shuffle else None
     if source.name == "synthetic":
@@ -109,10 +109,10 @@ def _documents(key: str, source: schema.Source, wanted: Wanted):
 
 
 def _path(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
-    """The key that names the split's files, and its value."""
+    """Return the key that gives the split's files, and its value."""
     return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """A seed for each source, or sources of equal size would be met in the same order, and synthetic ones be equal."""
+    """Return a seed for each source; otherwise sources of equal size would be read in the same order, and synthetic ones be identical."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")

@@ -1,7 +1,7 @@
-"""The embedded corpus: Python's own manual and standard library, real text on every machine, nothing to download.
+"""The embedded corpus: Python's own manual and standard library, real text on every machine without a download.
 
-Prose comes from the language manual (`pydoc_data.topics`) and from the docstrings and comments in the library's sources. It is the
-corpus of the Python that runs, so two Python versions have slightly different ones: compare losses within one version.
+Prose comes from the language manual (`pydoc_data.topics`) and from the docstrings and comments in the library's sources. The corpus is that
+of the running Python, so two Python versions differ slightly: compare losses within one version.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELD_OUT = 20  # one text in so many is kept for validation
 
 @dataclass(frozen=True)
 class Piece:
-    """Number `index` of the pieces that a text is cut into; path is None for a topic of the manual."""
+    """Piece number `index` of a text; path is None for a topic of the manual."""
 
     name: str
     path: Path | None
@@ -40,7 +40,7 @@ class Embedded:
     """The corpus as a source of documents: one unit is one piece."""
 
     def __init__(self, split: str = "train") -> None:
-        """List the pieces; files are read when their turn comes. Raises ConfigError where Python has no sources."""
+        """List the pieces; files are read when they are needed. Raises ConfigError if this Python has no sources."""
         self.pieces = [Piece(name, path, index) for name, path, size in texts() if held_out(name) == (split == "validation")
                        for index in range(-(-size // PIECE))]
         if not self.pieces:
@@ -51,13 +51,13 @@ class Embedded:
         return len(self.pieces)
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """The one text of a unit, numbered 0."""
+        """Yield the one text of a unit, numbered 0."""
         if start == 0:
             yield 0, self.pieces[unit].read()
 
 
 def texts() -> Iterator[tuple[str, Path | None, int]]:
-    """Name, file and size of every text, in an order that depends on the names only."""
+    """Yield name, file and size of every text, in an order that depends only on the names."""
     for name in sorted(topics()):
         yield name, None, len(topics()[name].encode())
     library = Path(sysconfig.get_path("stdlib"))
@@ -69,7 +69,7 @@ def texts() -> Iterator[tuple[str, Path | None, int]]:
 
 
 def topics() -> dict[str, str]:
-    """The language manual by topic; empty where a distribution leaves it out."""
+    """Return the language manual by topic; empty if a distribution omits it."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -78,12 +78,12 @@ def topics() -> dict[str, str]:
 
 
 def held_out(name: str) -> bool:
-    """Whether a text is for validation: decided by its name, so that adding texts moves no other."""
+    """Whether a text is for validation, decided by its name, so that adding texts moves no other."""
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT == 0
 
 
 def _boundary(data: bytes, index: int) -> int:
-    """Where piece `index` begins: after the first blank line at or behind index * PIECE."""
+    """Return the offset of piece `index`: after the first blank line at or behind index * PIECE."""
     if index == 0:
         return 0
     found = data.find(b"\n\n", index * PIECE)

@@ -1,4 +1,4 @@
-"""Reading text files: the rows of .txt, .jsonl and .parquet, .gz too. No torch here, so that commands can use it on a login node."""
+"""Read text files: the rows of .txt, .jsonl and .parquet, .gz too. Imports no torch, so that commands can use it on a login node."""
 from __future__ import annotations
 
 import gzip
@@ -16,10 +16,10 @@ Rows = Iterator[tuple[int, str]]
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """The files of `path` that end in one of the suffixes (all files when none is given), some of which hold something.
+    """Return the files of `path` that end in one of the suffixes (all files if none is given); at least one is not empty.
 
-    What is missing from a numbered set is among them: reading it fails.
-    Raises ConfigError naming the key, its value, and files with similar names.
+    Missing files of a numbered set are included: reading them fails. Raises ConfigError with the key, its value, and files with similar
+    names.
     """
     if not path:
         raise ConfigError(f"{key}=null: give it files, globs allowed")
@@ -36,13 +36,13 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
-    """Row numbers and texts of rows start, start + every, ...: a file is one row in .txt, a line in .jsonl, a record in .parquet.
+    """Yield number and text of rows start, start + every, ...: a row is the whole file in .txt, a line in .jsonl, a record in .parquet.
 
-    Raises BadShard naming file and line where a row cannot be read, ConfigError where it has no column `text_key`.
+    Raises BadShard with file and line if a row cannot be read, ConfigError if it has no column `text_key`.
     """
     try:
         yield from READERS[kind(file)](file, text_key, start, every)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:  # EOFError: a .gz that was cut off
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:  # EOFError: a truncated .gz
         raise BadShard(file, f"{file}: cannot be read: {error}") from error
 
 
@@ -95,7 +95,7 @@ def _open(file: Path):
 
 
 def column(record: object, text_key: str, where: str) -> str:
-    """The text of a record. Raises ConfigError saying where, and which columns there are."""
+    """Return the text of a record. Raises ConfigError with the place and the existing columns."""
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: not a record but {type(record).__name__}")
     if text_key not in record:

@@ -1,4 +1,4 @@
-"""Samples by number, each computed or read where it lies: files of tokens, and synthetic tokens."""
+"""Samples by number, each computed or read on demand: files of tokens, and synthetic tokens."""
 from __future__ import annotations
 
 import functools
@@ -17,8 +17,8 @@ from titan_hydra.train.data import files
 from titan_hydra.train.data.permutation import permute
 from titan_hydra.train.data.shards import BadShard, BadShards
 
-OPEN_FILES = 64  # held open at a time, so that thousands of small shards do not use up a process's descriptors
-TRIES = 1000  # samples looked at in place of one that cannot be read
+OPEN_FILES = 64  # files open at a time, so that thousands of small shards do not exhaust a process's descriptors
+TRIES = 1000  # replacements tried for a sample that cannot be read
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Shard:
 class TokenFiles:
     """Files written by `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S].
 
-    Samples are numbered through the endless sequence of epochs, so there is no state. One in a bad file keeps its number, and another,
-    drawn at random, is taken in its place: what the other numbers mean does not change when a file is lost.
+    Samples are numbered through the endless sequence of epochs, so there is no state. A sample in a bad file keeps its number and is
+    replaced by another one drawn at random, so a lost file does not change the other numbers.
     """
 
     def __init__(self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None):
-        """Raises ConfigError where a file is not what its header says, or holds ids that the model has no row for."""
+        """Read the headers. Raises ConfigError if a file does not match its header, or holds ids that the model has no row for."""
         self.key, self.vocab_size, self.seq_len, self.seed, self.bad = key, vocab_size, seq_len, seed, bad or BadShards()
         self.shards = [shard for file in self._files(path) if (shard := self._shard(file))]
         headers = [shard.header for shard in self.shards]
@@ -45,7 +45,7 @@ class TokenFiles:
         if not any(shard.usable for shard in self.shards):
             raise ConfigError(f"{key}={path}: no file that can be read")
         self.separators, self.tokenizer = (headers[0]["bos_id"], headers[0]["eos_id"]), headers[0]["tokenizer_sha256"]
-        self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))  # samples up to and with each file
+        self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))  # cumulative samples, including each file
         if not self.ends[-1]:
             tokens = sum(header["tokens"] for header in headers)
             raise ConfigError(f"{key}={path}: {tokens} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
@@ -67,10 +67,10 @@ class TokenFiles:
         return {}
 
     def load(self, slot: int, state: dict[str, int]) -> None:
-        """Nothing: the number says it all."""
+        """Do nothing: the sample number determines everything."""
 
     def _read(self, index: int) -> np.ndarray | None:
-        """The tokens of a sample as they lie; None where they cannot be had."""
+        """Return the tokens of a sample in the unshuffled order; None if they cannot be read."""
         shard = bisect_right(self.ends, index)
         file, header = self.shards[shard].file, self.shards[shard].header
         if not self.shards[shard].usable:
@@ -94,14 +94,14 @@ class TokenFiles:
         return None
 
     def _files(self, path: str | None) -> list[Path]:
-        """The files of a path, with those of which only the header is left."""
+        """Return the files of a path, and those of which only the header exists."""
         found = files.require(self.key, path, (".bin",))
         headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
         named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}
         return sorted({*found, *named})
 
     def _shard(self, file: Path) -> Shard | None:
-        """A file with its header; None for one without, which may be left out."""
+        """Return a file with its header; None for one without header, which may be left out."""
         try:
             header = self._header(file)
         except BadShard as error:
@@ -130,7 +130,7 @@ class TokenFiles:
 
 
 class Synthetic:
-    """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, nothing to learn."""
+    """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for learning."""
 
     separators, tokenizer = (None, None), None
 
@@ -146,4 +146,4 @@ class Synthetic:
         return {}
 
     def load(self, slot: int, state: dict[str, int]) -> None:
-        """Nothing: the number says it all."""
+        """Do nothing: the sample number determines everything."""

@@ -1,4 +1,4 @@
-"""Batches for one data-parallel rank, prepared ahead of the step in a thread, and the state from which they go on exactly."""
+"""Batches for one data-parallel rank, prepared ahead in a thread, and the state from which they continue exactly."""
 from __future__ import annotations
 
 import queue
@@ -29,11 +29,11 @@ class Batch:
     positions: torch.Tensor | None = None
 
     def split(self, size: int) -> list[Batch]:
-        """Microbatches of `size` samples, in order."""
+        """Return microbatches of `size` samples, in order."""
         return [self._each(lambda tensor, row=row: tensor[row : row + size]) for row in range(0, len(self.tokens), size)]
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
+        """Return the batch on a device."""
         return self._each(lambda tensor: onto(device, tensor))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -41,17 +41,17 @@ class Batch:
 
 
 def onto(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a host tensor on a device, from pinned memory: from any other the host would wait for all work that is queued there."""
+    """Copy a host tensor to a device through pinned memory: from pageable memory the host would wait for all work queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Samples(Protocol):
-    signature: dict[str, Any]  # what must not change for a saved state to fit
+    signature: dict[str, Any]  # values that must not change between saving and loading a state
     separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
-    tokenizer: str | None  # what the ids mean: sha256 of the tokenizer's file; None where they mean nothing
+    tokenizer: str | None  # sha256 of the tokenizer's file, which defines the ids; None if they mean nothing
 
     def sample(self, number: int, slot: int) -> np.ndarray:
-        """The seq_len + 1 tokens of sample `number`, which a slot takes; the numbers of a slot rise, and none is asked for twice."""
+        """Return the seq_len + 1 tokens of sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
 
     def state(self, slot: int) -> dict[str, Any]: ...
 
@@ -63,16 +63,16 @@ class Loader:
 
     def __init__(self, samples: Samples, slots: range, global_batch: int, signature: dict[str, Any],
                  separators: tuple[int | None, int | None] | None, prefetch: int, bad: BadShards):
-        """`separators` are the begin- and end-of-text ids that a document mask goes by; None: no mask."""
+        """Create the loader. `separators` are the begin- and end-of-text ids for a document mask; None: no mask."""
         self.samples, self.slots, self.global_batch, self.separators, self.prefetch = samples, slots, global_batch, separators, prefetch
         self.signature = signature | samples.signature
-        self.bad, self.told = bad, set[str]()  # shards that could not be read; those that all ranks know of
+        self.bad, self.told = bad, set[str]()  # shards that could not be read; shards that all ranks know of
         self.step = 0  # batches produced
         self.thread: threading.Thread | None = None
         self.returned = self.start = self._snapshot()
 
     def next(self) -> Batch:
-        """The next step's batch. What goes wrong while it is prepared is raised here."""
+        """Return the next step's batch. Raises here what went wrong while it was prepared."""
         if not self.prefetch:
             batch, self.returned = self._produce()
             return batch
@@ -88,22 +88,24 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the last batch that next() returned ended: step, signature, slot -> state, and the bad shards so far. JSON can hold it."""
+        """Return the state after the last batch that next() returned: step, signature, slot -> state, and the bad shards so far. It fits
+        into JSON.
+        """
         return self.returned
 
     def news(self) -> dict[str, str]:
-        """The bad shards, with reasons, that were left out up to the last batch and that not all ranks know of."""
+        """Return the bad shards, with reasons, that were left out up to the last batch and that not all ranks know of."""
         return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.told}
 
     def hear(self, news: dict[str, str]) -> None:
-        """Bad shards that other ranks have found count here too. Raises ConfigError if they are too many, on all ranks alike."""
+        """Count bad shards that other ranks have found. Raises ConfigError if there are too many, on all ranks alike."""
         self.told |= set(news)
         BadShards(self.bad.limit, dict.fromkeys(sorted(self.told), "") | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state that holds this rank's slots, whatever ranks wrote it (see merge); keys may be JSON's strings.
+        """Continue from a state that holds this rank's slots, whatever ranks wrote it (see merge); keys may be JSON's strings.
 
-        Raises ConfigError where the state belongs to other data or another global batch.
+        Raises ConfigError if the state belongs to other data or another global batch.
         """
         for key, value in self.signature.items():
             if state["signature"].get(key) != value:
@@ -120,13 +122,13 @@ class Loader:
         self.returned = self._snapshot()
 
     def rewind(self) -> None:
-        """Back to the first batch, so that every validation sees the same samples."""
+        """Return to the first batch, so that every validation sees the same samples."""
         told = self.told
         self.load(self.start)
         self.told = told
 
     def close(self) -> None:
-        """End the thread; one that hangs in a download is left behind after ten seconds."""
+        """End the thread; one that hangs in a download is abandoned after ten seconds."""
         self._halt(timeout=10)
 
     def _snapshot(self) -> dict[str, Any]:
@@ -152,7 +154,7 @@ class Loader:
         self.stop.set()
         waited = 0.0
         while self.thread.is_alive() and (timeout is None or waited < timeout):
-            while not self.ready.empty():  # the thread may wait for room
+            while not self.ready.empty():  # the thread may be blocked on a full queue
                 self.ready.get()
             self.thread.join(0.01)
             waited += 0.01
@@ -160,7 +162,7 @@ class Loader:
 
 
 def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
-    """Tell of the shards that some rank has left out since the last report, once each. All ranks call it alike."""
+    """Report the shards that some rank has left out since the last report, once each. This is a collective."""
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, loader.news())
     news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
@@ -172,14 +174,14 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state out of all ranks' states of the same step."""
+    """Merge all ranks' states of the same step into one."""
     return states[0] | {key: {name: value for part in states for name, value in part.get(key, {}).items()} for key in ("slots", "bad")}
 
 
 def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> Batch:
-    """Inputs and labels of samples [n, S + 1]; with separators also which document each token is of, and its place in it.
+    """Split samples [n, S + 1] into inputs and labels; with separators also the document of each token, and its position in it.
 
-    The token that begins a document is a label of nothing: no text before it says that it comes.
+    The first token of a document is no label: the text before it does not predict it.
     """
     inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
     if separators is None:
@@ -194,7 +196,7 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
 
 
 def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
-    """True where a document begins: at begin-of-text, or behind end-of-text where the tokenizer has no begin-of-text."""
+    """Return True where a document begins: at begin-of-text, or after end-of-text if the tokenizer has no begin-of-text."""
     if bos is not None:
         return tokens == bos
     begins = np.zeros(tokens.shape, dtype=bool)

@@ -1,7 +1,7 @@
-"""Sources in fixed proportions. Which source a sample comes from follows from its number, so it is the same on every layout.
+"""Mix sources in fixed proportions. The source of a sample follows from its number, so it is the same on every layout.
 
-The sources take turns in a pattern of PERIOD samples in which each is, at every point, as near to its share as whole samples allow. Within
-a step the turns are dealt to the slots at random: a pattern that met the same slots again and again would leave a part of a source unread.
+The sources alternate in a pattern of PERIOD samples in which each is, at every point, as near to its share as whole samples allow. Within a
+step the turns are assigned to the slots at random: if the pattern always hit the same slots, a part of a source would never be read.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mixture:
     """Samples of several sources by name. The state of a slot is its state in each of them."""
 
     def __init__(self, parts: dict[str, Any], weights: dict[str, float], global_batch: int, seed: int):
-        """Raises ConfigError where tokens of different tokenizers would meet."""
+        """Combine the sources. Raises ConfigError if their tokens come from different tokenizers."""
         self.names = sorted(parts)  # the order in which a user writes them changes nothing
         self.parts, self.global_batch, self.seed = parts, global_batch, seed
         self.turns, self.before = pattern(shares([weights[name] for name in self.names]))
@@ -32,7 +32,7 @@ class Mixture:
         self.signature["data.mixture"] = self.names
 
     def choose(self, number: int) -> tuple[str, int]:
-        """The source of a sample, and how many samples before it were that source's."""
+        """Return the source of a sample, and how many samples before it came from that source."""
         step, slot = divmod(number, self.global_batch)
         turn = step * self.global_batch + permute(slot, self.global_batch, self.seed, step)
         period, place = divmod(turn, PERIOD)
@@ -52,7 +52,7 @@ class Mixture:
 
 
 def pattern(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Which source takes each of PERIOD turns, always the one that is furthest behind; and how many turns each had before every turn."""
+    """Return which source takes each of PERIOD turns (always the one furthest behind), and the turns of each source before every turn."""
     due, had = np.array(counts), np.zeros(len(counts), dtype=np.int64)
     turns, before = np.empty(PERIOD, dtype=np.int64), np.empty((PERIOD + 1, len(counts)), dtype=np.int64)
     for turn in range(PERIOD):

@@ -1,4 +1,4 @@
-"""A seeded permutation of range(n) that takes no memory: a sample's place in the order is computed, not looked up."""
+"""A seeded permutation of range(n) without memory: a sample's position in the order is computed, not looked up."""
 from __future__ import annotations
 
 import hashlib
@@ -8,10 +8,10 @@ MASK = (1 << 64) - 1
 
 
 def permute(index: int, size: int, *seed: int) -> int:
-    """Where the permutation of range(size) drawn from `seed` sends `index`.
+    """Return the image of `index` under the permutation of range(size) drawn from `seed`.
 
-    A Feistel network permutes the next power of four; walking its cycle until it lands below size permutes range(size) itself.
-    Fewer than four walks are expected, so the cost does not depend on size.
+    A Feistel network permutes the next power of four; following its cycle until it is below size permutes range(size) itself. Fewer than
+    four iterations are expected, so the cost does not depend on size.
     """
     if size < 2:
         return 0
@@ -37,7 +37,7 @@ def _feistel(index: int, half: int, keys: list[int]) -> int:
 
 
 def _mix(value: int) -> int:
-    """MurmurHash3's finalizer: every input bit reaches every output bit."""
+    """Apply MurmurHash3's finalizer: every input bit affects every output bit."""
     value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD & MASK
     value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 & MASK
     return value ^ value >> 33

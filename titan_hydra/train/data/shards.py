@@ -1,7 +1,7 @@
-"""Files and shards that cannot be read: left out where data.max_bad_shards allows it, and never without a word.
+"""Files and shards that cannot be read: left out if data.max_bad_shards allows it, always with a warning.
 
-What is left out depends on the files alone, never on who reads them: a shard of text from its damaged row on, a file of tokens that is not
-what its header says as a whole. So all layouts see the same samples, and so does a run that is resumed.
+What is left out depends only on the files, never on the reader: a shard of text from its damaged row on, a file of tokens that does not
+match its header as a whole. All layouts therefore see the same samples, and so does a resumed run.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_hydra.config.status import ConfigError
 
 
 class BadShard(ConfigError):
-    """A shard is missing or damaged; `shard` names it, the message says where and how."""
+    """A shard is missing or damaged; `shard` names it, the message gives place and reason."""
 
     def __init__(self, shard: object, message: str) -> None:
         super().__init__(message)
@@ -20,13 +20,13 @@ class BadShard(ConfigError):
 
 @dataclass
 class BadShards:
-    """Those found so far, each with the reason."""
+    """The bad shards found so far, each with the reason."""
 
     limit: int = 0  # data.max_bad_shards
     found: dict[str, str] = field(default_factory=dict)
 
     def add(self, error: BadShard) -> None:
-        """Note one, however often it is met. Raises ConfigError if it is one too many."""
+        """Record a bad shard, once. Raises ConfigError if it exceeds the limit."""
         self.found.setdefault(error.shard, str(error))
         self.check()
 

@@ -1,9 +1,9 @@
-"""Endless streams of packed documents: one for every slot of the global batch, each with its own place in the text.
+"""Endless streams of packed documents: one for every slot of the global batch, each with its own position in the text.
 
-A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at positions k, k + G,
-k + 2G, ... of the endless sequence of epochs, each epoch in an order of its own. With a shuffle buffer its documents are taken in blocks,
-each in a random order that follows from where the block begins: so the buffer's state is that place, and a number in it. Nothing here knows
-of ranks, so who reads a slot does not change what the slot reads.
+A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at positions k, k + G, k + 2G,
+... of the endless sequence of epochs, each epoch in its own order. With a shuffle buffer its documents are taken in blocks, each in a
+random order that follows from where the block begins: so the buffer's state is that position, and an index in the block. Nothing here
+depends on ranks, so a slot reads the same whichever rank owns it.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Source(Protocol):
     units: int
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Row numbers, rising, and texts of a unit, from row `start` on. The same every time."""
+        """Yield row numbers, increasing, and texts of a unit, from row `start` on. The result is the same every time."""
 
 
 START = {"turn": 0, "row": 0, "place": 0, "token": 0}
@@ -32,7 +32,7 @@ START = {"turn": 0, "row": 0, "place": 0, "token": 0}
 
 @dataclass
 class Document:
-    turn: int  # how many units the stream had begun before the one in which this document's block begins
+    turn: int  # units that the stream had begun before the one in which this document's block begins
     row: int  # where in that unit the block begins
     place: int  # in the block, once it is shuffled
     tokens: np.ndarray
@@ -43,7 +43,7 @@ class Streams:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, slots: range, global_batch: int, seq_len: int, seed: int | None,
                  buffer: int, bad: BadShards):
-        """`seed` None keeps units in order."""
+        """Create the streams. `seed` None keeps units in order."""
         self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
         self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots}
@@ -59,9 +59,9 @@ class Streams:
 
 
 class Stream:
-    """Documents back to back, cut into samples of seq_len + 1 tokens; a sample's last token is the next one's first.
+    """Consecutive documents cut into samples of seq_len + 1 tokens; a sample's last token is the next one's first.
 
-    So every token is predicted exactly once, and the state needs no leftover tokens: they are encoded again when it is loaded.
+    Every token is therefore predicted exactly once, and the state needs no leftover tokens: they are encoded again when it is loaded.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, slot: int, slots: int, seq_len: int, seed: int | None, buffer: int = 0,
@@ -76,7 +76,7 @@ class Stream:
         self.coming = self._documents(**{key: value for key, value in self.state.items() if key != "token"})
 
     def sample(self) -> np.ndarray:
-        """The next seq_len + 1 tokens. Raises ConfigError where the source holds no text at all."""
+        """Return the next seq_len + 1 tokens. Raises ConfigError if the source holds no text at all."""
         if not self.begun:
             self._begin()
         parts, missing, start = [], self.seq_len + 1, self.state["token"]
@@ -91,7 +91,7 @@ class Stream:
         return np.concatenate(parts)
 
     def _begin(self) -> None:
-        """Take the first document. Where there are fewer units than slots, slots that share one begin at different places of it."""
+        """Take the first document. With fewer units than slots, slots that share a unit begin at different positions of it."""
         self.begun.append(next(self.coming))
         if self.state == START and self.source.units < self.slots:
             sharers = -(-self.slots // self.source.units)
@@ -105,7 +105,7 @@ class Stream:
         self.state = {"turn": document.turn, "row": document.row, "place": document.place, "token": token}
 
     def _documents(self, turn: int, row: int, place: int) -> Iterator[Document]:
-        """Documents of the blocks from one that begins at turn and row on; of that one, those from `place` on."""
+        """Yield documents of all blocks from the one at turn and row on; of that one, those from `place` on."""
         texts = self._texts(turn, row)
         while True:
             block = list(islice(texts, self.block))
@@ -116,7 +116,7 @@ class Stream:
             place = 0
 
     def _texts(self, first: int, row: int) -> Iterator[tuple[int, int, str]]:
-        """Turn, row and text of the documents from a place on, without end."""
+        """Yield turn, row and text of the documents from a position on, without end."""
         empty = 0  # units without text in a row
         for turn in count(first):
             try:
@@ -131,7 +131,7 @@ class Stream:
                 raise ConfigError("data.path: no document with text in it")
 
     def _unit(self, turn: int) -> int:
-        """The unit of a turn. Unshuffled, epochs still begin at different units, or a slot could meet the same few in each."""
+        """Return the unit of a turn. Unshuffled epochs also begin at different units, or a slot could read the same few in each."""
         epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
         if self.seed is None:
             start = permute(0, self.source.units, epoch) if epoch else 0

@@ -1,4 +1,4 @@
-"""Sources of documents that are not embedded: text files, and datasets of the Hugging Face hub (or a local folder) as they stream."""
+"""Sources of documents other than the embedded corpus: text files, and streamed datasets of the Hugging Face hub (or a local folder)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class TextFiles:
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
-        whole = all(files.kind(file) in (".txt", ".md") for file in self.files)  # a file of one row is not dealt by rows
+        whole = all(files.kind(file) in (".txt", ".md") for file in self.files)  # a .txt file is a single row, which cannot be shared
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every
 
@@ -31,7 +31,7 @@ class Hub:
     """Shards of a streaming dataset as units; with fewer shards than slots, every n-th row of a shard."""
 
     def __init__(self, key: str, data: schema.Source, split: str, slots: int):
-        """Raises ConfigError with the library's own words where the dataset, its subset or split cannot be had."""
+        """Open the dataset. Raises ConfigError with the library's message if the dataset, its subset or split is not available."""
         import datasets
 
         path = data.path or (C4["path"] if data.name == "c4" else None)
@@ -53,7 +53,7 @@ class Hub:
             yield number, files.column(row, self.text_key, f"{where}, row {number}")
 
     def _read(self, where: str, shard: int, start: int) -> Iterator[tuple[int, dict]]:
-        """Every n-th row of a shard. What goes wrong in the library while it reads is the shard's fault."""
+        """Yield every n-th row of a shard. Any error of the library while reading is raised as BadShard."""
         try:
             rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
             yield from zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False)

@@ -1,1 +1,3 @@
-"""Replica groups that outlive each other: they train apart and meet every few steps (Local SGD, DiLoCo), or at every step (torchft)."""
+"""Replica groups that survive each other's failures: they train separately and average every few steps (Local SGD, DiLoCo), or sum
+gradients at every step (torchft).
+"""

@@ -1,4 +1,4 @@
-"""How rank i of every replica group talks to its peers: a gloo group outside of every mesh, made anew whenever the members change."""
+"""Communication between rank i of all replica groups: a gloo group outside every mesh, created again whenever the members change."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .quorum import Meeting
 
-CHUNK = 1 << 24  # elements that are sent at a time, so that a time-out is about a peer, not about the model's size
+CHUNK = 1 << 24  # elements in one transfer, so that its time-out does not depend on the model's size
 
 
 class Peers:
-    """The processes of the same rank number in the groups that meet."""
+    """The ranks with the same index in the replica groups of a meeting."""
 
     def __init__(self, group: int, rank: int, timeout: float) -> None:
         self.group, self.rank, self.timeout = group, rank, timedelta(seconds=timeout)
@@ -22,7 +22,7 @@ class Peers:
         self.channel: dist.ProcessGroupGloo | None = None
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the members, unless they are those of the meeting before. Raises RuntimeError where one does not answer."""
+        """Connect to the members, unless they are those of the meeting before. Raises RuntimeError if one does not answer."""
         if self.channel is not None and self.lives == meeting.members:
             return
         self.part()
@@ -35,16 +35,16 @@ class Peers:
         self.lives, self.members = meeting.members, members
 
     def part(self) -> None:
-        """Leave the channel: it has failed, or its members have changed."""
+        """Close the channel, after it has failed or its members have changed."""
         self.channel, self.lives = None, {}
 
     def add_up(self, vector: Tensor) -> None:
-        """Sum over the members, in place. The same bits for each of them."""
+        """Sum a vector over the members, in place; the result is bit-identical for all of them."""
         for part in self._parts(vector):
             self.channel.allreduce([part]).wait()
 
     def hand_over(self, tensor: Tensor, donor: int) -> None:
-        """Give every member the donor's tensor, in place, wherever it lies."""
+        """Broadcast the donor's tensor to every member, in place, on any device."""
         host = tensor.detach().cpu().contiguous()
         for part in self._parts(host.reshape(-1).view(torch.uint8) if host.numel() else host.reshape(-1)):
             self.channel.broadcast(part, self.members.index(donor)).wait()

@@ -1,8 +1,9 @@
-"""`fault_tolerance=torchft`: before every step the replica groups that are there agree on a quorum, and their gradients are summed.
+"""`fault_tolerance=torchft`: before every step the live replica groups agree on a quorum, and then sum their gradients.
 
-torchft's manager finds the quorum, notices failures and decides whether a step counts; what is summed and handed over is ours. All groups
-together learn what one data-parallel world of all their ranks would: tokens are counted over all groups before the first microbatch, so
-the gradients' sum needs no division. A group that comes later takes weights, optimizer state and step number from one that is ahead.
+torchft's manager finds the quorum, detects failures and decides whether a step counts; summation and state transfer are implemented here.
+All groups together learn what one data-parallel world of all their ranks would: tokens are counted over all groups before the first
+microbatch, so the sum of the gradients needs no division. A group that joins later takes weights, optimizer state and step number from one
+that is ahead.
 """
 from __future__ import annotations
 
@@ -29,23 +30,23 @@ from titan_hydra.train.world import open_store
 
 from .outer import local, shards
 
-POLL = 0.05  # seconds between two looks at the files
+POLL = 0.05  # seconds between two reads of the files
 RETRIES = 100  # of asking a lighthouse that has died, while another takes its place
 COUNTS = ("step", "batches_committed")  # that torchft's manager keeps
 
 
 class PerStep:
-    """This rank's group among the others. All ranks of the group call all methods alike."""
+    """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
 
     def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
-        """`stop` lists the signals that asked this rank to stop."""
+        """Create the manager. `stop` lists the signals that asked this rank to stop."""
         self.job, self.run, self.model, self.optimizers, self.stop = job, run, model, optimizers, stop
         self.tensors: dict[str, Tensor] = {}  # nothing of its own in a checkpoint
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # in the last quorum
         self.caught_up: int | None = None  # steps taken from another group in the quorum for the next step, once there is one
         self.received: list[Tensor] | None = None  # another group's shards
-        self.data_ahead = 0  # steps that the data have come further than the run, which may begin afresh on data that go on
+        self.data_ahead = 0  # data step minus training step; above 0 when a new run continues an old run's data
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
             logging.getLogger(name).setLevel(logging.ERROR)  # it writes some lines a step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -65,13 +66,13 @@ class PerStep:
 
     @property
     def leads(self) -> bool:
-        """Whether this group has the last word on the run: the first of those in the last quorum."""
+        """Whether this group writes the run's result: the first of those in the last quorum."""
         return self.manager.participating_rank() == 0
 
     def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
-        """Wait until all groups have come once in this attempt, and agree with them on the first step, as `before_step` does.
+        """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as `before_step` does.
 
-        Returns the step that this group has come to, and whether a stop was asked for meanwhile.
+        Returns the step that this group has reached, and whether a stop was requested meanwhile.
         """
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         if self.run.rank == 0:
@@ -93,7 +94,7 @@ class PerStep:
         self.report = event
 
     def before_step(self, step: int) -> int:
-        """Agree on who takes part in the next step. Returns the step that this group has come to: later if it took another's state."""
+        """Agree on the groups of the next step. Returns the step that this group has reached: a later one if it took another's state."""
         if self.caught_up is None:
             self._agree(step)
         now, groups = self.manager.current_step(), self.manager.num_participants()
@@ -103,7 +104,8 @@ class PerStep:
         return now
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Sum over the groups, in place, the same bits in each. After a failure nothing is summed, and the step will not count."""
+        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed, and the step will not count.
+        """
         for tensor in tensors:
             if self.manager.errored():
                 break
@@ -120,11 +122,11 @@ class PerStep:
 
     @torch.no_grad()
     def add_up_gradients(self) -> None:
-        """Sum this rank's shards of the gradients."""
+        """Sum this rank's shards of the gradients over the groups."""
         self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
 
     def commits(self, stop: bool) -> tuple[bool, bool]:
-        """Whether the step counts, and whether any group was asked to stop: then all stop after the same step."""
+        """Return whether the step counts, and whether any group was asked to stop: then all stop after the same step."""
         asked = torch.tensor([float(stop)])
         self.add_up([asked])
         counts = self.manager.should_commit()
@@ -133,7 +135,7 @@ class PerStep:
         return counts, stop or (counts and bool(asked))
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Nothing is left to do after a step that counted."""
+        """Return the step unchanged: after a step that counted nothing remains to be done."""
         return step, False
 
     def close(self) -> None:
@@ -143,16 +145,16 @@ class PerStep:
     # --- a group's state, for one that is behind --------------------------------------------------------------------------------------
 
     def own(self) -> list[Tensor]:
-        """This rank's shards of weights and optimizer state, in the same order in every group."""
+        """Return this rank's shards of weights and optimizer state, in the same order in every group."""
         return shards(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
 
     def receive(self, tensors: list[Tensor]) -> None:
-        """Keep another group's shards until it is known that all ranks of this group have theirs."""
+        """Keep another group's shards until all ranks of this group are known to have theirs."""
         self.received = tensors
 
     @torch.no_grad()
     def take(self, received: list[Tensor]) -> None:
-        """Become what another group is."""
+        """Replace this group's state by the received shards."""
         optimizers: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
         for mine, got in zip(shards(state.weights(self.model) | optimizers), received, strict=True):
             mine.copy_(got)
@@ -162,13 +164,13 @@ class PerStep:
     # --- within the group -------------------------------------------------------------------------------------------------------------
 
     def _any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether the flag is set on any rank."""
         said = torch.tensor([int(flag)])
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said)
 
     def _agree(self, step: int) -> None:
-        """Find a quorum, and take another group's state if it is ahead: all ranks of this group, or none."""
+        """Find a quorum, and take another group's state if it is ahead: on all ranks of this group, or on none."""
         before = self.manager.state_dict()
         self.manager.start_quorum()
         steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
@@ -182,7 +184,7 @@ class PerStep:
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
-        """Its address, once it is there. Raises RunError if it does not come."""
+        """Return the lighthouse's address, once it is written. Raises RunError after the time-out."""
         path, deadline = self.run.meetings / "lighthouse", time.monotonic() + self.job.comm.init_timeout_seconds
         while not path.exists():
             if time.monotonic() > deadline:
@@ -192,17 +194,17 @@ class PerStep:
 
 
 class Handover(CheckpointTransport):
-    """A group's state, tensor by tensor through the groups' channel. torchft's own transport unpickles what any peer sends."""
+    """Transfers a group's state, tensor by tensor, through the groups' channel. torchft's own transport unpickles what any peer sends."""
 
     def __init__(self, channel: ProcessGroupGloo, own: Callable[[], list[Tensor]]) -> None:
         self.channel, self.own = channel, own
 
     def metadata(self) -> str:
-        """Nothing: the channel is known."""
+        """Return nothing: the channel is known."""
         return ""
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta) -> None:
-        """Send this rank's shards, and return when they are gone."""
+        """Send this rank's shards, and return when they are sent."""
         counts = torch.tensor([state_dict["torchft"][name] for name in COUNTS])
         for tensor in [counts, *state_dict["user"]["default"]]:
             host = tensor.detach().cpu().contiguous()
@@ -210,7 +212,7 @@ class Handover(CheckpointTransport):
                 self.channel.send([host], rank, tag=0).wait(timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
-        """Receive them beside the state that is here, which nothing half received may touch."""
+        """Receive another group's shards into new memory, so that a partial transfer leaves the present state untouched."""
         received = [torch.zeros(len(COUNTS), dtype=torch.int64), *(torch.empty_like(tensor, device="cpu") for tensor in self.own())]
         for tensor in received:
             self.channel.recv([tensor], src_rank, tag=0).wait(timeout)

@@ -1,9 +1,12 @@
-"""Who is there: replica groups find each other, and agree on who meets and whether a meeting counts, through files alone.
+"""Rendezvous of replica groups through files alone: which are alive, which take part in a meeting, and whether a meeting counts.
 
-There is no server that could die: whoever is left goes on with the files. Each group shows that it lives in heart_<group>.json. Meetings
-are numbered folders. A group that has come writes present_<group>.json; whoever first sees that all who live have come closes the
-meeting by members.json; members exchange what they have, write done_<group>.json, and outcome.json says whether it counts. The last two
-are made by link(2), which one process alone can win, on NFS too: so all groups read the same decision, whoever made it, and dies then.
+There is no server that could die: the remaining groups continue with the files. Each group shows that it is alive in heart_<group>.json.
+Meetings are numbered folders. A group that has arrived writes present_<group>.json; the first that sees that all live groups have arrived
+closes the meeting with members.json; members exchange their data and write done_<group>.json, and outcome.json records whether the meeting
+counts.
+
+members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. All groups therefore read the same
+decision even if its author dies right afterwards.
 """
 from __future__ import annotations
 
@@ -19,28 +22,28 @@ from pathlib import Path
 
 from titan_hydra.config.files import read_json, write_text
 
-POLL = 0.05  # seconds between two looks at the files
+POLL = 0.05  # seconds between two reads of the files
 KEPT = 8  # meetings whose files stay
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A meeting that is closed: the groups in it, those of them whose weights are the newest, their step, and where their store is."""
+    """A closed meeting: its groups, those with the newest weights (donors), their step, and the address of their store."""
 
     number: int
-    members: dict[int, str]  # group -> which life of it
+    members: dict[int, str]  # group -> id of its present start (`Board.life`)
     donors: list[int]
     step: int
     address: str
 
     @property
     def takers(self) -> list[int]:
-        """The members that come from an older state, and take that of the donors."""
+        """The members with an older state, which take that of the donors."""
         return sorted(set(self.members) - set(self.donors))
 
 
 class Board:
-    """One group's view of the others, and its own heart. One process of each group has one."""
+    """One group's view of the others, and its own heartbeat. One process of each group has one."""
 
     def __init__(self, folder: Path, group: int, groups: int, timeout: float, address: str) -> None:
         self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
@@ -49,7 +52,7 @@ class Board:
         self.position = (0, 0)  # step of the last meeting, and the step that this group has come to
         self.number = max(self._numbers(), default=1)  # the next meeting
         self.beats = 0
-        self.hearts: dict[int, tuple[dict, float]] = {}  # group -> (what its heart said last, when that changed by our clock)
+        self.hearts: dict[int, tuple[dict, float]] = {}  # group -> (its last heartbeat, when that changed by our clock)
         folder.mkdir(parents=True, exist_ok=True)
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.beat()
@@ -59,7 +62,7 @@ class Board:
     # --- hearts --------------------------------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Show that this group lives, and look at the others."""
+        """Write this group's heartbeat and read those of the others."""
         with self.lock:
             self.beats += 1
             heart = {"life": self.life, "beat": self.beats, "phase": self.phase, "position": self.position}
@@ -70,12 +73,12 @@ class Board:
                     self.hearts[group] = (seen, time.monotonic())
 
     def become(self, phase: str, position: tuple[int, int]) -> None:
-        """Say at once where this group is."""
+        """Publish this group's phase and position at once."""
         self.phase, self.position = phase, position
         self.beat()
 
     def close(self) -> None:
-        """Say that this group is gone: nobody need wait until its heart is missed."""
+        """Publish that this group has left, so that no group waits for its heartbeat."""
         self.ended.set()
         self.thread.join()
         self.become("left", self.position)
@@ -88,18 +91,18 @@ class Board:
                 continue
 
     def alive(self, group: int) -> bool:
-        """Whether a group has lately given a sign of life."""
+        """Whether a group's heartbeat has changed within the time-out."""
         heart, changed = self.hearts.get(group, ({}, 0.0))
         return heart.get("phase", "left") != "left" and time.monotonic() - changed < self.timeout
 
     def phases(self) -> dict[int, str]:
-        """What the groups that live are doing."""
+        """Return the phases of the live groups."""
         return {group: self.hearts[group][0]["phase"] for group in range(self.groups) if self.alive(group)}
 
     # --- the start -------------------------------------------------------------------------------------------------------------------
 
     def begin(self, position: tuple[int, int], limit: float, stop: Callable[[], bool]) -> bool:
-        """Wait for the other groups to be ready, unless they have gone on already. Returns whether this one is behind them."""
+        """Wait for the other groups to be ready, unless they have continued already. Returns whether this group is behind them."""
         self.become("training", position)
         deadline = time.monotonic() + limit
         while not stop() and time.monotonic() < deadline:
@@ -117,7 +120,7 @@ class Board:
     # --- meetings --------------------------------------------------------------------------------------------------------------------
 
     def convene(self, position: tuple[int, int], stop: Callable[[], bool]) -> Meeting | None:
-        """Come to the next meeting and wait until it is closed with this group in it. None if asked to stop before that."""
+        """Arrive at the next meeting and wait until it is closed with this group in it. None if asked to stop before that."""
         self.become(self.phase, position)
         while True:
             place = self.folder / str(self.number)
@@ -142,7 +145,7 @@ class Board:
             time.sleep(POLL)
 
     def _close_if_all_are_there(self, place: Path) -> None:
-        """Nobody waits for a group that is still starting, but one that is behind: it has nothing to hurry for."""
+        """Close the meeting if all live groups have arrived. Only a group that is behind waits for one that is still starting."""
         here = {}
         for group, phase in self.phases().items():
             said = read_json(place / f"present_{group}.json")
@@ -158,7 +161,8 @@ class Board:
                                       "step": newest[1], "address": here[donors[0]]["address"]})
 
     def settle(self, meeting: Meeting, went_well: bool) -> bool:
-        """Say how the exchange went here, and wait for the word on whether it counts: only if it went well for every member."""
+        """Publish whether the exchange succeeded here, and wait for the outcome: the meeting counts only if it succeeded for every member.
+        """
         place = self.folder / str(meeting.number)
         if not place.exists():
             return False  # this group slept, and the others have gone on and cleared it away
@@ -180,7 +184,7 @@ class Board:
 
 
 def once(path: Path, content: dict) -> None:
-    """Write a file that is not there yet; whoever comes second changes nothing."""
+    """Create a file unless it exists; a later call changes nothing."""
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     scratch.write_text(json.dumps(content), encoding="utf-8")
     try:

@@ -1,7 +1,7 @@
-"""One replica group among the others, as the training loop sees it: after a step it may meet them, and before the first it may catch up.
+"""One replica group among the others, as the training loop uses it: it may exchange weights after a step, and catch up before the first.
 
-A group is a whole world of its own. Its rank 0 deals with the other groups (quorum.py) and tells its ranks; then rank i of every group
-exchanges its shards with its peers (exchange.py), and outer.py changes the weights, once it is sure that all members can do so.
+A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks; then rank i of every
+group exchanges its shards with its peers (exchange.py), and outer.py changes the weights once all members are known to be able to.
 """
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .exchange import Peers
 from .outer import Fragment, cut, due, shards
 from .quorum import Board, Meeting
 
-LONGEST = timedelta(days=7)  # that ranks wait for their rank 0: it ends the waiting
+LONGEST = timedelta(days=7)  # time that ranks wait for their rank 0, which limits the wait itself
 
 
 class Replicas:
-    """This rank's group among the others. All ranks of the group call all methods alike."""
+    """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
 
     def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
-        """`stop` lists the signals that asked this rank to stop."""
+        """Set up the fragments and, on rank 0, the board. `stop` lists the signals that asked this rank to stop."""
         self.job, self.config, self.run, self.model, self.optimizers = job, job.fault_tolerance, run, model, optimizers
         self.stop: Callable[[], bool] = lambda: bool(stop)
         self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
@@ -51,20 +51,21 @@ class Replicas:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of it, this rank's part, in its own memory."""
+        """The outer state of this rank for a checkpoint, in its own memory."""
         outer = {f"{number}.{name}": getattr(fragment, name) for number, fragment in enumerate(self.fragments)
                  for name in ("anchor", "momentum") if fragment.anchor is not None}
         return {f"rank_{self.run.rank}.{name}": tensor for name, tensor in {"last": self.last, **outer}.items()}
 
     @property
     def leads(self) -> bool:
-        """Whether this group has the last word on the run: the first of those at the last meeting."""
+        """Whether this group writes the run's result: the first of those at the last meeting."""
         return self.run.replica == self.members[0]
 
     def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
-        """Be one of the groups, with weights of this step. Returns the step to go on from, and whether a stop was asked for meanwhile.
+        """Join the other groups with the weights of this step. Returns the step to continue from, and whether a stop was requested
+        meanwhile.
 
-        A group that is behind the others waits here for their next meeting; one that was stopped on its way to a meeting goes there.
+        A group that is behind the others waits here for their next meeting; one that was stopped on its way to a meeting goes to it.
         """
         if not resumed:
             self.last.fill_(step)
@@ -82,12 +83,14 @@ class Replicas:
             event("meeting", step, **values)
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Meet the other groups if it is time. Returns the step to go on from, and whether a stop was asked for meanwhile."""
+        """Exchange weights with the other groups if it is time. Returns the step to continue from, and whether a stop was requested
+        meanwhile.
+        """
         return self.meet(step, loss) if due(step, self.job.steps, self.config) else (step, False)
 
     @torch.no_grad()
     def meet(self, step: int, loss: float | None) -> tuple[int, bool]:
-        """Meet until it counts, with whoever is there."""
+        """Repeat the meeting until it counts, with the groups that are alive."""
         began, position = time.perf_counter(), (int(self.last), step)
         while True:
             meeting: Meeting | None = self._board("convene", position, self.stop)
@@ -117,8 +120,9 @@ class Replicas:
         return meeting.step, False
 
     def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
-        """The averages over the donors, of the fragments that are due and of the loss; None if a member was lost. Changes nothing,
-        but in a taker, which gets a donor's whole state."""
+        """Return the averages over the donors, of the due fragments and of the loss; None if a member was lost. Changes nothing, except in
+        a taker, which receives a donor's whole state.
+        """
         donates = self.run.replica in meeting.donors
         try:
             self.peers.meet(meeting)
@@ -138,7 +142,9 @@ class Replicas:
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:
-        """All that makes up a group's state at a meeting, in the same order everywhere. A taker's optimizers have it when this is done."""
+        """Yield all tensors of a group's state at a meeting, in the same order everywhere. At the end a taker's optimizers are loaded with
+        it.
+        """
         for fragment in self.fragments:
             yield from self._weights(fragment, donates)
             if fragment.anchor is not None:
@@ -158,14 +164,14 @@ class Replicas:
     # --- within the group ------------------------------------------------------------------------------------------------------------
 
     def _board(self, method: str, *arguments: Any) -> Any:
-        """What rank 0 hears from the board, on all ranks."""
+        """Call a method of rank 0's board and broadcast its result to all ranks."""
         answer = [getattr(self.board, method)(*arguments) if self.board is not None else None]
         if self.run.world_size > 1:
             dist.broadcast_object_list(answer, src=0, group=self.group, device=torch.device("cpu"))
         return answer[0]
 
     def _all(self, well: bool) -> bool:
-        """Whether it went well on all ranks."""
+        """Whether the flag is set on all ranks."""
         said = torch.tensor([int(well)])
         dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
         return bool(said)
