@@ -77,7 +77,9 @@ VALUES.extend(data.VALUES)
 
 @rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
-    """The configuration is written into every run directory, sweep and report. Ranks get the environment of whoever launches them."""
+    """The configuration holds no secret: it is written into every run directory, sweep and report. Ranks inherit the launcher's
+    environment.
+    """
     for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy: it is read for every text
         yield Fault(key, "...", f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
                     "`source` a file in cluster.setup")

@@ -48,7 +48,7 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
 
 
 def data_files_are_there(job: Job) -> Iterator[Fault]:
-    """A file that is missing now would be missing on every rank, after the queue."""
+    """The data files exist: a file that is missing here would be missing on every rank, after the time in the queue."""
     for key, source in sources(job.data).items():
         if source.name in ("text_files", "tokens", "hf") and not source.path:
             yield Fault(f"{key}.path", None, f"data={source.name} needs it")
@@ -93,7 +93,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
 
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
-    """An id beyond the embedding's rows would read outside it. A larger embedding is fine: vocabularies are often padded."""
+    """Every token id has a row in the embedding. A larger embedding is fine: vocabularies are often padded."""
     if all(source.name in ("tokens", "synthetic") for source in sources(job.data).values()):
         return  # no text is encoded; the .bin is checked against its own header when it is opened
     file = tokenizer_file(job.tokenizer)

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's exceptions in one line each."""
+"""Explain exceptions of Hydra and OmegaConf in one line each."""
 from __future__ import annotations
 
 import re

@@ -76,6 +76,6 @@ def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a number, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return tuple(sorted({*small, *(number // candidate for candidate in small)}))

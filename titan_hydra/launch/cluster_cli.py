@@ -15,7 +15,7 @@ from titan_hydra.config.status import ConfigError, Exit
 from . import slurm
 
 FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
-DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}  # GiB, where the name says it
+DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}  # GiB by the GPU's name
 FILE = """\
 # {cluster}, partition {partition}: {nodes} node{s} of {gpus} {kind} GPU{p}, as sinfo had it; see docs/slurm.md.
 name: {name}
@@ -38,7 +38,7 @@ class Partition:
     name: str
     default: bool
     nodes: int
-    kind: str  # of GPU, "" where GRES does not say
+    kind: str  # of GPU; "" if GRES does not name it
     gpus: int  # of a node
     cores: int
     memory_mib: int

@@ -30,7 +30,7 @@ end
 complete -c titan -a '(_titan)'""",
 }
 RUNS = ("target", "cell", "sweep", "A", "B")  # arguments that stand for runs
-QUICK = ("titan_hydra.launch.", "titan_hydra.report.")  # modules that import no torch: nobody waits seconds for a Tab
+QUICK = ("titan_hydra.launch.", "titan_hydra.report.")  # modules that import no torch, which would delay a Tab by seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

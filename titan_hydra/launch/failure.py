@@ -115,7 +115,7 @@ def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
     if said:
         return Failure(None, said.status, said.line, kind=said.kind, host=said.host, attempt=attempt)
     if own or silent:
-        # An abort comes last: NCCL's watchdog aborts a rank whose peer has gone.
+        # An abort sorts last: NCCL's watchdog aborts a rank whose peer has exited.
         return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
     others = [rank for rank in ranks if rank.error]
     if not others:

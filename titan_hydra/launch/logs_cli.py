@@ -14,8 +14,8 @@ from .records import last_lines
 from .rundir import State
 from .view import ACTIVE, add_runs, choose_one
 
-POLL = 0.2  # seconds between two looks at the log
-ASK, ASK_SLURM = 1.0, 15.0  # seconds between two looks at the run's state
+POLL = 0.2  # seconds between two reads of the log
+ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: local, SLURM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

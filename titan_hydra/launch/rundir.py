@@ -47,7 +47,7 @@ class State:
     attempt: int = 0
     failure: Failure | None = None
     host: str | None = None  # where it runs: a host, or SLURM's list of nodes
-    job: SlurmJob | None = None  # what SLURM says of it
+    job: SlurmJob | None = None  # SLURM's entry of its job
     damage: str = ""  # of a damaged run: which of its files cannot be read
 
     @property
@@ -192,7 +192,7 @@ def host_of_running(attempt: Path) -> str | None:
     """
     owner = read_json(attempt / "ranks.json") or read_json(attempt / "attempt.json")
     if owner and owner.get("executor") == "slurm":
-        return None  # SLURM knows: see slurm_state
+        return None  # only SLURM knows: see slurm_state
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
             return owner["host"] if alive(owner) or processes(attempt) else None

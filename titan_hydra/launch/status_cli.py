@@ -21,7 +21,7 @@ COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "re
            "unknown": "dim", "new": "dim"}
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "new")
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "new", "done")  # used if the terminal has too few lines
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for which there are plainer words
+REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # of so many the reason is shown
 NAME = 56  # characters of a cell's name; its hash stands beside it

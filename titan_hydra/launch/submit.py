@@ -28,8 +28,8 @@ from .find import SWEEPS
 from .rundir import State
 from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
 
-POLL = 5  # seconds between two looks at the queue with launch.wait
-NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # an sbatch that does not know whether SLURM has the job
+POLL = 5  # seconds between two squeue calls with launch.wait
+NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # errors of sbatch after which SLURM may still have the job
 PATIENCE = 3  # seconds until squeue is asked again after such an sbatch
 
 

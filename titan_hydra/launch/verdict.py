@@ -48,7 +48,7 @@ def of(attempt: Path, state: str | None) -> Verdict | None:
     if (attempt / "requeues_spent").exists():  # the batch script's mark
         return Verdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
-    if state in (None, "FAILED", "COMPLETED"):  # nothing that the log could not say better
+    if state in (None, "FAILED", "COMPLETED"):  # the log may give a more exact cause
         state = written
     if state not in VERDICTS or state == "FAILED":
         return None

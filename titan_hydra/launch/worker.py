@@ -70,7 +70,7 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
         status, error = describe(caught)
         if not inline:
             _say_why(status, error)
-    with contextlib.suppress(OSError):  # a full disk: the exit status still says how it ended
+    with contextlib.suppress(OSError):  # a full disk: the exit status still tells the launcher the outcome
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if status == Exit.REQUEUED and place.rank == 0:
@@ -80,7 +80,7 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
         return int(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # at once: a NCCL destructor or a thread of a data loader could wait for peers that are gone
+    os._exit(status)  # at once: a NCCL destructor or a thread of a data loader could wait for peers that have exited
 
 
 class Log(io.FileIO):
@@ -117,7 +117,7 @@ def _stop_before_training(number: int, frame: object) -> None:
 def _train(directory: Path, attempt: Path, place: Place) -> None:
     if place.starter in ("slurm", "torchrun"):
         until_seen(directory / "config.json")
-    if place.starter == "slurm":  # by hand under torchrun, nobody has claimed the attempt
+    if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
         until_seen(attempt / "attempt.json")
     job = load_job(directory)
     replica, group = _group_of(job, place, directory)

@@ -25,7 +25,7 @@ def serve(make: Callable[[], Report], port: int) -> None:
              f"/{word}/data.json": ("application/json", lambda: json.dumps(news(make())))}
 
     class Handler(BaseHTTPRequestHandler):
-        """One request. Only this machine's own names are answered to, so that no other site's page can ask."""
+        """Handles one request. Only this machine's own host names are accepted, so that no other site's page can send one."""
 
         def do_GET(self) -> None:
             host, kind, content = self.headers.get("Host", "").rpartition(":")[0], *pages.get(self.path, ("", None))

@@ -44,7 +44,7 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     for file, names in zip(files, shards, strict=True):
         tensors = {hf_name(name): reader.tensor(name, shapes[name], dtype) for name in names}
         (target / file).touch()
-        mode = (target / file).stat().st_mode  # by the umask; safetensors would let nobody else read it
+        mode = (target / file).stat().st_mode  # the umask's; safetensors would make the file readable only to its owner
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:

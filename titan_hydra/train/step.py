@@ -28,7 +28,7 @@ def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.devi
 class Plain:
     """Runs local batches through a whole model. `loss(output, labels)` is a sum over tokens."""
 
-    has_loss = True  # on every rank; a pipeline knows it only where its last stage is
+    has_loss = True  # on every rank; in a pipeline only on the rank of the last stage
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):
         self.model, self.loss = model, loss

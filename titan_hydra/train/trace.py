@@ -131,7 +131,7 @@ def _innermost(works: list[Work]) -> Iterator[Work]:
 
     An operator without a class gets its caller's; everything that the optimizer or attention calls counts as theirs.
     """
-    stack: list[Work] = []  # callers, each from where it has not yet been told of
+    stack: list[Work] = []  # callers; `begin` is the start of the time not yet yielded
 
     def close(until: float) -> Iterator[Work]:
         while stack and stack[-1].end <= until:

@@ -82,7 +82,7 @@ class Trainer:
     parameters: int  # of the whole model, over all ranks
     notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
     stop_requested: list[int] = field(default_factory=list)  # signals received
-    progress: Callable[[], None] = lambda: None  # tells the watchdog of every local batch
+    progress: Callable[[], None] = lambda: None  # called for every local batch, for the watchdog
     quorum: PerStep | None = None  # the other replica groups, where they learn every step together
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:

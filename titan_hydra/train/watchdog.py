@@ -27,7 +27,7 @@ from titan_hydra.parallel.mesh import Mesh
 
 from . import flight, memory
 
-TICK = 0.5  # seconds between two looks
+TICK = 0.5  # seconds between two checks
 BEATS = 50  # files a second that all ranks together may write
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
 # Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the slowest replica group.
@@ -152,7 +152,7 @@ class Watchdog:
         """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
-            self.beat()  # at once, for those who look for the rank that was not asked to end
+            self.beat()  # at once: the launcher searches the beats for the rank that was not asked to end
         elif number in DUMP:
             self.dump(f"asked by {signal.Signals(number).name}")
 

@@ -24,7 +24,7 @@ CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (
 )}
 CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# Where the checkpoint was written, which nobody reads back: any path becomes a text.
+# The path of the checkpoint when written, which is never read: any path becomes a text.
 CLASSES |= {(module, name): lambda *parts: "/".join(map(str, parts))
             for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 

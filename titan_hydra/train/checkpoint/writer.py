@@ -62,7 +62,7 @@ class Writer(dcp.FileSystemWriter):
         except Exception as error:
             if isinstance(error, OSError) or shutil.disk_usage(self.writing).free >= SPARE:
                 raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer does not say so
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer hides the cause
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(SUMS), 0, dict(self.fs.sums))])
         return future

@@ -25,7 +25,7 @@ TRIES = 1000  # replacements tried for a sample that cannot be read
 class Shard:
     file: Path
     header: dict
-    usable: bool  # the file is what its header says
+    usable: bool  # the file matches its header
 
 
 class TokenFiles:

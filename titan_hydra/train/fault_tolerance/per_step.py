@@ -117,7 +117,7 @@ class PerStep:
                 print(f"step {self.manager.current_step() + 1} is made again: {str(error).splitlines()[0]}", flush=True)
                 self.manager.report_error(error)
         if self.manager.errored():
-            # At once, not in the next quorum: a group that still waits for this one here would never come to that.
+            # At once, not in the next quorum: a group still blocked on this one here would never reach that quorum.
             self.channel.shutdown()
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ class Board:
         self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
         self.life = uuid.uuid4().hex
         self.phase = "starting"  # then joining or training; in the end: left
-        self.position = (0, 0)  # step of the last meeting, and the step that this group has come to
+        self.position = (0, 0)  # step of the last meeting, and the step that this group has reached
         self.number = max(self._numbers(), default=1)  # the next meeting
         self.beats = 0
         self.hearts: dict[int, tuple[dict, float]] = {}  # group -> (its last heartbeat, when that changed by our clock)
@@ -165,7 +165,7 @@ class Board:
         """
         place = self.folder / str(meeting.number)
         if not place.exists():
-            return False  # this group slept, and the others have gone on and cleared it away
+            return False  # this group was suspended; the others have continued and deleted the folder
         write_text(place / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
         while (outcome := read_json(place / "outcome.json")) is None:
             done = {group: read_json(place / f"done_{group}.json") for group in meeting.members}
