@@ -74,7 +74,7 @@ def warning_seconds(cluster: Cluster, minutes: int) -> int:
 def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
     """SLURM gives the warning up to a minute early; a job that is asked to stop before its first step only goes round in the queue."""
     minutes = job.cluster.time_minutes
-    if job.cluster.executor == "slurm" and minutes and minutes > 0 and job.cluster.stop_seconds > 0:
+    if job.cluster.executor == "slurm" and minutes:
         enough = next(some for some in itertools.count(1) if 60 * some - warning_seconds(job.cluster, some) - EARLY >= START)
         if minutes < enough:
             stop = f"{warning_seconds(job.cluster, minutes)} s, and SLURM may ask for it {EARLY} s early"

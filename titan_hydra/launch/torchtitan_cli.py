@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from titan_hydra.config.compose import CONF, compose_unchecked
-from titan_hydra.config.fault import as_typed, suggest
+from titan_hydra.config.fault import as_typed, as_value, suggest
 from titan_hydra.config.files import ASSETS
 from titan_hydra.config.load import to_dict
 from titan_hydra.config.status import ConfigError, Exit
@@ -271,7 +271,5 @@ def _rest(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
 
 
 def _typed(value: Any) -> str:
-    """A value as Hydra reads it: quoted where it has more than letters, digits and what paths are made of."""
-    if isinstance(value, str) and (not re.fullmatch(r"[\w./:*-]+", value) or value.lower() in ("true", "false", "null")):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return as_typed(value)
+    """A value of an override."""
+    return as_value(value) if isinstance(value, str) else as_typed(value)
