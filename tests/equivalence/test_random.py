@@ -1,4 +1,5 @@
 """Random legal jobs learn what arithmetic of its own, in float64, learns from the same weights and batches."""
+import dataclasses
 import random
 
 import pytest
@@ -21,3 +22,11 @@ def test_sixty_random_jobs_of_a_new_seed():
     seed = random.randrange(10**6)
     print(f"titan verify --random 60 --seed {seed}")
     check(draw(60, seed))
+
+
+def test_a_case_that_raises_has_failed_and_those_after_it_go_on(capfd):
+    case, = draw(1, seed=0, ranks=(1,))
+    raises = dataclasses.replace(case, name="raises", overrides=(*case.overrides, "ac=op", "ac.save_ops=[aten.nope]"))
+    outcomes = verify([raises, case], steps=2)
+    assert [outcome.passed for outcome in outcomes] == [False, True]
+    assert "ac.save_ops=aten.nope" in outcomes[0].worst and "in the case raises" in capfd.readouterr().err

@@ -77,7 +77,7 @@ def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
     early.
     """
     minutes = job.cluster.time_minutes
-    if job.cluster.executor == "slurm" and minutes and minutes > 0 and job.cluster.stop_seconds > 0:
+    if job.cluster.executor == "slurm" and minutes:
         enough = next(some for some in itertools.count(1) if 60 * some - warning_seconds(job.cluster, some) - EARLY >= START)
         if minutes < enough:
             stop = f"{warning_seconds(job.cluster, minutes)} s, and SLURM may ask for it {EARLY} s early"

@@ -69,8 +69,8 @@ def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
     step = job.data.global_batch * job.data.seq_len
     for key, source in sources(job.data).items():
         files = expand(source.path) if source.name == "text_files" else []
-        size = sum(file.stat().st_size for file in files if file.suffix not in (".gz", ".parquet"))
-        if files and size < step and all(file.suffix not in (".gz", ".parquet") for file in files):
+        size = sum(file.stat().st_size for file in files)
+        if files and size < step and not any(file.suffix in (".gz", ".parquet") for file in files):
             yield Fault(f"{key}.path", source.path, f"{size:,} bytes of text, and a step takes {step:,} tokens")
 
 

@@ -41,6 +41,20 @@ def as_typed(value: Any) -> str:
     return f"[{','.join(map(as_typed, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
+def as_value(text: str) -> str:
+    """A text as the value of an override: in quotes where Hydra's grammar would read anything but this text."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        if OverridesParser.create().parse_override(f"key={text}").value() == text:
+            return text
+    except HydraException:
+        pass
+    # Inside quotes a backslash stands for itself, but for those right before a quote.
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text) + "'"
+
+
 def quoted(words: Iterable[str]) -> str:
     """Quote words for a shell and join them."""
     def one(word: str) -> str:

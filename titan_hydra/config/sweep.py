@@ -19,14 +19,13 @@ A cell's overrides win over the file, and the command line wins over both.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .explain import explain
-from .fault import Fault, suggest
+from .fault import Fault, as_value, suggest
 from .overrides import mistakes
 from .redact import redact
 
@@ -112,8 +111,7 @@ def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str
     config = compose([*file, *own, *typed])
     config.sweep.cells = {}
     config.sweep.cell = name
-    choice = name if re.fullmatch(r"[\w. +-]+", name) else "'" + name.replace("'", "\\'") + "'"  # Hydra would split at a comma
-    return config, [*file, f"sweep.cell={choice}", *own, *typed]
+    return config, [*file, f"sweep.cell={as_value(name)}", *own, *typed]
 
 
 def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.status import ConfigError, Exit
 
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if not live:
         print(f"{selection.name}: nothing runs or waits" if queue.answers else "nothing was cancelled")
         return Exit.DONE if queue.answers else Exit.BUG
-    many = f"{len(live)} cell{'s' if len(live) > 1 else ''}"
+    many = counted(len(live), "cell")
     for row in live:
         print(f"{row.hash}  {row.cell}: {row.state.kind}{f' on {row.where}' if row.where else ''}")
     if not args.yes and not asked(f"cancel {many}? [y/N] "):
@@ -82,7 +83,7 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
         if row.state.job is None:
             yield f"{row.cell}: is being submitted right now; try again"
         elif others := sharing(owner, row, rows) if owner.get("packed") else []:
-            yield (f"{row.cell}: shares the packed job {row.state.job.id} with {len(others)} other cell{'s' if len(others) > 1 else ''} "
+            yield (f"{row.cell}: shares the packed job {row.state.job.id} with {counted(len(others), 'other cell')} "
                    f"({', '.join(others[:3])}); cancel the whole sweep, or scancel {row.state.job.id}")
         else:
             mark(row)
@@ -97,7 +98,7 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
     if said:
         yield f"scancel: {said}"
     else:
-        print(f"cancelled {len(jobs)} cell{'s' if len(jobs) > 1 else ''} ({', '.join(dict.fromkeys(jobs))})")
+        print(f"cancelled {counted(len(jobs), 'cell')} ({', '.join(dict.fromkeys(jobs))})")
 
 
 def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:

@@ -5,6 +5,7 @@ import argparse
 from datetime import datetime
 from pathlib import Path
 
+from titan_hydra.config.fault import counted
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.train.checkpoint import folder
 
@@ -60,7 +61,7 @@ def ls(steps: Path) -> int:
             print(f"{path.name}  {_size(path):>10}  no manifest: damaged")
             continue
         when = datetime.fromtimestamp(manifest["time"]).strftime("%Y-%m-%d %H:%M")
-        print(f"{path.name}  {_size(path):>10}  {when}  {manifest['world_size']} rank{'s' * (manifest['world_size'] > 1)}")
+        print(f"{path.name}  {_size(path):>10}  {when}  {counted(manifest['world_size'], 'rank')}")
     for path in _left_behind(steps):
         print(f"{path.name}  {_size(path):>10}  {LEFT_BEHIND[path.suffix]}")
     return Exit.DONE

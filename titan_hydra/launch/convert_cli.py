@@ -5,6 +5,8 @@ import argparse
 import warnings
 from pathlib import Path
 
+from titan_hydra.config.fault import counted
+
 from .view import add_runs, place_of
 
 
@@ -29,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     if args.to:
         source = place_of(args.source, args.runs)
         files = convert.export_hf(source, args.target, convert.DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
-        print(f"{args.target}: {len(files)} file{'s' * (len(files) > 1)} of weights; load with AutoModelForCausalLM.from_pretrained")
+        print(f"{args.target}: {counted(len(files), 'file')} of weights; load with AutoModelForCausalLM.from_pretrained")
     else:
         convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype))
         print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")

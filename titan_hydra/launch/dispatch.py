@@ -269,7 +269,7 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
 def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
     """Run a claimed attempt to its end."""
     again = f", attempt {attempt.name}" if attempt.name != "1" else ""
-    print(f"{cell.directory}{again}: {processes(cell.job)} rank{'s' if processes(cell.job) > 1 else ''}", flush=True)
+    print(f"{cell.directory}{again}: {counted(processes(cell.job), 'rank')}", flush=True)
     try:
         if cell.job.cluster.executor == "inline":
             if worker.run(str(cell.directory), int(attempt.name), inline=True) == 130:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 from pathlib import Path
 
 from titan_hydra.config import Fault, Job, check
 from titan_hydra.config.change import change
+from titan_hydra.config.fault import as_value
 from titan_hydra.config.schema import Launch, Paths, Sweep
 from titan_hydra.config.status import ConfigError, Exit
 from titan_hydra.train.checkpoint import folder
@@ -87,7 +87,6 @@ def same_rates(old: Job, new: Job) -> int:
 
 def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
     """Return the overrides that start the same run with `python launch.py`: the first run's, with the new values in place of the old."""
-    path = str(step) if re.fullmatch(r"[\w./-]+", str(step)) else "'" + str(step).replace("'", "\\'") + "'"
-    after = [*values, f"checkpoint.initial_load_path={path}", "checkpoint.exclude_from_loading=[]"]
+    after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]
     keys = {override.partition("=")[0] for override in after}
     return [override for override in before if override.partition("=")[0] not in keys] + after

@@ -10,9 +10,11 @@ A cell with "repeat": true is the baseline run again at the end of a packed job.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from titan_hydra.config.fault import suggest
+from titan_hydra.config.fault import quoted, suggest
 from titan_hydra.config.files import read_json
 from titan_hydra.config.status import ConfigError
 
@@ -36,6 +38,11 @@ class Selection:
     cells: list[RunCell]
     baseline: str | None = None
     manifest: Path | None = None
+
+    @cached_property
+    def sweep(self) -> dict[str, Any]:
+        """What the sweep's manifest holds; empty for runs that belong to no sweep or to several."""
+        return read_json(self.manifest / "manifest.json") or {} if self.manifest else {}
 
 
 def select(target: str | None, runs: Path) -> Selection:
@@ -103,6 +110,11 @@ def manifests(runs: Path) -> list[Path]:
 def sweeps(runs: Path) -> list[Path]:
     """Return the readable manifests, the last written first."""
     return [file for file in manifests(runs) if read_json(file)]
+
+
+def runs_option(folder: Path) -> str:
+    """The option that `titan` needs to find runs outside ./runs."""
+    return "" if folder.absolute() == Path("runs").absolute() else f" --runs {quoted([str(folder)])}"
 
 
 def is_run(path: Path) -> bool:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 from itertools import groupby
 from pathlib import Path
 
 from titan_hydra.config import Job
+from titan_hydra.config.fault import quoted
 from titan_hydra.config.schema import Launch, Paths
 from titan_hydra.config.status import Exit, Kind
 
@@ -71,7 +71,7 @@ def advise(row: Row, cell: RunCell) -> None:
     failure = row.state.failure
     print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it all the same)")
     if "=" in failure.hint.split(" ")[0]:
-        print(f"          python launch.py {shlex.join([*cell.overrides, *failure.hint.split()])}")
+        print(f"          python launch.py {quoted([*cell.overrides, *failure.hint.split()])}")
     elif failure.hint:
         print(f"          try {failure.hint}")
 

@@ -1,13 +1,14 @@
 """What launch.py prints: tables of cells, how a run ended, and what to type next."""
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
+from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
 
 from .failure import Failure
+from .find import runs_option
 from .rundir import State
 
 
@@ -43,7 +44,7 @@ def plan(cells: list, states: list[State], hours: float | None) -> None:
     table(["run", "cell", "ranks", "nodes", "state", "GPU-hours at most"], rows)
     start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
     others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
-    print(f"{len(cells)} cell{'s' if len(cells) > 1 else ''}: " + ", ".join([
+    print(f"{counted(len(cells), 'cell')}: " + ", ".join([
         f"{start} to start", *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)),
         f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes"]))
 
@@ -52,8 +53,8 @@ def shape(array) -> str:
     """Describe the resources of an array of cells."""
     many, nodes = len(array.cells), array.shape.nodes
     kind = "one after another in one job" if array.packed else "one job array" if many > 1 else "one job"
-    per_node = f"{nodes} node{'s' if nodes > 1 else ''} x {array.shape.ranks_per_node} GPU{'s' if array.shape.ranks_per_node > 1 else ''}"
-    return f"{many} cell{'s' if many > 1 else ''}, {kind}, {per_node}"
+    per_node = f"{counted(nodes, 'node')} x {counted(array.shape.ranks_per_node, 'GPU')}"
+    return f"{counted(many, 'cell')}, {kind}, {per_node}"
 
 
 def submitted(cells: list, states: list[State], folder: Path | None) -> None:
@@ -75,7 +76,7 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
 
 def _where(cell) -> str:
     """Return titan's option for runs outside this folder's `runs`; "" if it is not needed."""
-    return "" if cell.runs == Path("runs").absolute() else f" --runs {shlex.quote(cell.job.paths.runs)}"
+    return runs_option(Path(cell.job.paths.runs).expanduser())
 
 
 def waiting(state: State) -> str:

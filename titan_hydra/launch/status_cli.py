@@ -3,17 +3,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from titan_hydra.config.fault import counted, quoted
 from titan_hydra.config.status import Exit
 
 from .columns import layout
-from .find import Selection, all_runs
+from .find import Selection, all_runs, runs_option
 from .slurm import Queue
 from .view import ACTIVE, Row, add_target, choose, look, moment
 
@@ -140,13 +140,13 @@ def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue
     if not queue.answers:
         yield "SLURM does not answer: its jobs' states are what their files say"
     yield summary(rows)
-    runs = "" if args.runs == Path("runs") else f" --runs {shlex.quote(str(args.runs))}"
-    target = f" {shlex.quote(args.target)}" if args.target else ""
+    runs = runs_option(args.runs)
+    target = f" {quoted([args.target])}" if args.target else ""
     steps = list(next_steps(rows, runs, target))
     if selection.manifest and {row.state.kind for row in rows} == {"done"}:
-        steps.append((f"titan report{runs} {shlex.quote(selection.manifest.name)}", "the table"))
+        steps.append((f"titan report{runs} {quoted([selection.manifest.name])}", "the table"))
     if selection.manifest and (others := len(set(all_runs(args.runs.absolute())) - {row.directory for row in rows})):
-        steps.append((f"titan ls{runs}", f"{others} other run{'s' if others > 1 else ''}"))
+        steps.append((f"titan ls{runs}", counted(others, "other run")))
     width = max((len(command) for command, _ in steps), default=0)
     yield from (f"  {command:<{width}}   {text}" for command, text in steps)
 
@@ -157,7 +157,7 @@ def summary(rows: list[Row]) -> str:
     classes = Counter(str(row.state.failure.kind) for row in rows if row.state.failure)
     why = ", ".join(kind if count == kinds["failed"] else f"{count} {kind}" for kind, count in classes.items())
     parts = [f"{kinds[kind]} {kind}{f' ({why})' if kind == 'failed' else ''}" for kind in ORDER if kinds[kind]]
-    return f"{len(rows)} cell{'s' if len(rows) != 1 else ''}: {', '.join(parts)}" if rows else "no runs"
+    return f"{counted(len(rows), 'cell')}: {', '.join(parts)}" if rows else "no runs"
 
 
 def next_steps(rows: list[Row], runs: str, target: str) -> Iterable[tuple[str, str]]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.config import processes
+from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
 from titan_hydra.config.status import Exit
 
@@ -181,7 +182,7 @@ def after_refusal(attempts: list[Path], reason: str) -> int:
     After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.
     """
     owners = [read_json(attempt / "attempt.json") for attempt in attempts]
-    cells = f"{len(attempts)} cell{'s' if len(attempts) > 1 else ''}"
+    cells = counted(len(attempts), "cell")
     uncertain = re.search(NO_ANSWER, reason, re.I)
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)

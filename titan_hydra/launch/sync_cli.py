@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from titan_hydra.config.fault import counted
 from titan_hydra.config.status import Exit
 
 from .view import add_target, choose
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         if subprocess.run(command, timeout=60 * args.minutes).returncode == 0:
             return Exit.DONE
     left = sum(bool(unsent(cell.directory)) for cell in selection.cells)
-    print(f"wandb did not take everything: {left} run{'s' if left > 1 else ''} left; the same line tries again", file=sys.stderr)
+    print(f"wandb did not take everything: {counted(left, 'run')} left; the same line tries again", file=sys.stderr)
     return Exit.BUG
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from titan_hydra.config.compose import CONF, compose_unchecked
-from titan_hydra.config.fault import as_typed, suggest
+from titan_hydra.config.fault import as_typed, as_value, suggest
 from titan_hydra.config.files import ASSETS
 from titan_hydra.config.load import to_dict
 from titan_hydra.config.status import ConfigError, Exit
@@ -278,6 +278,4 @@ def _rest(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
 
 def _typed(value: Any) -> str:
     """Format a value as Hydra reads it: quoted if it holds more than letters, digits and the characters of paths."""
-    if isinstance(value, str) and (not re.fullmatch(r"[\w./:*-]+", value) or value.lower() in ("true", "false", "null")):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return as_typed(value)
+    return as_value(value) if isinstance(value, str) else as_typed(value)

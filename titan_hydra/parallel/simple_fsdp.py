@@ -79,7 +79,7 @@ class Gather:
         tp = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[-1]]
         shape = list(parameter.shape)
         if isinstance(inner, Shard):
-            shape[inner.dim], _ = inner.local_shard_size_and_offset(shape[inner.dim], tp.size(), tp.get_local_rank())
+            shape[inner.dim], _ = Shard.local_shard_size_and_offset(shape[inner.dim], tp.size(), tp.get_local_rank())
         local = DTensor.from_local(
             parameter.to_local(), self.mesh, placements_of(self.mesh), run_check=False,
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),

@@ -237,8 +237,8 @@ def error_of(values: list[float]) -> float | None:
 
 def gather(selection: Selection) -> list[Cell]:
     """Read every cell of a selection."""
-    manifest = read_json(selection.manifest / "manifest.json") if selection.manifest else None
-    repeats = [bool(entry.get("repeat")) for entry in manifest["cells"]] if manifest else [False] * len(selection.cells)
+    sweep = selection.sweep
+    repeats = [bool(entry.get("repeat")) for entry in sweep["cells"]] if sweep else [False] * len(selection.cells)
     now_of = inspect_all([chosen.directory for chosen in selection.cells])
     return [replace(read(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
 

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.config.fault import as_typed, quoted
-from titan_hydra.config.files import read_json
+from titan_hydra.config.files import ASSETS
 
 from . import charts, timeline
 from .style import DARK, LIGHT, line
@@ -23,7 +22,6 @@ from .table import NONE, WORDS, Report, Row
 if TYPE_CHECKING:
     from jinja2 import Template
 
-ASSETS = Path(__file__).parents[1] / "assets"
 QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")  # groups that are not part of the experiment
 POINTS = 2000  # of a line; a longer one is thinned
 
@@ -77,14 +75,20 @@ def data(report: Report) -> dict[str, Any]:
     """Build the data of the plots: the runs with their colours and axes, and the charts."""
     drawn: list[dict] = [{"kind": "bars", **asdict(chart)} for chart in charts.bars(report)]
     drawn += [{"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)} for chart in charts.drawn(report)]
-    drawn += [{"kind": "timeline", "name": f"pipeline-{number}", "title": one.title, "unit": "", "note": one.note, "boxes": [
-        {**asdict(box), "length": box.length} for box in one.boxes], "kinds": [(timeline.NAMES[kind], kind) for kind in timeline.NAMES if
-        any(kind == box.kind for box in one.boxes)]} for number, one in enumerate(timeline.pipelines(report), start=1)]
+    drawn += [pipeline(number, one) for number, one in enumerate(timeline.pipelines(report), start=1)]
     for chart in drawn:
         for one in (*chart.get("lines", ()), *chart.get("bars", ())):
             one.update({name: thin(values) for name, values in one.items() if isinstance(values, list)})
             one.update({name: None for name, value in one.items() if isinstance(value, float) and not isfinite(value)})
     return {"runs": [run(number, row) for number, row in enumerate(report.rows)], "charts": drawn}
+
+
+def pipeline(number: int, one: timeline.Pipeline) -> dict[str, Any]:
+    """One pipeline's timeline for the plots: its boxes, and the kinds of box that it has, with their names."""
+    kinds = {box.kind for box in one.boxes}
+    return {"kind": "timeline", "name": f"pipeline-{number}", "title": one.title, "unit": "", "note": one.note,
+            "boxes": [{**asdict(box), "length": box.length} for box in one.boxes],
+            "kinds": [(name, kind) for kind, name in timeline.NAMES.items() if kind in kinds]}
 
 
 def run(number: int, row: Row) -> dict[str, Any]:
@@ -133,15 +137,15 @@ def environment(report: Report) -> dict[str, Any]:
 
 def commands(report: Report) -> Iterable[str]:
     """Yield the command line of the sweep, and one for each cell alone."""
-    manifest = read_json(report.selection.manifest / "manifest.json") if report.selection.manifest else None
+    sweep = report.selection.sweep
     commits = {row.cell.commit for row in report.rows} - {None}
     if len(commits) == 1 and not (commit := commits.pop()).endswith("+"):
         yield f"git checkout {commit}"
-    if manifest:
-        yield f"python launch.py {quoted(manifest['command'])}"
+    if sweep:
+        yield f"python launch.py {quoted(sweep['command'])}"
         yield f"titan report {quoted([report.name])} --html"
         yield ""
-    typed = {_key(word) for word in manifest["command"]} | {"sweeps", "sweep.cell"} if manifest else set()
+    typed = {_key(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in getattr(row.cell, "members", {None: row.cell}).values():
             implied = any(_key(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
@@ -152,8 +156,8 @@ def commands(report: Report) -> Iterable[str]:
 
 def created(report: Report) -> str:
     """Return the date of the sweep; "" if it is unknown."""
-    manifest = read_json(report.selection.manifest / "manifest.json") if report.selection.manifest else None
-    return datetime.date.fromtimestamp(manifest["created"]).isoformat() if manifest and manifest.get("created") else ""
+    moment = report.selection.sweep.get("created")
+    return datetime.date.fromtimestamp(moment).isoformat() if moment else ""
 
 
 def _key(word: str) -> str:

@@ -7,7 +7,6 @@ from math import hypot
 from typing import Any
 
 from titan_hydra.config.fault import quoted, suggest
-from titan_hydra.config.files import read_json
 from titan_hydra.config.status import ConfigError
 from titan_hydra.launch.find import Selection
 
@@ -125,8 +124,8 @@ class Report:
     @property
     def origin(self) -> str:
         """Where the report is from, in one line, for a figure shown elsewhere."""
-        file = self.selection.manifest and read_json(self.selection.manifest / "manifest.json")
-        command = f"python launch.py {quoted(file['command'])}" if file else f"titan report {self.name}"
+        sweep = self.selection.sweep
+        command = f"python launch.py {quoted(sweep['command'])}" if sweep else f"titan report {self.name}"
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, command)))
 
     @cached_property

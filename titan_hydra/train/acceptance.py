@@ -151,6 +151,8 @@ MATRIX = [
     case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
          base=("model.tie_embeddings=true",)),
     case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True),
+    case("simple_fsdp 4, fsdp_tp, compiled", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
+         "compile=block", "compile.backend=aot_eager"),
     case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
          **ODD),
 

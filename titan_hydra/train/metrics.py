@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.load import all_ranks
 from titan_hydra.config.run import Run
@@ -238,5 +239,5 @@ def truncate(path: Path, last_step: int) -> None:
         except (ValueError, TypeError, KeyError):
             garbage += 1
     if garbage:
-        print(f"WARNING: {path}: {garbage} line{'s' * (garbage > 1)} left out, which cannot be read", flush=True)
+        print(f"WARNING: {path}: {counted(garbage, 'line')} left out, which cannot be read", flush=True)
     write_text(path, "".join(kept))

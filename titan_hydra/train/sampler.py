@@ -12,9 +12,10 @@ from titan_hydra.config.status import ConfigError
 
 from .acceptance import BASE, SCHEDULES, Case, later_wins
 
-# A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose rounding grows over the steps.
+# A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose
+# rounding grows over the steps: one process alone was up to 8e-5 from the reference in its loss.
 EXACT = {"loss": 2e-6, "norm": 5e-5, "gradients": 1e-5, "weights": 2e-3, "reference": "float64"}
-MUON = EXACT | {"loss": 1e-4, "norm": 1e-3, "weights": 0.3}
+MUON = EXACT | {"loss": 3e-4, "norm": 1e-3, "weights": 0.3}
 # bfloat16 against one process in bfloat16, or, coarsely, against float64, which shows what is biased in both.
 BF16 = {"loss": 2e-4, "norm": 2e-3, "gradients": 2e-2, "weights": 0.3}
 BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "reference": "float64"}

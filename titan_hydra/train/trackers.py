@@ -1,9 +1,7 @@
 """TensorBoard and wandb: copies of metrics.jsonl. A tracker that fails never stops a run."""
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_hydra.config import identity, to_dict
+from titan_hydra.config.files import read_rows
 from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
 
@@ -104,12 +103,8 @@ def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
 
 def recorded(directory: Path) -> Iterator[dict[str, Any]]:
     """Return the rows of metrics.jsonl and events.jsonl as trackers take them, by step; a truncated line is left out."""
-    files = [directory / name for name in ("metrics.jsonl", "events.jsonl")]
-    rows = []
-    for line in itertools.chain.from_iterable(file.read_text().splitlines() for file in files if file.exists()):
-        with contextlib.suppress(ValueError):
-            rows.append(trackable(json.loads(line)))
-    return iter(sorted(rows, key=lambda row: row["step"]))
+    rows = itertools.chain.from_iterable(read_rows(directory / name)[0] for name in ("metrics.jsonl", "events.jsonl"))
+    return iter(sorted(map(trackable, rows), key=lambda row: row["step"]))
 
 
 def trackable(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections import defaultdict
@@ -41,6 +42,9 @@ from .world import world
 STEPS = 10
 # Imported once in the fork server instead of once for each rank.
 PRELOADED = ["titan_hydra.train.verify", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
+NOTE = "in the case"
+
+
 def job_of(case: Case, steps: int = STEPS) -> Job:
     """Return the layout's job."""
     return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides))
@@ -205,9 +209,34 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         _spawn(1, _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
         for ranks, jobs in sorted(by_ranks.items()):
-            _spawn(ranks, _run_cases, folder, [(number, cases[number], to_dict(job)) for number, job in jobs])
-        outcomes = [json.loads((Path(folder) / f"outcome_{number}.json").read_text()) for number in range(len(cases))]
-    return [Outcome(case=case, **outcome) for case, outcome in zip(cases, outcomes, strict=True)]
+            _run_all(ranks, folder, [(number, cases[number], to_dict(job)) for number, job in jobs])
+        return [Outcome(case=case, **json.loads(_file(folder, number).read_text())) for number, case in enumerate(cases)]
+
+
+def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
+    """Run cases of one number of ranks. A case that raises has failed, infinitely far from its reference; the cases after it go on."""
+    while jobs:
+        try:
+            _spawn(ranks, _run_cases, folder, jobs)
+            return
+        except Raised as error:
+            jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
+            if not jobs:
+                raise
+            number, case, _ = jobs.pop(0)
+            print(error, file=sys.stderr, flush=True)
+            lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
+            _write(folder, number, Outcome(case, *[math.inf] * 4, worst=lines[-1], start=0, drift=0, rounded=0))
+
+
+def _file(folder: str, number: int) -> Path:
+    return Path(folder, f"outcome_{number}.json")
+
+
+def _write(folder: str, number: int, outcome: Outcome) -> None:
+    fields = dataclasses.asdict(outcome)
+    del fields["case"]
+    _file(folder, number).write_text(json.dumps(fields))
 
 
 def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Case, dict]]) -> None:
@@ -222,14 +251,16 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         try:
             run = trace(from_dict(Job, job), device, case)
         except Exception as error:
-            error.add_note(f"in the case {case.name}")
+            error.add_note(f"{NOTE} {case.name}")
             raise
         torch.compiler.reset()  # blocks of another case are other blocks, and torch compiles the same code only so often
         if dist.get_rank() == 0:
-            outcome = dataclasses.asdict(compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt"))))
-            del outcome["case"]
-            Path(f"{folder}/outcome_{number}.json").write_text(json.dumps(outcome))
+            _write(folder, number, compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt"))))
         dist.barrier()
+
+
+class Raised(RuntimeError):
+    """A rank has raised an exception. The text is its traceback."""
 
 
 class Crashed(RuntimeError):
@@ -239,7 +270,7 @@ class Crashed(RuntimeError):
 def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
     """Run `function(device, folder, jobs)` on `ranks` gloo ranks.
 
-    Raises Crashed if one was killed by a signal, else RuntimeError with the traceback of the first rank that failed.
+    Raises Crashed if one was killed by a signal, else Raised with the traceback of the first rank that failed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -262,7 +293,10 @@ def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
         if crashed:
             raise Crashed(crashed[0])
         errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime)
-        raise RuntimeError(errors[0].read_text())
+        text = errors[0].read_text()
+        for path in errors:
+            path.unlink()
+        raise Raised(text)
 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable, folder: str, jobs: list) -> None:
