@@ -42,7 +42,7 @@ def as_typed(value: Any) -> str:
 
 
 def as_value(text: str) -> str:
-    """A text as the value of an override: in quotes where Hydra's grammar would read anything but this text."""
+    """Return a text as the value of an override, quoted if Hydra's grammar would read anything but this text."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -41,7 +41,7 @@ class Selection:
 
     @cached_property
     def sweep(self) -> dict[str, Any]:
-        """What the sweep's manifest holds; empty for runs that belong to no sweep or to several."""
+        """The content of the sweep's manifest; {} for runs of no sweep or of several."""
         return read_json(self.manifest / "manifest.json") or {} if self.manifest else {}
 
 
@@ -113,7 +113,7 @@ def sweeps(runs: Path) -> list[Path]:
 
 
 def runs_option(folder: Path) -> str:
-    """The option that `titan` needs to find runs outside ./runs."""
+    """Return titan's option --runs for a folder other than ./runs, with a blank before it; "" for ./runs."""
     return "" if folder.absolute() == Path("runs").absolute() else f" --runs {quoted([str(folder)])}"
 
 

@@ -75,7 +75,7 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
 
 
 def _where(cell) -> str:
-    """Return titan's option for runs outside this folder's `runs`; "" if it is not needed."""
+    """Return titan's option --runs for the folder of a cell's runs; "" if it is not needed."""
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
 

@@ -277,5 +277,5 @@ def _rest(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
 
 
 def _typed(value: Any) -> str:
-    """Format a value as Hydra reads it: quoted if it holds more than letters, digits and the characters of paths."""
+    """Format a value of an override."""
     return as_value(value) if isinstance(value, str) else as_typed(value)

@@ -84,7 +84,7 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def pipeline(number: int, one: timeline.Pipeline) -> dict[str, Any]:
-    """One pipeline's timeline for the plots: its boxes, and the kinds of box that it has, with their names."""
+    """Describe one pipeline's timeline for the plots: its boxes, and the kinds of box that occur, with their names."""
     kinds = {box.kind for box in one.boxes}
     return {"kind": "timeline", "name": f"pipeline-{number}", "title": one.title, "unit": "", "note": one.note,
             "boxes": [{**asdict(box), "length": box.length} for box in one.boxes],

@@ -214,7 +214,9 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
 
 
 def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. A case that raises has failed, infinitely far from its reference; the cases after it go on."""
+    """Run cases of one number of ranks. A case that raises counts as failed, infinitely far from its reference; the cases after it still
+    run.
+    """
     while jobs:
         try:
             _spawn(ranks, _run_cases, folder, jobs)
@@ -260,7 +262,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
 
 
 class Raised(RuntimeError):
-    """A rank has raised an exception. The text is its traceback."""
+    """A rank has raised an exception; the message is its traceback."""
 
 
 class Crashed(RuntimeError):
