@@ -6,10 +6,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from titan_hydra.base.errors import RunError
 from titan_hydra.config import explain, register_schema
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.describe import help_text
-from titan_hydra.config.status import RunError
 from titan_hydra.config.sweep import expand
 from titan_hydra.launch.dispatch import dispatch
 

@@ -8,10 +8,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from titan_hydra import cli
+from titan_hydra import cli, data
 from titan_hydra.config import schema
-from titan_hydra.train import data
-from titan_hydra.train.data.embedded import Embedded
+from titan_hydra.data.embedded import Embedded
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from titan_hydra.base.errors import Exit, Stopped
 from titan_hydra.config import compose_job, freeze
 from titan_hydra.config.files import write_json, write_text
-from titan_hydra.config.status import Exit, Stopped
-from titan_hydra.launch import rundir
-from titan_hydra.launch.failure import describe
+from titan_hydra.runs import rundir
+from titan_hydra.runs.failure import describe
 
 ROOT = Path(__file__).parents[1]
 LAUNCH, TITAN = [str(ROOT / "launch.py")], ["-m", "titan_hydra.cli"]

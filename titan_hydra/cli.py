@@ -5,30 +5,31 @@ import argparse
 import importlib
 import sys
 
-from titan_hydra import __version__
-from titan_hydra.config.status import Exit, RunError
+from titan_hydra.base.errors import Exit, RunError
+
+from . import __version__
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
-    "status": ("titan_hydra.launch.status_cli", "where runs stand, in one table; -f follows them"),
-    "ls": ("titan_hydra.launch.ls_cli", "all sweeps and runs, a line each"),
-    "logs": ("titan_hydra.launch.logs_cli", "what a rank has printed; -f follows it; --guilty: why the run failed"),
-    "cancel": ("titan_hydra.launch.cancel_cli", "stop what runs or waits"),
-    "retry": ("titan_hydra.launch.retry_cli", "run failed cells again, all or by the class of their failure"),
-    "extend": ("titan_hydra.launch.extend_cli", "train a run longer: a new run from its right checkpoint, with steps=N"),
-    "report": ("titan_hydra.report.cli", "the table of a sweep, its plots and its page"),
-    "flight": ("titan_hydra.launch.flight_cli", "after a hang: which rank is late, in which collective, at which step"),
-    "compare": ("titan_hydra.report.part", "the first step, and the first module, at which two runs part"),
-    "diff": ("titan_hydra.launch.diff_cli", "what two runs differ in: configuration, code, results"),
-    "track": ("titan_hydra.launch.track_cli", "copy what runs have recorded to wandb or TensorBoard, afterwards"),
-    "sync": ("titan_hydra.launch.sync_cli", "send wandb's offline files to its server"),
-    "cluster": ("titan_hydra.launch.cluster_cli", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
-    "verify": ("titan_hydra.train.verify_cli", "prove that layouts learn what one process learns"),
-    "checkpoint": ("titan_hydra.launch.checkpoints", "list, verify, prune and convert the checkpoints of a run"),
-    "convert": ("titan_hydra.launch.convert_cli", "checkpoints to and from Hugging Face safetensors"),
-    "generate": ("titan_hydra.launch.generate_cli", "let the model of a run or checkpoint continue a text"),
-    "tokenizer": ("titan_hydra.train.tokenizer_cli", "train a tokenizer, or encode text files to a .bin"),
-    "from-torchtitan": ("titan_hydra.launch.torchtitan_cli", "the command line for one of TorchTitan's files, and what it leaves out"),
-    "completion": ("titan_hydra.launch.completion_cli", "let bash, zsh or fish complete all this"),
+    "status": ("titan_hydra.commands.status", "where runs stand, in one table; -f follows them"),
+    "ls": ("titan_hydra.commands.ls", "all sweeps and runs, a line each"),
+    "logs": ("titan_hydra.commands.logs", "what a rank has printed; -f follows it; --guilty: why the run failed"),
+    "cancel": ("titan_hydra.commands.cancel", "stop what runs or waits"),
+    "retry": ("titan_hydra.commands.retry", "run failed cells again, all or by the class of their failure"),
+    "extend": ("titan_hydra.commands.extend", "train a run longer: a new run from its right checkpoint, with steps=N"),
+    "report": ("titan_hydra.commands.report", "the table of a sweep, its plots and its page"),
+    "flight": ("titan_hydra.commands.flight", "after a hang: which rank is late, in which collective, at which step"),
+    "compare": ("titan_hydra.commands.compare", "the first step, and the first module, at which two runs part"),
+    "diff": ("titan_hydra.commands.diff", "what two runs differ in: configuration, code, results"),
+    "track": ("titan_hydra.commands.track", "copy what runs have recorded to wandb or TensorBoard, afterwards"),
+    "sync": ("titan_hydra.commands.sync", "send wandb's offline files to its server"),
+    "cluster": ("titan_hydra.commands.cluster", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
+    "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
+    "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify, prune and convert the checkpoints of a run"),
+    "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
+    "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
+    "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
+    "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),
+    "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),
 }
 
 

@@ -17,8 +17,8 @@ def main(device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    from titan_hydra.config.run import versions
-    from titan_hydra.train.metrics import device_name, peak_flops
+    from titan_hydra.base.run import versions
+    from titan_hydra.observe.metrics import device_name, peak_flops
 
     where = torch.device(device)
     found = {"device": device_name(where), "cores": len(os.sched_getaffinity(0)), **versions(), "torch": torch.__version__,

@@ -1,8 +1,8 @@
 """Flags of launch.py: they stand anywhere, and a wrong one is a line."""
 import pytest
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.arguments import arranged
-from titan_hydra.config.status import ConfigError
 
 
 @pytest.mark.parametrize(("arguments", "overrides", "flags"), [

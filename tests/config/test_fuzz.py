@@ -7,9 +7,9 @@ import pytest
 
 from tests.config import corpus
 from titan_hydra.config import check, explain, freeze, from_dict, identity, read, to_dict
-from titan_hydra.config.checks import warnings
 from titan_hydra.config.compose import own_composer
 from titan_hydra.config.overrides import mistakes
+from titan_hydra.config.rules.checks import warnings
 from titan_hydra.config.schema import Job
 
 LINES = list(corpus.lines())

@@ -1,11 +1,11 @@
 """From a command line to a typed job: what composes, what is refused in one line, and what makes two jobs the same one."""
 import pytest
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job, explain, from_dict, identity, read, to_dict
 from titan_hydra.config.compose import CONF, own_composer
 from titan_hydra.config.overrides import mistakes
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import ConfigError
 
 
 def composed(*overrides):

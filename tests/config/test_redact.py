@@ -1,8 +1,8 @@
 """Secrets are recognized by name, by value and by shape, and code that only speaks of tokens is left alone."""
 import pytest
 
+from titan_hydra.base.redact import found, redact, sureness
 from titan_hydra.config import check, compose_job
-from titan_hydra.config.redact import found, redact, sureness
 
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"
 WANDB, HF = "0123456789abcdef0123456789abcdef01234567", "hf_" + "aB3" * 11

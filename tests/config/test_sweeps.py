@@ -4,8 +4,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
-from titan_hydra.config import check, checks, describe, freeze, identity, read, register_schema
+from titan_hydra.config import check, describe, freeze, identity, read, register_schema
 from titan_hydra.config.compose import CONF
+from titan_hydra.config.rules import checks
 from titan_hydra.config.sweep import expand, named
 
 FILES = describe.option_files("sweeps")

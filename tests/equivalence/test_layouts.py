@@ -3,8 +3,8 @@ import warnings
 
 import pytest
 
-from titan_hydra.train.acceptance import MATRIX
-from titan_hydra.train.verify import Crashed, verify
+from titan_hydra.verify.matrix import MATRIX
+from titan_hydra.verify.verify import Crashed, verify
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from titan_hydra.train.sampler import draw
-from titan_hydra.train.verify import verify
+from titan_hydra.verify.sampler import draw
+from titan_hydra.verify.verify import verify
 
 
 def check(cases):

@@ -10,8 +10,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_hydra.train.acceptance import MATRIX
-from titan_hydra.train.acceptance import Case as Layout
+from titan_hydra.verify.matrix import MATRIX
+from titan_hydra.verify.matrix import Case as Layout
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_hydra.base.run import Run
+from titan_hydra.checkpoint import state
 from titan_hydra.config import Job, compose_job, identity
 from titan_hydra.config.files import read_json
-from titan_hydra.config.run import Run
-from titan_hydra.launch import rundir, worker
+from titan_hydra.launch import worker
 from titan_hydra.models.init import Normal, fill
 from titan_hydra.models.llama3 import SDPA
-from titan_hydra.train import health, memory, metrics
-from titan_hydra.train.acceptance import later_wins
-from titan_hydra.train.checkpoint import state
+from titan_hydra.observe import health, memory, metrics
+from titan_hydra.runs import rundir
+from titan_hydra.verify.matrix import later_wins
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("cluster=inline", "parallelism=single", "model.n_heads=4", "model.n_kv_heads=2", "steps=12", "lr_scheduler.warmup_steps=2",

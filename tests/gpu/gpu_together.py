@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from gpu_checks import Here
 
-from titan_hydra.config.status import Unhealthy
-from titan_hydra.train import flight, health, verify
-from titan_hydra.train.acceptance import Case as Layout
+from titan_hydra.base.errors import Unhealthy
+from titan_hydra.observe import flight, health
+from titan_hydra.verify import verify
+from titan_hydra.verify.matrix import Case as Layout
 
 
 def adapted(here: Here, layout: Layout) -> Layout:

@@ -22,7 +22,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra.plugins.sweeper import Sweeper
 
 from titan_hydra.config import compose_job
-from titan_hydra.train import verify
+from titan_hydra.verify import verify
 
 ROOT = Path(__file__).parents[2]
 LISTS = sorted(file.stem for file in (ROOT / "benchmarks/gpu/lists").glob("*.yaml"))

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from titan_hydra.config.status import Unhealthy
+from titan_hydra.base.errors import Unhealthy
 from titan_hydra.launch import worker
 
 

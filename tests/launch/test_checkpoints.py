@@ -5,7 +5,7 @@ import os
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.train.checkpoint import folder
+from titan_hydra.runs import checkpoints
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def run(tmp_path):
         step = steps / f"step-{number:08d}"
         step.mkdir(parents=True)
         (step / ".metadata").write_bytes(os.urandom(1000))
-        size, crc = 1000, int(folder.checksum(step / ".metadata"), 16)
-        folder.write_manifest(step, number, 4, {".metadata": (size, crc)})
+        size, crc = 1000, int(checkpoints.checksum(step / ".metadata"), 16)
+        checkpoints.write_manifest(step, number, 4, {".metadata": (size, crc)})
     for name in ("step-00000050.writing", "step-00000035.damaged", "step-00000001.77.deleting"):
         (steps / name).mkdir()
     (steps.parent / "config.json").write_text(json.dumps({}))

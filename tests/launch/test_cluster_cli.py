@@ -1,9 +1,9 @@
 """What sinfo says, in other sites' words; tests/slurm has the command on a real SLURM."""
 import pytest
 
-from titan_hydra.config.status import ConfigError
-from titan_hydra.launch import cluster_cli
-from titan_hydra.launch.cluster_cli import choose, device_memory, file_text, gpus_of, minutes_of, partitions
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.commands import cluster
+from titan_hydra.commands.cluster import choose, device_memory, file_text, gpus_of, minutes_of, partitions
 
 SITE = """\
 cpu*|(null)|40|64|256000|1-00:00:00
@@ -52,4 +52,4 @@ def test_without_slurm_it_is_one_line(launcher):
     launcher.env["PATH"] = str(launcher.folder)
     result = launcher.python("-m", "titan_hydra.cli", "cluster", "init", "mysite")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "sinfo does not answer" in result.stderr and not (cluster_cli.CONF / "cluster" / "mysite.yaml").exists()
+    assert "sinfo does not answer" in result.stderr and not (cluster.CONF / "cluster" / "mysite.yaml").exists()

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from titan_hydra import cli
+from titan_hydra.base.columns import layout
+from titan_hydra.commands import diff, sync
 from titan_hydra.config.fault import quoted
-from titan_hydra.launch import diff_cli, sync_cli, view
-from titan_hydra.launch.columns import layout
+from titan_hydra.runs import view
 
 BUG = 'if self.job.seed == 2: raise ValueError("unlucky rank")'
 MEMORY = 'import torch; raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")'
@@ -224,14 +225,14 @@ def test_sync_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch,
         silent.listen()
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        monkeypatch.setattr(sync_cli, "LIMIT", 0.2)
+        monkeypatch.setattr(sync, "LIMIT", 0.2)
         assert cli.main(["sync"]) == 1
     assert capsys.readouterr().err == f"wandb cannot be reached: {address}: timed out; nothing was sent\n"
 
 
 @pytest.mark.parametrize(("change", "shown"), [(0.1234, "+12.3%"), (-0.0004, "-0.04%"), (-1e-9, "-1e-07%"), (None, "")])
 def test_a_small_difference_is_not_zero(change, shown):
-    assert diff_cli.signed(change) == shown
+    assert diff.signed(change) == shown
 
 
 @pytest.mark.parametrize("words", [["+sweeps=x", "sweep.cell='DDP 2, TP 2'"], ["a=$(touch pwned)", "b='$HOME'"], ["c=[1,2]", "d=a b", ""],

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from titan_hydra import cli
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.checkpoint.convert import Reader
 from titan_hydra.config import compose_job, identity, to_dict
 from titan_hydra.config.change import change
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train.convert import Reader
 
 WSD = ("debug=tiny", "precision=fp32", "lr_scheduler.decay_ratio=0.25", "checkpoint.interval=4", "checkpoint.keep_latest_k=0",
        "cluster=inline")

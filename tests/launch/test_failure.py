@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_hydra.base.errors import CheckpointError, ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.config import compose_job, to_dict
-from titan_hydra.config.status import CheckpointError, ConfigError, Kind, NotFinite, Stopped
-from titan_hydra.launch.failure import describe, guilty
+from titan_hydra.runs.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
 GLOO_LATE = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation")

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from titan_hydra.train.checkpoint import safe
+from titan_hydra.checkpoint import safe
 
 # Steps are slow until the test has seen what it waits for; a group that is started again takes longer than the others wait for it.
 SLOWLY = """
@@ -22,7 +22,7 @@ trainer.Trainer.update = slowly
 """
 # In one group, amid an exchange of gradients, so that each of the others is somewhere else in the same exchange.
 AMID = """
-from titan_hydra.train.fault_tolerance.per_step import PerStep
+from titan_hydra.fault_tolerance.per_step import PerStep
 add_up = PerStep.add_up
 def disturbed(self, tensors):
     for number, tensor in enumerate(tensors):
@@ -39,7 +39,7 @@ def fails(*_):
     raise RuntimeError("planted")
 """ + AMID.format(group=1, action="global channel; channel = self.channel; channel.allreduce = fails")
 LOSES = """
-from titan_hydra.train.fault_tolerance.per_step import Handover
+from titan_hydra.fault_tolerance.per_step import Handover
 receive = Handover.recv_checkpoint
 def losing(self, *arguments, **named):
     received = receive(self, *arguments, **named)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.config.compose import compose_job
-from titan_hydra.launch import dispatch, manifest, rundir, snapshot, submit
+from titan_hydra.launch import dispatch, snapshot, submit
 from titan_hydra.launch.dispatch import Cell, gpu_hours
-from titan_hydra.launch.slurm import Queue, SlurmJob
 from titan_hydra.launch.submit import Shape
+from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs.slurm import Queue, SlurmJob
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "cluster.time_minutes=30")
 

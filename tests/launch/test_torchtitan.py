@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import cli
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.commands import from_torchtitan as torchtitan
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.config.status import ConfigError
-from titan_hydra.launch import torchtitan_cli as torchtitan
 
 HERE = Path(__file__).parent
 THEIRS = json.loads((HERE / "torchtitan-0.2.2.json").read_text())  # every key of the wheel's JobConfig, with its default

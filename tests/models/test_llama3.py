@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_hydra.config.status import ConfigError
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
 from titan_hydra.models.llama3 import SDPA, document_positions, rotary_frequencies, rotate

@@ -7,9 +7,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint
-from titan_hydra.config.status import ConfigError
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import activation_checkpoint
 

@@ -12,16 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import _attention as ring
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_hydra import models
+from titan_hydra import data, models
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
-from titan_hydra.config.status import ConfigError
+from titan_hydra.data.loader import Batch
 from titan_hydra.models.llama3 import document_mask
 from titan_hydra.parallel import build_mesh, context, ring_cpu
-from titan_hydra.train import data
-from titan_hydra.train.acceptance import case
-from titan_hydra.train.data.loader import Batch
-from titan_hydra.train.verify import job_of, verify
+from titan_hydra.verify.matrix import case
+from titan_hydra.verify.verify import job_of, verify
 
 SMALL = ("precision=fp32", "model.dim=32", "model.n_layers=1", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=64",
          "data=synthetic", "data.seq_len=32")
@@ -188,7 +187,7 @@ def test_a_compiled_block_is_not_reused_for_another_order_of_the_sequence():
 def in_ranks(ranks, folder, function, *args):
     """Run a function of this file on gloo ranks; a warning is an error. Raises AssertionError with what went wrong."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["titan_hydra.train.verify"])
+    processes.set_forkserver_preload(["titan_hydra.verify.verify"])
     started = [processes.Process(target=_rank, args=(rank, ranks, folder, function, args)) for rank in range(ranks)]
     for process in started:
         process.start()

@@ -4,19 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from titan_hydra import models
+from titan_hydra import data, models
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.run import Run
+from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
-from titan_hydra.config.run import Run
-from titan_hydra.config.status import ConfigError
 from titan_hydra.parallel import converters, float8
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.parallel.plans import PLANS, Linears
-from titan_hydra.train import data
-from titan_hydra.train.acceptance import BASE, later_wins
-from titan_hydra.train.checkpoint.checkpointer import Checkpointer
 from titan_hydra.train.trainer import Agreement, build
-from titan_hydra.train.verify import trace
+from titan_hydra.verify.matrix import BASE, later_wins
+from titan_hydra.verify.verify import trace
 
 EMULATED = ("precision=float8_emulate", "precision.compute_dtype=float32")
 GRADIENT = Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step's norm and loss, both finite

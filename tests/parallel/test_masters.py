@@ -5,13 +5,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_hydra import data
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism, Precision
 from titan_hydra.parallel.masters import separate
 from titan_hydra.parallel.mesh import Mesh
-from titan_hydra.train import data
-from titan_hydra.train.acceptance import BASE, later_wins
 from titan_hydra.train.trainer import build
+from titan_hydra.verify.matrix import BASE, later_wins
 
 ALONE = Mesh(Parallelism(name="single"), None, None, None, None)
 BF16 = Precision(name="bf16")

@@ -9,8 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra import models
 from titan_hydra.config import check, compose_job
-from titan_hydra.config import pipeline as layout
 from titan_hydra.config.compose import CONF
+from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.parallel import build_mesh, stages
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.pipeline import SCHEDULES, Stage, build_schedule, hidden_state

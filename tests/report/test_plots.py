@@ -7,7 +7,7 @@ import pytest
 
 from titan_hydra.config import compose_job
 from titan_hydra.config.compose import CONF
-from titan_hydra.config.pipeline import stage_count, wrong_with
+from titan_hydra.config.rules.pipeline import stage_count, wrong_with
 from titan_hydra.parallel.order import actions_of_ranks
 from titan_hydra.report.style import LINES, line
 from titan_hydra.report.timeline import TIME, Pipeline, ask, play

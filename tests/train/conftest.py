@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from titan_hydra.base.run import Run, folders_of
 from titan_hydra.config import Job, all_ranks, compose_job, from_dict, identity, to_dict, world_size
-from titan_hydra.config.run import Run, folders_of
 from titan_hydra.launch import local
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
@@ -68,7 +68,7 @@ def _rank(config: dict, directory: Path, attempt: Path, rank: int) -> None:
 
     import torch
 
-    from titan_hydra.config.status import RunError
+    from titan_hydra.base.errors import RunError
     from titan_hydra.train.trainer import train
 
     torch.set_num_threads(1)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from titan_hydra.train import data
-from titan_hydra.train.checkpoint.folder import newest
-from titan_hydra.train.convert import export_hf
+from titan_hydra import data
+from titan_hydra.checkpoint.convert import export_hf
+from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.loss import IGNORED
 from titan_hydra.train.optimizer import lr_factor
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_hydra.config.run import Run
-from titan_hydra.config.status import CheckpointError
-from titan_hydra.train import data, trainer
-from titan_hydra.train.checkpoint import folder
-from titan_hydra.train.checkpoint.checkpointer import Checkpointer
-from titan_hydra.train.checkpoint.writer import Writer
+from titan_hydra import data
+from titan_hydra.base.errors import CheckpointError
+from titan_hydra.base.run import Run
+from titan_hydra.checkpoint.checkpointer import Checkpointer
+from titan_hydra.checkpoint.writer import Writer
+from titan_hydra.runs import checkpoints
+from titan_hydra.train import trainer
 
 NOTHING = trainer.Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
 DAMAGES = {
@@ -57,19 +58,19 @@ def cut(a_run, run_job, tmp_path):
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_named(cut, name, kind):
     step = cut[2] / "checkpoints/step-00000004"
-    assert folder.damage(step) == []
+    assert checkpoints.damage(step) == []
     harm, words = DAMAGES[kind]
     harm(step / name)
-    (problem,) = folder.damage(step)
+    (problem,) = checkpoints.damage(step)
     assert name in problem and words in problem
-    assert sorted(folder.damage(step, 0, 2) + folder.damage(step, 1, 2)) == [problem], "the ranks together must see all, once"
+    assert sorted(checkpoints.damage(step, 0, 2) + checkpoints.damage(step, 1, 2)) == [problem], "the ranks together must see all, once"
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_manifest_is_no_manifest(cut, kind):
     step = cut[2] / "checkpoints/step-00000004"
-    DAMAGES[kind][0](step / folder.MANIFEST)
-    assert folder.damage(step), "whatever bit it was, something no longer agrees"
+    DAMAGES[kind][0](step / checkpoints.MANIFEST)
+    assert checkpoints.damage(step), "whatever bit it was, something no longer agrees"
 
 
 def test_a_damaged_step_is_left_out_and_an_older_one_taken(cut, run_job):
@@ -82,14 +83,14 @@ def test_a_damaged_step_is_left_out_and_an_older_one_taken(cut, run_job):
     assert run_job.losses(copy) == run_job.losses(whole)
     names = [path.name for path in sorted((copy / "checkpoints").iterdir())]
     assert names == ["step-00000002", "step-00000004", "step-00000004.damaged", "step-00000006"]
-    assert not any(folder.damage(path) for path in folder.complete(copy / "checkpoints"))
+    assert not any(checkpoints.damage(path) for path in checkpoints.complete(copy / "checkpoints"))
 
 
 def test_a_step_under_another_name_is_damaged_and_garbage_in_the_rows_is_left_out(cut, run_job):
     """A restore or a wrong mv gives step 4 the name of step 6, a crashed file system leaves blocks of other bytes in a log."""
     job, whole, copy = cut
     (copy / "checkpoints/step-00000004").rename(copy / "checkpoints/step-00000006")
-    assert folder.damage(copy / "checkpoints/step-00000006") == ["manifest.json is that of step 4"]
+    assert checkpoints.damage(copy / "checkpoints/step-00000006") == ["manifest.json is that of step 4"]
     step = copy / "checkpoints/step-00000002"
     shutil.copy(step / "rank_00001.json", step / "rank_00001.bak.json")
     file = copy / "metrics.jsonl"
@@ -110,7 +111,7 @@ def test_a_run_with_only_damaged_steps_does_not_begin_again(cut, run_job):
         run_job(job, copy, expect=1)
         message = (copy / f"attempts/{attempt}/error_0").read_text()
         assert "step-00000004: .metadata is missing; step-00000002" in message and "launch.force=true" in message
-    for path in folder.complete(copy / "checkpoints"):
+    for path in checkpoints.complete(copy / "checkpoints"):
         path.rename(path.with_name(f"{path.name}.damaged"))
     run_job(job, copy, expect=1)
 
@@ -120,8 +121,8 @@ def test_saving_in_the_background_saves_the_same(cut, run_job, tiny, tmp_path):
     other = run_job(tiny("parallelism=fsdp", "gpus=2", "steps=6", "checkpoint=async", "checkpoint.interval=2",
                          "checkpoint.keep_latest_k=0"))
     assert run_job.losses(other) == run_job.losses(whole)
-    for step in folder.complete(whole / "checkpoints"):
-        assert folder.damage(other / "checkpoints" / step.name) == []
+    for step in checkpoints.complete(whole / "checkpoints"):
+        assert checkpoints.damage(other / "checkpoints" / step.name) == []
         for shard in step.glob("*.distcp"):
             assert shard.read_bytes() == (other / "checkpoints" / step.name / shard.name).read_bytes()
     events = [row for row in run_job.rows(other, "events") if row["event"] == "checkpoint"]
@@ -141,7 +142,7 @@ def test_every_byte_is_on_the_disk_before_a_step_has_its_name(alone, monkeypatch
         monkeypatch.setattr(os, "fsync", noted)
         checkpointer.after_step(5, checkpointer.votes(), data_state, last=False, stop=False)
         files = {file.name: file.stat().st_size for file in (checkpointer.folder / "step-00000005").iterdir()}
-        assert {".metadata", "__0_0.distcp", folder.MANIFEST} <= files.keys()
+        assert {".metadata", "__0_0.distcp", checkpoints.MANIFEST} <= files.keys()
         assert {name: synced.get(name) for name in files} == files
 
     alone(task, "checkpoint=sync", "checkpoint.interval=5")
@@ -263,7 +264,7 @@ def test_when_a_save_is_due(alone):
 def test_a_stop_is_always_saved(alone):
     def task(built, checkpointer, state, events):
         steps(checkpointer, state, [7], stop_at=7)
-        assert folder.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.flight
+        assert checkpoints.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.flight
 
     alone(task, "checkpoint=async", "checkpoint.interval=0", "checkpoint.interval_minutes=100", "checkpoint.last_step=false")
 
@@ -274,13 +275,13 @@ def test_what_is_kept(tmp_path):
     (tmp_path / "step-00001100.damaged").mkdir()
 
     def kept(*rule):
-        return [folder.step_of(path) for path in folder.complete(tmp_path) if path not in folder.surplus(tmp_path, *rule)]
+        return [checkpoints.step_of(path) for path in checkpoints.complete(tmp_path) if path not in checkpoints.surplus(tmp_path, *rule)]
 
     assert kept(2, 0) == [900, 1000]
     assert kept(1, 500) == [500, 1000]
     assert kept(0, 0) == list(range(100, 1100, 100))
-    waste = folder.Bin()
-    waste.throw(folder.surplus(tmp_path, 2, 0))
+    waste = checkpoints.Bin()
+    waste.throw(checkpoints.surplus(tmp_path, 2, 0))
     assert kept(0, 0) == [900, 1000], "out of sight at once"
     waste.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000900", "step-00001000", "step-00001100.damaged"]
@@ -288,8 +289,8 @@ def test_what_is_kept(tmp_path):
 
 def test_the_manifest_sums_every_file(cut):
     step = cut[1] / "checkpoints/step-00000006"
-    manifest = json.loads((step / folder.MANIFEST).read_text())
+    manifest = json.loads((step / checkpoints.MANIFEST).read_text())
     assert manifest["step"] == 6 and manifest["world_size"] == 2
-    assert {*manifest["files"], folder.MANIFEST} == {path.name for path in step.iterdir()}
+    assert {*manifest["files"], checkpoints.MANIFEST} == {path.name for path in step.iterdir()}
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titan_hydra.config.status import CheckpointError
-from titan_hydra.train.checkpoint import folder, safe
+from titan_hydra.base.errors import CheckpointError
+from titan_hydra.checkpoint import safe
+from titan_hydra.runs import checkpoints
 
 
 class Evil:
@@ -111,11 +112,12 @@ def test_a_run_refuses_it_in_a_line(tiny, run_job, tmp_path):
     job = tiny("steps=2", "checkpoint.interval=2")
     run = run_job(job)
     (run / "result.json").unlink()
-    step = folder.newest(run / "checkpoints")
+    step = checkpoints.newest(run / "checkpoints")
     (step / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
-    sums = {path.name: (path.stat().st_size, int(folder.checksum(path), 16)) for path in step.iterdir() if path.name != folder.MANIFEST}
-    folder.write_manifest(step, 2, 1, sums)
-    assert folder.damage(step) == []
+    files = [path for path in step.iterdir() if path.name != checkpoints.MANIFEST]
+    sums = {path.name: (path.stat().st_size, int(checkpoints.checksum(path), 16)) for path in files}
+    checkpoints.write_manifest(step, 2, 1, sums)
+    assert checkpoints.damage(step) == []
     run_job(job, run, expect=1)
     message = (run / "attempts/2/error_0").read_text()
     assert "could run code" in message and "Traceback" not in message and len(message.splitlines()) == 1

@@ -11,15 +11,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titan_hydra.base.errors import CheckpointError, ConfigError
+from titan_hydra.checkpoint import convert
+from titan_hydra.commands import convert as convert_cli
 from titan_hydra.config import to_dict
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model, RopeScaling
-from titan_hydra.config.status import CheckpointError, ConfigError
-from titan_hydra.launch import convert_cli
 from titan_hydra.models import build
 from titan_hydra.models.hf import from_hf_config, to_hf_config
 from titan_hydra.models.init import init_weights
-from titan_hydra.train import convert
 
 SHAPES = {
     "grouped": {},

@@ -12,10 +12,11 @@ import torch.distributed.checkpoint as dcp
 from titan_hydra import cli
 from titan_hydra.config import schema, to_dict
 from titan_hydra.config.schema import Model, RopeScaling
+from titan_hydra.data import tokenizer
+from titan_hydra.data.embedded import Embedded
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
-from titan_hydra.train import generate, tokenizer
-from titan_hydra.train.data.embedded import Embedded
+from titan_hydra.train import generate
 
 transformers = pytest.importorskip("transformers")
 EMBEDDED = schema.Tokenizer(name="embedded")

@@ -4,9 +4,9 @@ import shutil
 import pytest
 import torch
 
+from titan_hydra.checkpoint import safe
 from titan_hydra.config.schema import FaultTolerance
-from titan_hydra.train.checkpoint import safe
-from titan_hydra.train.fault_tolerance.outer import Fragment, due, fragment_of
+from titan_hydra.fault_tolerance.outer import Fragment, due, fragment_of
 
 
 def weights(directory, step, part="model."):

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_hydra.config.run import Run
+from titan_hydra.base.errors import Unhealthy
+from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Comm
-from titan_hydra.config.status import Unhealthy
-from titan_hydra.launch.failure import Kind, describe, guilty
-from titan_hydra.train import health
+from titan_hydra.observe import health
+from titan_hydra.runs.failure import Kind, describe, guilty
 
 HERE = socket.gethostname()
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from titan_hydra import cli
+from titan_hydra.checkpoint.convert import Reader
 from titan_hydra.config import check, compose_job
-from titan_hydra.train.checkpoint import folder
-from titan_hydra.train.convert import Reader
+from titan_hydra.runs import checkpoints
 
 BASE = ("debug=tiny", "precision=fp32", "metrics.log_every=1", "data.global_batch=8", "data.local_batch=2", "lr_scheduler.warmup_steps=2")
 TWO = (*BASE, "parallelism=fsdp", "gpus=2")
@@ -67,14 +67,14 @@ def test_a_damaged_start_is_refused(whole, run_job, tmp_path):
 
 
 def test_an_export_is_the_last_weights_and_a_start(whole, run_job, tmp_path):
-    export, last = weights(whole / "export"), weights(folder.newest(whole / "checkpoints"))
+    export, last = weights(whole / "export"), weights(checkpoints.newest(whole / "checkpoints"))
     assert same(export, {name: tensor.bfloat16().float() for name, tensor in last.items()})
     assert Reader(whole / "export").metadata.state_dict_metadata["model.norm.weight"].properties.dtype == torch.bfloat16
-    assert folder.damage(whole / "export") == []
+    assert checkpoints.damage(whole / "export") == []
     assert cli.main(["convert", str(whole / "export"), "--to", "hf", str(tmp_path / "hf")]) == 0
     job = compose_job(*BASE, "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={whole}/export")
     assert check(job) == []
-    assert same(weights(folder.newest(run_job(job) / "checkpoints")), export)
+    assert same(weights(checkpoints.newest(run_job(job) / "checkpoints")), export)
     job.checkpoint.exclude_from_loading = ["data"]
     assert [fault.key for fault in check(job)] == ["checkpoint.exclude_from_loading"]
 
@@ -86,7 +86,7 @@ def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path
     assert len(list(source.glob("*.safetensors"))) > 1
     job = compose_job(*BASE, *layout, "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={source}")
     assert check(job) == []
-    assert same(weights(folder.newest(run_job(job) / "checkpoints")), weights(folder.newest(whole / "checkpoints")))
+    assert same(weights(checkpoints.newest(run_job(job) / "checkpoints")), weights(checkpoints.newest(whole / "checkpoints")))
 
 
 def test_a_hugging_face_folder_of_another_model_is_refused(whole, run_job, tmp_path):
@@ -103,6 +103,6 @@ def test_a_seed_is_the_initial_weights(run_job):
     assert [path.name for path in (seed / "checkpoints").iterdir()] == ["step-00000000"]
     assert '"steps": 0' in (seed / "result.json").read_text()
     plain = run_job(compose_job(*BASE, "steps=1", "optimizer.lr=0"))
-    assert same(weights(seed / "checkpoints/step-00000000"), weights(folder.newest(plain / "checkpoints")))
+    assert same(weights(seed / "checkpoints/step-00000000"), weights(checkpoints.newest(plain / "checkpoints")))
     begun = run_job(compose_job(*BASE, "steps=1", "optimizer.lr=0", "seed=5", f"checkpoint.initial_load_path={seed}"))
-    assert same(weights(seed / "checkpoints/step-00000000"), weights(folder.newest(begun / "checkpoints")))
+    assert same(weights(seed / "checkpoints/step-00000000"), weights(checkpoints.newest(begun / "checkpoints")))

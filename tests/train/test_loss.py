@@ -7,15 +7,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_hydra import models
+from titan_hydra import data, models
 from titan_hydra.config import compose_job
 from titan_hydra.parallel import converters, loss_head
 from titan_hydra.parallel.mesh import Mesh
-from titan_hydra.train import data
-from titan_hydra.train.acceptance import BASE, Case, later_wins
 from titan_hydra.train.loss import IGNORED, LOSSES, cross_entropy
 from titan_hydra.train.trainer import build
-from titan_hydra.train.verify import job_of, trace
+from titan_hydra.verify.matrix import BASE, Case, later_wins
+from titan_hydra.verify.verify import job_of, trace
 
 BATCH, SEQ, DIM, VOCABULARY = 4, 33, 48, 1031
 

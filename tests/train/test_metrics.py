@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests import wandb_file
+from titan_hydra import data
 from titan_hydra.config import compose_job
 from titan_hydra.models.flops import flops_per_token
-from titan_hydra.train import data
-from titan_hydra.train.checkpoint.folder import complete
+from titan_hydra.observe.metrics import Clock, truncate
+from titan_hydra.runs.checkpoints import complete
 from titan_hydra.train.loss import cross_entropy
-from titan_hydra.train.metrics import Clock, truncate
 
 ROW = {"step", "loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib",
        "step_seconds", "data_seconds", "tokens_seen"}

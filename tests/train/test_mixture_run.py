@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from titan_hydra.config import compose_job
-from titan_hydra.train.checkpoint.folder import complete
+from titan_hydra.runs.checkpoints import complete
 
 SIX = ("debug=tiny", "precision=fp32", "steps=6", "checkpoint.interval=3", "checkpoint.keep_latest_k=0", "data=mixture",
        "data.global_batch=8", "data.max_bad_shards=1", "data.shuffle_buffer=3")

@@ -4,7 +4,7 @@ import json
 import torch
 from torch import nn
 
-from titan_hydra.train import probes
+from titan_hydra.observe import probes
 
 
 def test_tracing_changes_no_bit_and_writes_every_module(run_job, tiny):

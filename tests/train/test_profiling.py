@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from titan_hydra.train import trace
+from titan_hydra.observe import trace
 
 
 def event(name, begin, end, cat="kernel", tid=7):

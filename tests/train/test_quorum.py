@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from titan_hydra.train.fault_tolerance.quorum import Board, once
+from titan_hydra.fault_tolerance.quorum import Board, once
 
 TIMEOUT = 2.0  # a heart on a busy machine may be late by half of that
 

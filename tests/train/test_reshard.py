@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from titan_hydra.config import compose_job
-from titan_hydra.train.checkpoint.folder import complete, newest
-from titan_hydra.train.data.loader import merge
+from titan_hydra.data.loader import merge
+from titan_hydra.runs.checkpoints import complete, newest
 
 FOUR = ("debug=tiny", "precision=fp32", "model.n_layers=4", "steps=4", "checkpoint.interval=2", "checkpoint.keep_latest_k=0",
         "model.vocab_size=4099", "data.global_batch=8", "validation=on", "validation.interval=2", "validation.steps=1")

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from titan_hydra import data
 from titan_hydra.config import freeze
-from titan_hydra.train import data
-from titan_hydra.train.checkpoint.folder import complete, newest
+from titan_hydra.runs.checkpoints import complete, newest
 
 TEN = ("steps=10", "checkpoint.interval=5", "checkpoint.keep_latest_k=0", "data.global_batch=8", "data.local_batch=2")
 

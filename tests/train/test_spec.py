@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import models
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
-from titan_hydra.config.status import ConfigError
 from titan_hydra.train.spec import SPECS, TrainSpec, register, spec_of
 
 ROOT = Path(__file__).parents[2]

@@ -18,11 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from titan_hydra import cli
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.commands import tokenizer as tokenizer_cli
 from titan_hydra.config import schema
 from titan_hydra.config.files import vocabulary_size
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train import tokenizer, tokenizer_cli
-from titan_hydra.train.data.embedded import topics
+from titan_hydra.data import tokenizer
+from titan_hydra.data.embedded import topics
 
 EMBEDDED = schema.Tokenizer(name="embedded")
 LOADED = tokenizer.load(EMBEDDED)
@@ -57,7 +58,7 @@ def test_a_million_blanks_do_not_end_the_process():
 
 
 def test_imports_bring_in_no_library():
-    check = ("import sys; import titan_hydra.train.tokenizer; import titan_hydra.train.data.files; import titan_hydra.train.data; "
+    check = ("import sys; import titan_hydra.data.tokenizer; import titan_hydra.data.files; import titan_hydra.data; "
              "assert not {'torch', 'tiktoken', 'tokenizers', 'datasets', 'numpy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", check], check=True)
 

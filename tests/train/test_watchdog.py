@@ -9,19 +9,20 @@ import time
 import pytest
 import torch
 
+from titan_hydra import data
+from titan_hydra.base.errors import Stopped
+from titan_hydra.base.run import Run
 from titan_hydra.config import compose_job
-from titan_hydra.config.run import Run
-from titan_hydra.config.status import Stopped
-from titan_hydra.launch.failure import Kind, guilty
-from titan_hydra.train import data, watchdog
+from titan_hydra.observe import watchdog
+from titan_hydra.observe.watchdog import Watchdog
+from titan_hydra.runs.failure import Kind, guilty
 from titan_hydra.train.trainer import build
-from titan_hydra.train.watchdog import Watchdog
 
 STUCK = """
 import ctypes, json, signal, sys, time
 from pathlib import Path
 from titan_hydra.config import compose_job
-from titan_hydra.config.run import Run
+from titan_hydra.base.run import Run
 from titan_hydra.train import watchdog
 watchdog.TICK, watchdog.BLOCKED, watchdog.MARGIN = 0.1, 0.5, 0
 folder = Path(sys.argv[1])

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from titan_hydra.config.schema import Parallelism
+from titan_hydra.observe import flight
 from titan_hydra.parallel import build_mesh
-from titan_hydra.train import flight, world
+from titan_hydra.train import world
 
 
 def test_a_store_on_loopback_listens_there_alone():

@@ -31,14 +31,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import _state_dict_stager
 
+from titan_hydra.base.errors import RunError
+from titan_hydra.base.run import Run
+from titan_hydra.checkpoint import safe, writer
+from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
-from titan_hydra.config.run import Run
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import RunError
 from titan_hydra.launch.worker import own_process
+from titan_hydra.runs import checkpoints
 from titan_hydra.train import trainer
-from titan_hydra.train.checkpoint import folder, safe, writer
-from titan_hydra.train.checkpoint.checkpointer import Checkpointer
 
 RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves at 3, 6, 9, 12; what happens, happens at 9 or behind it
 OVERRIDES = ("debug=tiny", "precision=fp32", "parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4", f"steps={STEPS}",
@@ -50,11 +51,11 @@ MOMENTS: dict[str, tuple[object, str, int]] = {  # name: (object, function, whic
     "late write": (writer.SummedFile, "write", 3),
     "own file": (writer.Writer, "_write_own", 1),
     "index": (writer.Writer, "finish", 1),
-    "manifest": (folder, "write_manifest", 1),
+    "manifest": (checkpoints, "write_manifest", 1),
     "before rename": (writer.Writer, "commit", 1),
-    "after rename": (folder, "sync_folder", 2),  # the first one syncs the step's own folder
-    "purge": (folder.Bin, "throw", 1),
-    "half purged": (folder, "_delete", 1),
+    "after rename": (checkpoints, "sync_folder", 2),  # the first one syncs the step's own folder
+    "purge": (checkpoints.Bin, "throw", 1),
+    "half purged": (checkpoints, "_delete", 1),
     "next step": (trainer.Trainer, "update", 2),
 }
 
@@ -83,7 +84,7 @@ def cases() -> list[Case]:
         found += [Case(mode, "purge", "one"), Case(mode, "half purged", "one"), Case(mode, "half purged", "group")]
         found += [Case(mode, "next step", "one", 2), Case(mode, "next step", "group")]
     found += [Case("sync", damage, file) for damage in ("truncated", "bit flipped", "removed")
-              for file in ("shard", ".metadata", folder.MANIFEST, "rank_00001.json")]
+              for file in ("shard", ".metadata", checkpoints.MANIFEST, "rank_00001.json")]
     found += [Case("sync", "all damaged", "shard"), Case("sync", "while resuming", "group"), Case("async", "while resuming", "one", 1)]
     found += [Case(mode, what, "disk") for what in ("disk full", "disk full, freed") for mode in ("sync", "async")]
     return found
@@ -258,7 +259,7 @@ def damage(step: Path, kind: str, name: str) -> None:
         os.truncate(file, file.stat().st_size // 2)
     else:
         content = bytearray(file.read_bytes())
-        place = content.index(b'"crc32": "') + 12 if name == folder.MANIFEST else random.Random(1).randrange(len(content))
+        place = content.index(b'"crc32": "') + 12 if name == checkpoints.MANIFEST else random.Random(1).randrange(len(content))
         content[place] ^= 1
         file.write_bytes(content)
 
@@ -279,15 +280,15 @@ def run(case: Case, expected: dict[int, float], scratch: Path) -> dict:
     if case.what == "while resuming":
         assert attempt(job, directory, case)[0] != 0, "nothing was killed"
     if case.what in ("truncated", "bit flipped", "removed"):
-        damage(folder.newest(steps), case.what, case.who)
+        damage(checkpoints.newest(steps), case.what, case.who)
     if case.what == "all damaged":
-        for path in folder.complete(steps):
+        for path in checkpoints.complete(steps):
             damage(path, "bit flipped", "shard")
         assert attempt(job, directory)[1:] == [1] * RANKS
         log = (directory / "attempts/2/rank_0.log").read_text()
         assert "is intact" in log and "Traceback" not in log
         return {"lost": None, "seconds": time.monotonic() - began}
-    intact = [folder.step_of(path) for path in folder.complete(steps) if not folder.damage(path)]
+    intact = [checkpoints.step_of(path) for path in checkpoints.complete(steps) if not checkpoints.damage(path)]
     reached = max([0, *(row for row in losses(directory))])
     return finish(job, directory, expected, intact, reached, began)
 
@@ -304,8 +305,8 @@ def finish(job: Job, directory: Path, expected: dict[int, float], intact: list[i
     steps = directory / "checkpoints"
     left = [path.name for path in steps.iterdir() if path.suffix in (".writing", ".deleting")]
     assert not left, left
-    kept = folder.complete(steps)
-    assert [folder.step_of(path) for path in kept] == [STEPS - INTERVAL, STEPS] and not any(map(folder.damage, kept))
+    kept = checkpoints.complete(steps)
+    assert [checkpoints.step_of(path) for path in kept] == [STEPS - INTERVAL, STEPS] and not any(map(checkpoints.damage, kept))
     return {"lost": reached - start, "seconds": time.monotonic() - began}
 
 

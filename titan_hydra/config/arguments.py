@@ -4,10 +4,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.errors import ConfigError
+
 from .files import CONF
 from .load import kind_of
 from .overrides import SYNONYMS, mistakes
-from .status import ConfigError
 
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which Hydra takes one
 

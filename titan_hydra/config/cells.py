@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .status import ConfigError
+from titan_hydra.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader

@@ -6,12 +6,13 @@ from collections.abc import Container, Iterable
 from functools import reduce
 from typing import Any
 
+from titan_hydra.base.errors import ConfigError
+
 from .explain import explain
 from .fault import Fault, suggest
 from .load import known_keys, values_are_what_the_schema_takes
 from .overrides import mistakes
 from .schema import Job
-from .status import ConfigError
 
 
 def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> Job:

@@ -4,13 +4,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from .checks import check
+from titan_hydra.base.errors import ConfigError
+
 from .explain import explain
 from .files import CONF
 from .load import freeze, read
 from .overrides import mistakes
+from .rules.checks import check
 from .schema import Job
-from .status import ConfigError
 
 if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction

@@ -12,9 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.errors import ConfigError
+
 from .schema import Tokenizer
 from .shapes import intact
-from .status import ConfigError
 
 ASSETS = Path(__file__).parent.parent / "assets"
 CONF = Path(__file__).parents[2] / "conf"

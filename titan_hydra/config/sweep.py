@@ -24,10 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.redact import redact
+
 from .explain import explain
 from .fault import Fault, as_value, suggest
 from .overrides import mistakes
-from .redact import redact
 
 Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and the overrides that made it
 

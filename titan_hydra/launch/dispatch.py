@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.redact import redact
 from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
 from titan_hydra.config.cells import with_count
-from titan_hydra.config.checks import warnings
 from titan_hydra.config.fault import counted, quoted, shown
-from titan_hydra.config.redact import redact
-from titan_hydra.config.status import ConfigError, Exit
+from titan_hydra.config.rules.checks import warnings
 from titan_hydra.config.sweep import named
+from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs.rundir import State
 
-from . import manifest, rundir, show, snapshot, worker
+from . import show, snapshot, worker
 from .attach import Interrupts, attach
-from .rundir import State
 
 # launch.retry: the failures, by exit status, that it runs again.
 RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit.HANG), "failed": tuple(Exit), "all": tuple(Exit)}
@@ -97,7 +98,7 @@ def begin(cells: list[Cell]) -> int:
     if cells[0].job.launch.mode == "dry":
         show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
         if on_slurm(cells):
-            from . import submit  # submitit
+            from . import submit
 
             for array, text in submit.scripts(cells):
                 print(f"\n--- {show.shape(array)}\n{text}")
@@ -211,7 +212,7 @@ def on_slurm(cells: list[Cell]) -> bool:
 def go(cells: list[Cell], folder: Path | None) -> int:
     """Run checked cells on their executor. `folder` is their sweep's, if they belong to one. Returns the exit status."""
     if on_slurm(cells):
-        from . import submit  # submitit
+        from . import submit
 
         return submit.run(cells, folder)
     return run_all(cells)
@@ -277,7 +278,7 @@ def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
             rundir.end_attempt(attempt)
             return tell(cell)
         with interrupts.counted():  # before the import: Python can lose a KeyboardInterrupt raised during one
-            from . import local  # submitit
+            from . import local
 
             parent = local.start(cell.directory, attempt, processes(cell.job), cell.job.cluster.time_minutes)
             return watch(cell, attempt, interrupts, parent)

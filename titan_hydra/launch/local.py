@@ -21,12 +21,12 @@ from pathlib import Path
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 import titan_hydra
+from titan_hydra.base.errors import Exit
+from titan_hydra.base.run import folders_of
 from titan_hydra.config.files import read_json, write_json
-from titan_hydra.config.run import folders_of
-from titan_hydra.config.status import Exit
+from titan_hydra.runs.records import process, this_process
 
 from . import worker
-from .records import process, this_process
 
 GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint
@@ -161,7 +161,7 @@ def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
     """Start torchft's lighthouse, which reports the live replica groups, without those `silent` for so many seconds. It ends with this
     process.
     """
-    command = [sys.executable, "-m", "titan_hydra.train.fault_tolerance.lighthouse", str(attempt / "meetings" / "lighthouse"), str(silent)]
+    command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(attempt / "meetings" / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 

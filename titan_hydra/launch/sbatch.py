@@ -18,9 +18,9 @@ from pathlib import Path
 
 from submitit.slurm.slurm import SlurmExecutor
 
-from titan_hydra.config.cluster import warning_seconds
+from titan_hydra.base.errors import Exit
+from titan_hydra.config.rules.cluster import warning_seconds
 from titan_hydra.config.schema import Cluster
-from titan_hydra.config.status import Exit
 
 from .worker import LATE
 

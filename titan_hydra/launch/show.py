@@ -6,10 +6,9 @@ from pathlib import Path
 
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
-
-from .failure import Failure
-from .find import runs_option
-from .rundir import State
+from titan_hydra.runs.failure import Failure
+from titan_hydra.runs.find import runs_option
+from titan_hydra.runs.rundir import State
 
 
 def table(columns: list[str], rows: list[list[object]]) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import titan_hydra
-from titan_hydra.config.status import ConfigError
+from titan_hydra.base.errors import ConfigError
 
 FOLDER = "_code"  # in the folder of runs; one folder in it for every version of the code
 ROOT = Path(titan_hydra.__file__).parents[1]

@@ -18,15 +18,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_hydra.base.errors import Exit
 from titan_hydra.config import processes
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
-from titan_hydra.config.status import Exit
+from titan_hydra.runs import manifest, rundir, slurm
+from titan_hydra.runs.find import SWEEPS
+from titan_hydra.runs.rundir import State
 
-from . import manifest, rundir, show, slurm, snapshot
+from . import show, snapshot
 from .attach import Interrupts
-from .find import SWEEPS
-from .rundir import State
 from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
 
 POLL = 5  # seconds between two squeue calls with launch.wait

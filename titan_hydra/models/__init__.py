@@ -4,9 +4,10 @@ A family is a class built as `Family(config, seq_len)` with `initial_distributio
 """
 from torch import nn
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
-from titan_hydra.config.status import ConfigError
-from titan_hydra.models.llama3 import Llama3
+
+from .llama3 import Llama3
 
 REGISTRY: dict[str, type[nn.Module]] = {"llama3": Llama3}
 

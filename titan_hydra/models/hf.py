@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model, RopeScaling
-from titan_hydra.config.status import ConfigError
-from titan_hydra.models import build
+
+from . import build
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",

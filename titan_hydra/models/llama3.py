@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model
-from titan_hydra.config.status import ConfigError
-from titan_hydra.models.init import Normal
+
+from .init import Normal
 
 
 class Llama3(nn.Module):

@@ -16,8 +16,8 @@ import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import ActivationCheckpoint
-from titan_hydra.config.status import ConfigError
 
 MATMULS = ("aten.mm", "aten._scaled_mm")
 SAVED = (  # results that are expensive to recompute, or need communication

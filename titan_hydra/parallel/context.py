@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as ring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import ConfigError
 
 from .mesh import Mesh
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Job, Precision
-from titan_hydra.config.status import ConfigError
 
 from .mesh import Mesh
 from .plans import Linears

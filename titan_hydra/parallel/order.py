@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from titan_hydra.config import Job, from_dict
-from titan_hydra.config import pipeline as layout
-from titan_hydra.config.pipeline import Action
+from titan_hydra.config.rules import pipeline as layout
+from titan_hydra.config.rules.pipeline import Action
 
 from .pipeline import SCHEDULES
 

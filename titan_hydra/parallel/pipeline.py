@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from titan_hydra.config import pipeline as layout
+from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh

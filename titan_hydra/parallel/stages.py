@@ -5,7 +5,7 @@ import copy
 
 from torch import nn
 
-from titan_hydra.config import pipeline as layout
+from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import ConfigError
 
 from .mesh import Mesh
 from .plans import PLANS, Linears, Norm

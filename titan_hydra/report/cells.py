@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
 from titan_hydra.config.files import read_json, read_rows
-from titan_hydra.config.status import Kind
-from titan_hydra.launch.find import RunCell, Selection
-from titan_hydra.launch.records import flat
-from titan_hydra.launch.rundir import State, inspect_all
-from titan_hydra.launch.view import short_names
+from titan_hydra.runs.find import RunCell, Selection
+from titan_hydra.runs.records import flat
+from titan_hydra.runs.rundir import State, inspect_all
+from titan_hydra.runs.view import short_names
 
 SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are printed by their own name
 FEW = 10  # a rate from fewer measured steps is not reliable

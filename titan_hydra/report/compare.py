@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import as_typed, suggest
-from titan_hydra.config.status import ConfigError
 from titan_hydra.config.sweep import differing
 
 from .cells import Cell

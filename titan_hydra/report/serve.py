@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from titan_hydra.config.status import ConfigError, RunError
+from titan_hydra.base.errors import ConfigError, RunError
 
 from .page import news, page
 from .table import Report

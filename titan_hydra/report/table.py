@@ -6,9 +6,9 @@ from functools import cached_property
 from math import hypot
 from typing import Any
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import quoted, suggest
-from titan_hydra.config.status import ConfigError
-from titan_hydra.launch.find import Selection
+from titan_hydra.runs.find import Selection
 
 from . import compare
 from .band import Band, band

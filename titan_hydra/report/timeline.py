@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import titan_hydra
-from titan_hydra.config.pipeline import TIME, Action, play
+from titan_hydra.config.rules.pipeline import TIME, Action, play
 
 from .style import LIGHT, short
 from .table import Report

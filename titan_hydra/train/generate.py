@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.checkpoint.convert import DTYPES, Reader, find_section, read_model_config, read_tokenizer_config
 from titan_hydra.config import Job
 from titan_hydra.config.schema import Model, Train
-from titan_hydra.config.status import ConfigError
 
-from .convert import DTYPES, Reader, find_section, read_model_config, read_tokenizer_config
 from .spec import TrainSpec, spec_of
 
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from titan_hydra import models, parallel
+from titan_hydra import data, models, parallel
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import ConfigError
+from titan_hydra.data import tokenizer
 from titan_hydra.models.flops import flops_per_token
+from titan_hydra.observe.metrics import Metrics
 from titan_hydra.parallel.stages import split
 
-from . import data, tokenizer
 from .loss import LOSSES
-from .metrics import Metrics
 from .optimizer import build_optimizers, lr_factor
 
 

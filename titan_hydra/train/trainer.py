@@ -17,12 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_hydra import parallel
+from titan_hydra.base.errors import NotFinite, Stopped
+from titan_hydra.base.run import Run, versions
+from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
 from titan_hydra.config.files import read_json, write_text
-from titan_hydra.config.run import Run, versions
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import NotFinite, Stopped
+from titan_hydra.data.loader import Batch, Loader, onto, report_bad_shards
+from titan_hydra.fault_tolerance.replicas import Replicas
 from titan_hydra.models.init import init_weights
+from titan_hydra.observe.metrics import Metrics
+from titan_hydra.observe.probes import Probes
+from titan_hydra.observe.profiling import Profiler
+from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import converters
 from titan_hydra.parallel import tensor as tensor_parallel
@@ -32,22 +39,15 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.stages import whole
 
-from .checkpoint.checkpointer import Checkpointer
-from .data.loader import Batch, Loader, onto, report_bad_shards
-from .fault_tolerance.replicas import Replicas
 from .loss import IGNORED, TARGETS_IN_FORWARD
-from .metrics import Metrics
 from .optimizer import set_lr
 from .optimizer import step as optimizer_step
-from .probes import Probes
-from .profiling import Profiler
 from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
-from .watchdog import Watchdog
 from .world import GarbageCollection, refuse_stale, set_timeout, world
 
 if TYPE_CHECKING:
-    from .fault_tolerance.per_step import PerStep  # which imports torchft
+    from titan_hydra.fault_tolerance.per_step import PerStep
 
 
 class Agreement:
@@ -213,7 +213,7 @@ def train(job: Job, run: Run) -> None:
     Raises NotFinite, Stopped or CheckpointError on all ranks alike.
     """
     if job.comm.name == "fake":
-        from . import fake  # which imports this module
+        from titan_hydra.verify import fake
 
         fake.train(job, run)
         return
@@ -223,7 +223,7 @@ def train(job: Job, run: Run) -> None:
         trainer.progress = watch.moves
         replicas = None
         if job.fault_tolerance.name == "torchft":
-            from .fault_tolerance.per_step import PerStep  # which imports torchft
+            from titan_hydra.fault_tolerance.per_step import PerStep
 
             replicas = trainer.quorum = PerStep(job, run, trainer.masters.weights, trainer.optimizers, trainer.stop_requested)
         elif job.fault_tolerance.name != "off":

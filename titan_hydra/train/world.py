@@ -11,11 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titan_hydra.config.run import Run
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Job
-from titan_hydra.config.status import ConfigError
-
-from . import flight, health
+from titan_hydra.observe import flight, health
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-from titan_hydra.train.data.embedded import Embedded, texts, topics
+from titan_hydra.data.embedded import Embedded, texts, topics
 
 
 def pieces(split):

@@ -5,8 +5,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train.data import files
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.data import files
 
 
 @pytest.fixture

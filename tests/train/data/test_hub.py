@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train import data
-from titan_hydra.train.data.text import Hub
+from titan_hydra import data
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.data.text import Hub
 
 README = """---
 configs:
@@ -51,7 +51,7 @@ def test_validation_split(job, hub):
 
 def _decode(ids):
     from titan_hydra.config import schema
-    from titan_hydra.train import tokenizer
+    from titan_hydra.data import tokenizer
 
     return tokenizer.load(schema.Tokenizer(name="embedded")).decode(ids)
 

@@ -3,9 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train import data
-from titan_hydra.train.data.items import Synthetic, TokenFiles
+from titan_hydra import data
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.data.items import Synthetic, TokenFiles
 
 
 def write(path, ids, **changed):

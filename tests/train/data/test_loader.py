@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train import data
-from titan_hydra.train.data import loader as loaders
+from titan_hydra import data
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.data import loader as loaders
 
 SOURCES = ["embedded", "synthetic", "tokens", "hf", "jsonl", "shards", "parquet", "books", "single"]
 

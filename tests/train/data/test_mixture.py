@@ -5,13 +5,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from titan_hydra.config import data as rules
+from titan_hydra import data
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.load import values_are_what_the_schema_takes
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train import data, tokenizer
-from titan_hydra.train.data import loader as loaders
-from titan_hydra.train.data.mixture import pattern
+from titan_hydra.config.rules import data as rules
+from titan_hydra.data import loader as loaders
+from titan_hydra.data import tokenizer
+from titan_hydra.data.mixture import pattern
 
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
 BOS, EOS = 3840, 3841

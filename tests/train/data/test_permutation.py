@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_hydra.train.data.permutation import permute
+from titan_hydra.data.permutation import permute
 
 
 @given(size=st.integers(1, 700), seed=st.integers(), epoch=st.integers(0))

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan_hydra.config import data as rules
+from titan_hydra import data
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import missing
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train import data
+from titan_hydra.config.rules import data as rules
 
 from .test_items import write
 from .test_mixture import read

@@ -3,10 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_hydra import data
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.status import ConfigError
-from titan_hydra.train import data, tokenizer
-from titan_hydra.train.data.streams import Stream
+from titan_hydra.data import tokenizer
+from titan_hydra.data.streams import Stream
 
 
 class Listed:

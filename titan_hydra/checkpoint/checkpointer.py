@@ -1,0 +1,302 @@
+"""When a checkpoint is written, what happens when that fails, and which one a run resumes from.
+
+A failed save is tried again one step later, while training continues. If two saves in a row that were due have failed with their second
+tries, the run stops: no more than two intervals are then lost. Rules: docs/reliability.md.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+from titan_hydra.base.errors import CheckpointError
+from titan_hydra.base.run import Run
+from titan_hydra.config.schema import Checkpoint, Model
+from titan_hydra.runs import checkpoints
+
+from . import initial, safe, state
+from .writer import Writer
+
+TRIES = 4  # consecutive failures that stop a run: two saves that were due, each tried twice
+LONGEST = timedelta(hours=1)  # time that a rank waits for another one's disk
+
+
+@dataclass
+class Flight:
+    """A pending save: DCP's futures, when it began, and how long it has blocked the training thread so far."""
+
+    step: int
+    writer: Writer
+    began: float
+    staged: Future | None = None
+    written: Future | None = None
+    held: float = 0.0
+    seconds: float | None = None  # from its begin until it was complete
+
+
+@dataclass
+class Checkpointer:
+    """Saves and loads a model, its optimizers and each rank's data state in `<run>/checkpoints`. All ranks must call the same methods in
+    the same order.
+    """
+
+    config: Checkpoint
+    run: Run
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of the replica groups' last exchange
+    report: Callable[..., None] = lambda event, step, **values: None  # Metrics.event
+    flight: Flight | None = None
+    failures: int = 0  # in a row
+    again: bool = False  # the last save failed, and is to be tried once more
+    saved: int = -1  # step of the newest complete one that this process has written or read
+    bin: checkpoints.Bin = field(default_factory=checkpoints.Bin)
+
+    def __post_init__(self) -> None:
+        self.clock = time.monotonic()
+        self.on = self.config.name != "off"
+        # A separate group, so that a saving thread cannot interleave with the step's collectives; gloo, as the data are on the host.
+        self.group = dist.new_group(backend="gloo", timeout=LONGEST) if self.on else None
+        self.stager = self._new_stager() if self.config.name in ("async", "async_pinned") else None
+
+    def _new_stager(self) -> DefaultStager:
+        pinned = self.config.name == "async_pinned" and torch.cuda.is_available()
+        return DefaultStager(StagingOptions(pinned, False, True, pinned))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the steps."""
+        return self.run.directory / "checkpoints"
+
+    # --- in the loop ------------------------------------------------------------------------------------------------------------
+
+    def votes(self) -> list[float]:
+        """Return this rank's two flags for the per-step all-reduce: a time-based save is due (rank 0 only); the pending save has finished
+        on this rank.
+        """
+        minutes = self.config.interval_minutes
+        late = self.run.rank == 0 and minutes is not None and time.monotonic() - self.clock >= 60 * minutes
+        return [float(late), float(self.flight is not None and self.flight.written.done())]
+
+    def wait_for_staging(self) -> float:
+        """Wait until the weights are copied, before the optimizer changes them. Returns the seconds it took."""
+        if self.flight is None or self.flight.staged is None:
+            return 0.0
+        began = time.perf_counter()
+        self.flight.staged.result()
+        self.flight.staged = None
+        held = time.perf_counter() - began
+        self.flight.held += held
+        return held
+
+    def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool) -> None:
+        """Save if one is due; at the end of the run wait until it is complete. `votes` are the sums over all ranks."""
+        if not self.on:
+            return
+        late, ended = votes
+        if self.flight is not None and ended == self.run.world_size:
+            self.land()
+        if stop or self.again or self._due(step, late > 0, last):
+            self.save(step, data_state)
+        if last or stop:
+            self.land()
+            if self.again:  # there is no further step to wait for
+                self.save(step, data_state)
+                self.land()
+            if self.failures and (stop or self.config.last_step):
+                raise CheckpointError(self._lost(step))
+
+    def _due(self, step: int, late: bool, last: bool) -> bool:
+        if self.config.name == "seed":
+            return False
+        if last:
+            return self.config.last_step
+        return late or (step == 1 and self.config.first_step) or bool(self.config.interval and step % self.config.interval == 0)
+
+    def save(self, step: int, data_state: dict[str, Any]) -> None:
+        """Begin a save, after the pending one has ended: two copies of the weights would not fit."""
+        if step == self.saved:
+            return
+        self.land()
+        began, self.clock = time.perf_counter(), time.monotonic()
+        own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
+        writer = Writer(self.folder / f"step-{step:08d}", step, self.run.world_size, own, self._purge)
+        self.flight = Flight(step, writer, began)
+        content = {"model": state.weights(self.model), "optimizer": state.of_optimizers(self.model, self.optimizers)}
+        self._start(self.flight, content | ({"outer": self.outer} if self.outer else {}))
+        self.flight.held += time.perf_counter() - began
+        if self.stager is None:
+            self.land()
+
+    def _start(self, flight: Flight, content: dict[str, Any]) -> None:
+        """Write in this thread, or copy and write in other threads."""
+        if self.stager is None:
+            flight.written = Future()
+            try:
+                flight.written.set_result(dcp.save(content, storage_writer=flight.writer, process_group=self.group))
+            except (Exception, CheckpointException) as error:
+                flight.written.set_exception(error)
+            flight.seconds = time.perf_counter() - flight.began
+            return
+        if not self.stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 empties a stager after each copy
+            self.stager.close()
+            self.stager = self._new_stager()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
+        response = dcp.async_save(content, storage_writer=flight.writer, process_group=self.group, async_stager=self.stager)
+        flight.staged, flight.written = response.staging_completion, response.upload_completion
+        flight.written.add_done_callback(lambda _: setattr(flight, "seconds", time.perf_counter() - flight.began))
+
+    def land(self) -> None:
+        """Wait for the pending save and report its result."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        began = time.perf_counter()
+        failure = flight.written.exception()
+        flight.held += time.perf_counter() - began if self.stager else 0.0
+        if failure is None:
+            self.saved, self.failures, self.again = flight.step, 0, False
+            self.report("checkpoint", flight.step, seconds=flight.seconds or time.perf_counter() - flight.began, seconds_held=flight.held)
+            return
+        if not isinstance(failure, CheckpointException):  # local, as a lost peer: other ranks have not seen it, so no retry can be agreed
+            raise failure
+        if self.run.rank == 0:
+            flight.writer.abandon()
+        self.failures += 1
+        self.again = self.failures % 2 == 1
+        self.reason = reason_of(failure)
+        self.report("checkpoint_failed", flight.step, reason=self.reason, failures=self.failures, seconds_held=flight.held)
+        if self.run.rank == 0:
+            then = "it is tried again" if self.again else "training goes on"
+            print(f"WARNING: {self._lost(flight.step)}; {then}", file=sys.stderr, flush=True)
+        if self.failures == TRIES:
+            raise CheckpointError(f"{self._lost(flight.step)}; {TRIES} tries in a row have failed")
+
+    def _lost(self, step: int) -> str:
+        kept = checkpoints.newest(self.folder)
+        return (f"the checkpoint of step {step} could not be written to {self.folder}: {self.reason}; "
+                + (f"the newest complete one is {kept.name}" if kept else "there is no earlier one"))
+
+    def _purge(self) -> None:
+        """Delete steps that need not be kept. Called on rank 0 when a step is complete."""
+        self.bin.throw(checkpoints.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every))
+
+    def close(self) -> None:
+        """Wait for the threads that copy and delete."""
+        if self.stager is not None:
+            self.stager.close()
+        self.bin.wait()
+
+    # --- at the start and the end -------------------------------------------------------------------------------------------------
+
+    def resume(self) -> tuple[int, dict[str, Any] | None]:
+        """Load the newest complete and intact step. Returns its number and the merged data state; (0, None) if there is none."""
+        if not self.on:
+            return 0, None
+        if self.run.rank == 0:
+            self.bin.throw(checkpoints.leftovers(self.folder))
+        path = self._newest_intact()
+        if path is None:
+            return 0, None
+        self._load(path, {"model", "optimizer", "outer"})
+        self.saved = checkpoints.step_of(path)
+        return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
+
+    def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
+        """Start a new run from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights.
+        """
+        found = [initial.find(path)]
+        dist.broadcast_object_list(found, src=0, group=self.group)  # the other run may be writing its next step just now
+        source, left_out = found[0], set(self.config.exclude_from_loading)
+        if initial.is_hf(source):
+            initial.load_hf(self.model, model, source)
+            return 0, None
+        if problems := self._problems(source) if (source / checkpoints.MANIFEST).exists() else []:
+            raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}")
+        self._load(source, {"model", "optimizer"} - left_out)
+        data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
+        return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
+
+    def save_weights(self, path: Path, model: Model, dtype: str | None = None) -> None:
+        """Write `model.*` only, with the model's configuration, complete or absent; in another number format if `dtype` is given."""
+        content = {name: weight.to(getattr(torch, dtype)) if dtype else weight for name, weight in state.weights(self.model).items()}
+        own = ("config.json", json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
+        writer = Writer(path, 0, self.run.world_size, own)
+        try:
+            dcp.save({"model": content}, storage_writer=writer, process_group=self.group)
+        except CheckpointException as error:
+            if self.run.rank == 0:
+                writer.abandon()
+            raise CheckpointError(f"{path} could not be written: {reason_of(error)}") from error
+
+    def _load(self, path: Path, parts: set[str]) -> None:
+        content: dict[str, Any] = {"model": state.weights(self.model)} if "model" in parts else {}
+        if "optimizer" in parts:
+            content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
+        if "outer" in parts and self.outer:
+            content["outer"] = self.outer
+        try:
+            safe.load(content, path, self.group)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
+        if "model" in parts:
+            set_model_state_dict(self.model, content["model"])
+        if "optimizer" in parts:
+            state.into_optimizers(self.model, self.optimizers, content["optimizer"])
+
+    def _newest_intact(self) -> Path | None:
+        """Return the step to resume from, None if there is none. Damaged ones are reported and moved aside. Raises CheckpointError if all
+        are damaged.
+        """
+        names = [[path.name for path in reversed(checkpoints.complete(self.folder))], any(self.folder.glob("step-*.damaged"))]
+        dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
+        damaged: list[tuple[Path, list[str]]] = []
+        found = None
+        for path in (self.folder / name for name in names[0]):
+            problems = self._problems(path)
+            if not problems:
+                found = path
+                break
+            damaged.append((path, problems))
+        words = "; ".join(f"{path.name}: {', '.join(problems)}" for path, problems in damaged)
+        if found is None and (damaged or names[1]):
+            raise CheckpointError(f"no checkpoint in {self.folder} is intact ({words or 'all are set aside as damaged'}); "
+                                  "launch.force=true begins again from nothing")
+        if damaged and self.run.rank == 0:
+            print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
+            for path, _ in damaged:
+                aside = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)  # the same step, damaged before
+                path.rename(aside)
+        return found
+
+    def _problems(self, path: Path) -> list[str]:
+        """Return what is wrong with a step's files; each rank reads a share of them."""
+        found: list[Any] = [None] * self.run.world_size
+        dist.all_gather_object(found, checkpoints.damage(path, self.run.rank, self.run.world_size), group=self.group)
+        return [problem for part in found for problem in part]
+
+
+def reason_of(failure: BaseException) -> str:
+    """Return the error of the first rank that failed, in one line; DCP would print every rank's traceback."""
+    where = ""
+    if isinstance(failure, CheckpointException):
+        rank, (failure, _) = min(failure.failures.items())
+        where = f"rank {rank}: "
+    return where + (str(failure).strip() or type(failure).__name__).splitlines()[-1]

@@ -1,0 +1,255 @@
+"""Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
+
+Both directions stream: an export holds one file's tensors in memory, an import one tensor. The file that marks completeness is written last
+(config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for a complete one.
+"""
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from titan_hydra.base.errors import CheckpointError, ConfigError
+from titan_hydra.config import from_dict, to_dict
+from titan_hydra.config.files import read_json
+from titan_hydra.config.schema import Model, Tokenizer
+from titan_hydra.models.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
+from titan_hydra.runs.checkpoints import newest
+
+from . import safe
+from . import tokenizer as tokenizer_export
+
+PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: float = 5.0, config_file: Path | None = None) -> list[str]:
+    """Write the model of a checkpoint or run as Hugging Face's LlamaForCausalLM. Returns the names of the weight files."""
+    checkpoint = find_checkpoint(source)
+    config = read_model_config(checkpoint, config_file)
+    shapes = parameter_shapes(config)
+    reader = Reader(checkpoint)
+    _check_stored(reader.metadata, shapes, checkpoint)
+    shards = _plan_shards({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_shard_gb * 1e9)
+    _make_target(target)
+    files = [_shard_name(i, len(shards)) for i in range(len(shards))]
+    for file, names in zip(files, shards, strict=True):
+        tensors = {hf_name(name): reader.tensor(name, shapes[name], dtype) for name in names}
+        (target / file).touch()
+        mode = (target / file).stat().st_mode  # the umask's; safetensors would make the file readable only to its owner
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        (target / file).chmod(mode)
+    if len(files) > 1:
+        weight_map = {hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        _write_json(target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len)
+    _write_json(target / "config.json", to_hf_config(config, dtype) | ids)
+    return files
+
+
+def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
+    """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
+    try:
+        ids = tokenizer_export.write(read_tokenizer_config(checkpoint, config_file), target, max_length)
+    except ConfigError as error:
+        print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
+        return {}
+    _write_json(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
+    return ids
+
+
+def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a Hugging Face Llama folder as a checkpoint of `model.*` only, with the model section as its config.json."""
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder")
+    config_file = source / "config.json"
+    try:
+        config = from_hf_config(_read_json(config_file), config_file)
+    except KeyError as error:
+        raise ConfigError(f"{config_file}: lacks {error}") from error
+    shapes = parameter_shapes(config)
+    files = _weight_files(source)
+    state = {PREFIX + name: _meta_tensor(name, shape, dtype, files, source) for name, shape in shapes.items()}
+
+    def read(key: str) -> Tensor:
+        name = hf_name(key.removeprefix(PREFIX))
+        with safe_open(files[name], framework="pt") as file:
+            return file.get_tensor(name).to(state[key].dtype)
+
+    _make_target(target)
+    words = source / "tokenizer.json"
+    tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
+    _write_json(target / "config.json", {"model": to_dict(config)} | tokenizer)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
+
+
+def find_checkpoint(source: Path) -> Path:
+    """Return `source` if it is a complete checkpoint, else the newest complete one of that run (or checkpoints folder). Raises ConfigError
+    if there is none.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder")
+    if (source / ".metadata").is_file():
+        return source
+    step = newest(source / "checkpoints") or newest(source)
+    if step is None:
+        raise ConfigError(f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*")
+    return step
+
+
+def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
+    """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's)."""
+    candidates = [config_file] if config_file else [checkpoint / "config.json", checkpoint.absolute().parents[1] / "config.json"]
+    file = next((file for file in candidates if file.is_file()), None)
+    if file is None:
+        raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
+    try:
+        return from_dict(Model, _read_json(file)["model"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
+
+
+def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> Tokenizer:
+    """Read the tokenizer section of the run that wrote a checkpoint. Its path is resolved against the folder in which the run was started.
+
+    Raises ConfigError if no config.json names a tokenizer.
+    """
+    file, section = find_section("tokenizer", checkpoint, config_file)
+    if not section:
+        raise ConfigError(f"{file}: names no tokenizer")
+    config = from_dict(Tokenizer, section)
+    if config.path:
+        started = (read_json(file.with_name("env.json")) or {}).get("folder", "")
+        config.path = str(Path(started, Path(config.path).expanduser()))
+    return config
+
+
+def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
+    """Return a section of config.json and the file that has it; {} if no file has it.
+
+    Searched are `config_file` if given, else the config.json beside the checkpoint (an import), one folder up (the run of an export) and
+    two folders up (the run of a step).
+    """
+    folders = [checkpoint, *checkpoint.absolute().parents[:2]]
+    candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
+    found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
+    return next(((file, section) for file, section in found if section), (candidates[-1], {}))
+
+
+class Reader:
+    """Reads single tensors of a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint, self.reader = checkpoint, safe.Reader(checkpoint)
+        self.metadata = self.reader.index
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
+        state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
+        try:
+            dcp.load(state, storage_reader=self.reader, planner=safe.Planner(), no_dist=True)
+        except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
+        return state[PREFIX + name]
+
+
+class LazySavePlanner(dcp.DefaultSavePlanner):
+    """Saves a state dict of meta tensors; `read(key)` supplies each real tensor when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]):
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.read(index.fqn)
+
+
+def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint: Path) -> None:
+    stored = {key.removeprefix(PREFIX): entry.size for key, entry in metadata.state_dict_metadata.items()
+              if key.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)}
+    for name in shapes | stored:
+        if shapes.get(name) != stored.get(name):
+            has, needs = (tuple(found[name]) if name in found else "nothing" for found in (stored, shapes))
+            raise ConfigError(f"{checkpoint}: {PREFIX}{name} is {has}, but the model of its config.json has {needs} there")
+
+
+def _plan_shards(sizes: dict[str, int], limit: float) -> list[list[str]]:
+    """Assign names to files, in order; a file exceeds `limit` bytes only if a single tensor does."""
+    shards, used = [[]], 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _weight_files(source: Path) -> dict[str, Path]:
+    """Return the file of a Hugging Face folder that holds each tensor."""
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: source / file for name, file in _read_json(index)["weight_map"].items()}
+    single = source / "model.safetensors"
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
+
+
+def _meta_tensor(name: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
+    """Return a meta tensor with the shape and dtype of parameter `name` in the checkpoint. Raises ConfigError if the folder holds something
+    else.
+    """
+    theirs = hf_name(name)
+    if theirs not in files:
+        raise ConfigError(f"{source}: has no {theirs}, which its config.json asks for")
+    try:
+        with safe_open(files[theirs], framework="pt") as file:
+            entry = file.get_slice(theirs)
+            found, stored = tuple(entry.get_shape()), entry.get_dtype()
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{files[theirs]}: {theirs} cannot be read ({error})") from error
+    if found != tuple(shape):
+        raise ConfigError(f"{files[theirs]}: {theirs} is {found}; config.json asks for {tuple(shape)}")
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    if stored not in dtypes:
+        raise ConfigError(f"{files[theirs]}: {theirs} is {stored}; legal: {', '.join(dtypes)}")
+    return torch.empty(shape, dtype=dtype or dtypes[stored], device="meta")
+
+
+def _make_target(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        occupied = any(target.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written ({error.strerror})") from error
+    if occupied:
+        raise ConfigError(f"{target}: exists and is not empty; name a new folder")
+    if not os.access(target, os.W_OK):
+        raise ConfigError(f"{target}: cannot be written (permission denied)")
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
+
+
+def _write_json(file: Path, data: dict) -> None:
+    file.write_text(json.dumps(data, indent=2) + "\n")

@@ -1,0 +1,81 @@
+"""Read a checkpoint without running code from it. DCP stores its index, `.metadata`, as a pickle, and reads values that are not tensors
+with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything else is read with
+weights_only=True.
+"""
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from titan_hydra.base.errors import CheckpointError
+
+CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (
+    metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
+    metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+)}
+CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# The path of the checkpoint when written, which is never read: any path becomes a text.
+CLASSES |= {(module, name): lambda *parts: "/".join(map(str, parts))
+            for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+
+
+class Unpickler(pickle.Unpickler):
+    """An unpickler restricted to the classes of DCP's index, so that a pickle can call nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs: refused, as it could run code")
+        return CLASSES[module, name]
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader with an index that cannot run code. Raises CheckpointError if the index cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.index = read_index(path)
+        self.index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+
+    def read_metadata(self) -> Metadata:
+        """Return the index, which is read only once: it can be large."""
+        return self.index
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """DCP's planner; values that are not tensors (learning rates, flags) are read without running code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value into the state dict."""
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+def read_index(path: Path) -> Metadata:
+    """Read a checkpoint's `.metadata`. Raises CheckpointError if it is truncated, is not DCP's, or would run code."""
+    file = path / ".metadata"
+    try:
+        with file.open("rb") as stream:
+            index = Unpickler(stream).load()
+        if type(index) is not Metadata or not isinstance(index.storage_data, dict):
+            raise ValueError("not the index of a checkpoint")
+        for entry in index.storage_data.values():
+            if Path(entry.relative_path).name != entry.relative_path:
+                raise ValueError(f"it points out of its folder, to {entry.relative_path}")
+    except Exception as error:  # bytes of any kind may be in there
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    return index
+
+
+def load(state: dict[str, Any], path: Path, group: Any = None, no_dist: bool = False) -> None:
+    """Load a checkpoint folder into a state dict in place, whatever layout wrote it. Raises what DCP raises."""
+    dcp.load(state, storage_reader=Reader(path), planner=Planner(), process_group=group, no_dist=no_dist)

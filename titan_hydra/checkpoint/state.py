@@ -1,0 +1,77 @@
+"""The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank a `rank_R.json` with
+the states of its data streams and its random generators.
+"""
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from titan_hydra.base.errors import CheckpointError
+from titan_hydra.data.loader import merge
+from titan_hydra.parallel import float8
+
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: independent of optimizers and layout
+Optimizers = list[torch.optim.Optimizer]
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's shards of the parameters, in the parameters' own memory."""
+    return {name: float8.plain(weight) for name, weight in get_model_state_dict(model).items()}
+
+
+def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """Return this rank's shards of the optimizers' state."""
+    return get_optimizer_state_dict(model, optimizers, options=OPTIONS)
+
+
+def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
+    """Load the optimizers' state but not their learning rates, which come from this job's configuration."""
+    set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = optimizer.defaults["lr"]
+
+
+def of_rank(world_size: int, data: dict[str, Any]) -> str:
+    """Return the content of rank_R.json."""
+    random = {"cpu": _encode(torch.get_rng_state())}
+    if torch.cuda.is_available():
+        random["cuda"] = _encode(torch.cuda.get_rng_state())
+    return json.dumps({"world_size": world_size, "random": random, "data": data})
+
+
+def rank_file(rank: int) -> str:
+    """Return the file name of a rank's state, rank_R.json."""
+    return f"rank_{rank:05d}.json"
+
+
+def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the merged data states of all ranks, and restore this rank's random state if the number of ranks is unchanged."""
+    states = [json.loads(file.read_text()) for file in sorted(path.glob(f"rank_{'[0-9]' * 5}.json"))]
+    if not states:
+        raise CheckpointError(f"{path} has no rank_*.json: no state of the data to go on from")
+    if len(states) == world_size:
+        random = states[rank]["random"]
+        torch.set_rng_state(_decode(random["cpu"]))
+        if "cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_decode(random["cuda"]))
+    return merge([state["data"] for state in states])
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

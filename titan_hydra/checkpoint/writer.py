@@ -1,0 +1,151 @@
+"""Write one step: DCP's writer, which also computes checksums, adds the rank's own file and the manifest, and renames the folder.
+
+All of it happens inside DCP's two collectives (plan, write), in the thread in which DCP saves: DCP reports a failure on one rank to all.
+"""
+from __future__ import annotations
+
+import errno
+import io
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from titan_hydra.runs import checkpoints
+
+SUMS = ""  # the entry of a rank's results that is no tensor's: size and CRC-32 of each of its files
+SPARE = 2**20  # bytes that a save needs beside its tensors: the index, the ranks' own files
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes a step beside its final path, `path`, and renames it when every rank has written its part.
+
+    `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete.
+    """
+
+    def __init__(self, path: Path, step: int, world_size: int, own: tuple[str, str] | None = None,
+                 done: Callable[[], None] = lambda: None) -> None:
+        self.final, self.writing = path, path.with_name(f"{path.name}.writing")
+        super().__init__(self.writing, sync_files=True)
+        self.fs, self.step, self.world_size, self.own, self.done = SummingFiles(), step, world_size, own, done
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
+        """Delete what an earlier try has left, before the ranks plan their writes."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            shutil.rmtree(self.writing, ignore_errors=True)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Raise OSError on rank 0, which knows the sizes of all writes, if the disk has no room for them."""
+        needed = SPARE + sum(_bytes(item) for plan in plans for item in plan.items)
+        free = shutil.disk_usage(self.writing).free
+        if free < needed:
+            reason = f"{os.strerror(errno.ENOSPC)}: it needs {needed / 2**30:.3f} GiB and {free / 2**30:.3f} are free"
+            raise OSError(errno.ENOSPC, reason)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors and its own file; the checksums are sent to rank 0 with the results."""
+        try:
+            results = super().write_data(plan, planner).wait()
+            self._write_own()
+        except Exception as error:
+            if isinstance(error, OSError) or shutil.disk_usage(self.writing).free >= SPARE:
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer hides the cause
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([*results, WriteResult(MetadataIndex(SUMS), 0, dict(self.fs.sums))])
+        return future
+
+    def _write_own(self) -> None:
+        if self.own:
+            name, text = self.own
+            with self.fs.create_stream(self.writing / name, "wb") as stream:
+                stream.write(text.encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write index and manifest on rank 0 after all ranks have written, and rename the folder."""
+        sums = {}
+        for part in results:
+            sums |= part.pop().storage_data
+        super().finish(metadata, results)
+        sums[".metadata"] = self.fs.sums[".metadata.tmp"]
+        checkpoints.write_manifest(self.writing, self.step, self.world_size, sums)
+        checkpoints.sync_folder(self.writing)
+        self.commit()
+        self.done()
+
+    def commit(self) -> None:
+        """Rename the step to its final name. An existing damaged step of that name is moved aside: a rename never replaces a folder with
+        files.
+        """
+        if self.final.exists():
+            self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}.deleting"))
+        self.writing.rename(self.final)
+        checkpoints.sync_folder(self.final.parent)
+
+    def abandon(self) -> None:
+        """Delete a step that could not be written."""
+        shutil.rmtree(self.writing, ignore_errors=True)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return metadata without the path: a checkpoint can be moved, and should not disclose where it was."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class SummingFiles(FileSystem):
+    """Files whose checksums are computed while they are written, so that nothing has to be read again."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        """Open a file; `sums` has its size and CRC-32 by name once it is closed."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        raw = SummedFile(path, mode)
+        with io.BufferedWriter(raw, 2**20) as stream:
+            yield stream
+        self.sums[Path(path).name] = (raw.size, raw.crc)
+
+
+class SummedFile(io.FileIO):
+    """A file that is written once, from beginning to end."""
+
+    size = crc = 0
+
+    def write(self, data) -> int:
+        """Write what the system accepts of the data, and checksum exactly that."""
+        written = super().write(data)
+        with memoryview(data).cast("B") as view:
+            self.crc = zlib.crc32(view[:written], self.crc)
+        self.size += written
+        return written
+
+    def close(self) -> None:
+        """Sync the file before closing: torch's own sync of the index comes before the buffer above this file is flushed."""
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def _bytes(item) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0

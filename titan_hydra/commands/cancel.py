@@ -1,0 +1,148 @@
+"""`titan cancel`: stop runs that are running or queued. Ranks save and stop at the end of their step; SLURM jobs are cancelled by one
+scancel.
+
+Each stopped attempt gets a file `cancelled` with the user and the time; with it a job's batch script does not requeue the job.
+"""
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config.fault import counted
+from titan_hydra.config.files import read_json, write_json
+from titan_hydra.launch.attach import stop
+from titan_hydra.runs import rundir, slurm
+from titan_hydra.runs.records import alive
+from titan_hydra.runs.view import ACTIVE, Row, add_target, choose, look
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan cancel`."""
+    add_target(parser)
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Cancel what runs or waits. Returns 0 if all running cells were asked to stop."""
+    selection = choose(args.target, args.runs)
+    rows, queue = look(selection.cells)
+    live = [row for row in rows if row.state.kind in ACTIVE]
+    if not queue.answers:  # SLURM is asked only if one of these runs may be in its queue
+        print("SLURM does not answer: its jobs cannot be cancelled now", file=sys.stderr)
+        live = [row for row in live if not on_slurm(row)]
+    if not live:
+        print(f"{selection.name}: nothing runs or waits" if queue.answers else "nothing was cancelled")
+        return Exit.DONE if queue.answers else Exit.BUG
+    many = counted(len(live), "cell")
+    for row in live:
+        print(f"{row.hash}  {row.cell}: {row.state.kind}{f' on {row.where}' if row.where else ''}")
+    if not args.yes and not asked(f"cancel {many}? [y/N] "):
+        print("nothing was cancelled")
+        return Exit.DONE
+    faults = [*cancel_slurm([row for row in live if on_slurm(row)]),
+              *cancel_local([row for row in live if not on_slurm(row)], whole=len(selection.cells) > 1)]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return Exit.BUG if faults or not queue.answers else Exit.DONE
+
+
+def on_slurm(row: Row) -> bool:
+    """Whether the run was submitted to SLURM."""
+    return owner_of(row).get("executor") == "slurm"
+
+
+def asked(question: str) -> bool:
+    """Ask the user a yes/no question. Raises ConfigError if there is no terminal."""
+    if not sys.stdin.isatty():
+        raise ConfigError("there is no terminal to ask at; --yes cancels without asking")
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def mark(row: Row) -> None:
+    """Record in the attempt that it is being cancelled, before it is."""
+    write_json(row.directory / "attempts" / str(row.state.attempt) / "cancelled", {"by": getpass.getuser(), "time": time.time()})
+
+
+def cancel_slurm(rows: list[Row]) -> Iterable[str]:
+    """Cancel the jobs of exactly these cells with one scancel. Yields the reasons why some cannot be cancelled."""
+    jobs: list[str] = []  # of each cell: packed ones share theirs
+    for row in rows:
+        owner = owner_of(row)
+        if row.state.job is None:
+            yield f"{row.cell}: is being submitted right now; try again"
+        elif others := sharing(owner, row, rows) if owner.get("packed") else []:
+            yield (f"{row.cell}: shares the packed job {row.state.job.id} with {counted(len(others), 'other cell')} "
+                   f"({', '.join(others[:3])}); cancel the whole sweep, or scancel {row.state.job.id}")
+        else:
+            mark(row)
+            jobs.append(row.state.job.id)
+    if not jobs:
+        return
+    try:
+        done = subprocess.run(["scancel", *dict.fromkeys(jobs)], capture_output=True, text=True, timeout=slurm.LIMIT)
+        said = done.stderr.strip() or (f"it ended with status {done.returncode}" if done.returncode else "")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said:
+        yield f"scancel: {said}"
+    else:
+        print(f"cancelled {counted(len(jobs), 'cell')} ({', '.join(dict.fromkeys(jobs))})")
+
+
+def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
+    """List the other runs in the same packed job that are neither finished nor to be cancelled."""
+    found = []
+    for attempt in row.directory.parent.glob("*/attempts/*/attempt.json"):
+        directory = attempt.parents[2]
+        mine = attempt.parent.name.isdecimal() and (read_json(attempt) or {}).get("token") == owner["token"]
+        if mine and directory not in [row.directory for row in rows]:
+            found += [directory.name] if not (attempt.parent / "exit").exists() else []
+    return found
+
+
+def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
+    """Ask local ranks to stop, as Ctrl-C does. If a whole sweep is cancelled its launcher gets the signal, so that it starts no further
+    cell.
+    """
+    told = set()
+    for row in rows:
+        attempt = row.directory / "attempts" / str(row.state.attempt)
+        launcher = owner_of(row)
+        if not row.state.here:
+            yield f"{row.cell}: runs on {row.state.host}; cancel it there"
+            continue
+        mark(row)
+        if whole and alive(launcher) and "ended" not in launcher:
+            if launcher["pid"] not in told:  # a second signal kills
+                os.kill(launcher["pid"], signal.SIGTERM)
+                told.add(launcher["pid"])
+            whom = "its launcher"
+        else:
+            whom = stop(attempt) if started(attempt) else None
+        print(f"{row.cell}: asked {whom} to save and stop at the end of this step" if whom else f"{row.cell}: ended by itself")
+
+
+def started(attempt: Path, seconds: float = 15) -> bool:
+    """Wait until ranks can be signalled. Returns False if the attempt ended before."""
+    deadline = time.monotonic() + seconds
+    while not rundir.processes(attempt) and not alive(read_json(attempt / "ranks.json")):
+        if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def owner_of(row: Row) -> dict:
+    """Return the record of who claimed a row's attempt."""
+    return read_json(row.directory / "attempts" / str(row.state.attempt) / "attempt.json") or {}

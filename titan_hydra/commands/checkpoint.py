@@ -1,0 +1,103 @@
+"""`titan checkpoint`: list, verify, prune and convert the checkpoints of a run. Reads files only; imports torch only to convert."""
+from __future__ import annotations
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config.fault import counted
+from titan_hydra.runs import checkpoints
+from titan_hydra.runs.rundir import host_of_running, newest_attempt
+from titan_hydra.runs.view import add_runs, choose_one
+
+LEFT_BEHIND = {".writing": "being written, or left by a kill", ".damaged": "set aside as damaged", ".deleting": "being deleted"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands and options of `titan checkpoint`."""
+    commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune|convert")
+    for name, text in (("ls", "list the steps of a run"), ("verify", "compare every byte with what was written; status 1 if not the same"),
+                       ("prune", "delete what need not be kept, what is damaged, and what a kill has left")):
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.add_argument("run", help="run directory, start of a run's hash" + ", or one step's folder" * (name == "verify"))
+        add_runs(command)
+        if name == "prune":
+            command.add_argument("--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1")
+            command.add_argument("--every", type=int, default=0, help="keep multiples of this step too")
+            command.add_argument("--dry", action="store_true", help="only say what would go")
+    convert = commands.add_parser("convert", help="the same as titan convert", add_help=False, prefix_chars="\0")
+    convert.add_argument("rest", nargs=argparse.REMAINDER)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the subcommand and return the exit status."""
+    if args.what == "convert":
+        from titan_hydra import cli
+
+        return cli.main(["convert", *args.rest])
+    if args.what == "verify" and (Path(args.run) / checkpoints.MANIFEST).is_file():
+        return verify([Path(args.run)])
+    run = choose_one(args.run, args.runs).directory
+    steps = run / "checkpoints"
+    if args.what == "ls":
+        return ls(steps)
+    if args.what == "verify":
+        return verify(checkpoints.complete(steps) or _none(steps))
+    if args.keep < 1:
+        raise ConfigError(f"--keep {args.keep}: a run keeps at least one checkpoint")
+    attempt = newest_attempt(run)
+    if attempt and (host := host_of_running(run / "attempts" / str(attempt))):
+        raise ConfigError(f"{run.name} is running on {host}, and deletes by itself: checkpoint.keep_latest_k")
+    return prune(steps, args.keep, args.every, args.dry)
+
+
+def ls(steps: Path) -> int:
+    """Print one line for each step, oldest first, and for each folder left by a kill or by damage."""
+    for path in checkpoints.complete(steps) or _none(steps):
+        manifest = checkpoints.read_manifest(path)
+        if manifest is None:
+            print(f"{path.name}  {_size(path):>10}  no manifest: damaged")
+            continue
+        when = datetime.fromtimestamp(manifest["time"]).strftime("%Y-%m-%d %H:%M")
+        print(f"{path.name}  {_size(path):>10}  {when}  {counted(manifest['world_size'], 'rank')}")
+    for path in _left_behind(steps):
+        print(f"{path.name}  {_size(path):>10}  {LEFT_BEHIND[path.suffix]}")
+    return Exit.DONE
+
+
+def verify(paths: list[Path]) -> int:
+    """Compare every byte of the steps with their manifests."""
+    status = Exit.DONE
+    for path in paths:
+        problems = checkpoints.damage(path)
+        print(f"{path.name}  {'damaged: ' + '; '.join(problems) if problems else 'intact'}", flush=True)
+        status = Exit.BUG if problems else status
+    return status
+
+
+def prune(steps: Path, keep: int, every: int, dry: bool) -> int:
+    """Delete steps that need not be kept, but never the newest intact one."""
+    intact = next((path for path in reversed(checkpoints.complete(steps)) if not checkpoints.damage(path)), None)
+    if intact is None:
+        raise ConfigError(f"{steps}: no checkpoint is intact; nothing is deleted")
+    going = [path for path in checkpoints.surplus(steps, keep, every) if path != intact] + _left_behind(steps)
+    for path in going:
+        print(f"{path.name}  {_size(path):>10}  {'would be deleted' if dry else 'deleted'}")
+    if not dry:
+        waste = checkpoints.Bin()
+        waste.throw(going)
+        waste.wait()
+    return Exit.DONE
+
+
+def _none(steps: Path) -> list[Path]:
+    raise ConfigError(f"{steps}: no checkpoint is complete")
+
+
+def _left_behind(steps: Path) -> list[Path]:
+    return sorted(path for path in steps.iterdir() if path.suffix in LEFT_BEHIND) if steps.is_dir() else []
+
+
+def _size(path: Path) -> str:
+    return f"{sum(file.stat().st_size for file in path.iterdir()) / 2**20:,.1f} MiB"

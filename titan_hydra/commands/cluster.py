@@ -1,0 +1,144 @@
+"""`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM of this login node, from sinfo's list of GPU partitions."""
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config.compose import CONF
+from titan_hydra.config.files import write_text
+from titan_hydra.runs import slurm
+
+FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
+DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}  # GiB by the GPU's name
+FILE = """\
+# {cluster}, partition {partition}: {nodes} node{s} of {gpus} {kind} GPU{p}, as sinfo had it; see docs/slurm.md.
+name: {name}
+executor: slurm
+partition: {partition}
+account: null  # where hours are billed: sacctmgr show associations user=$USER
+gpus_per_node: {gpus}
+device_memory_gib: {device_memory}
+cpus_per_task: {cores}
+sbatch: {{mem-per-gpu: {memory}M}}
+time_minutes: {minutes}
+setup: []  # shell lines before the ranks start: module load, source
+"""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The nodes of one kind in a partition."""
+
+    name: str
+    default: bool
+    nodes: int
+    kind: str  # of GPU; "" if GRES does not name it
+    gpus: int  # of a node
+    cores: int
+    memory_mib: int
+    minutes: int | None  # None: no limit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan cluster`."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="init")
+    init = commands.add_parser("init", prog="titan cluster init", help="write conf/cluster/NAME.yaml from sinfo",
+                               description="Write conf/cluster/NAME.yaml from what sinfo says of the partitions with GPUs.")
+    init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: SLURM's name of the cluster)")
+    init.add_argument("--partition", help="which one (default: SLURM's default partition, else the one with most GPUs)")
+    init.add_argument("--folder", type=Path, default=CONF / "cluster", help="where to write (default: conf/cluster)")
+    init.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the file, print it, and suggest a command to try it."""
+    listing = slurm.call("sinfo", "--noheader", f"--format={FIELDS}")
+    if listing is None:
+        raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
+    found = list(partitions(listing))
+    chosen = choose(found, args.partition)
+    cluster = cluster_name()
+    name = args.name or re.sub(r"\W+", "_", cluster)
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise ConfigError(f"{name}: cannot be typed as cluster=NAME; letters, digits, _ and - can")
+    file = args.folder / f"{name}.yaml"
+    if file.exists() and not args.force:
+        raise ConfigError(f"{file}: is there already; choose another name, or --force to replace it")
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        write_text(file, text := file_text(chosen, name, cluster))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+    print(f"{file}:\n\n{text}")
+    others = sorted({partition.name for partition in found} - {chosen.name})
+    if others:
+        print(f"other partitions with GPUs: {', '.join(others)} (--partition, or cluster.partition= for a single run)")
+    folder = args.folder.resolve()
+    where = "" if folder == (CONF / "cluster").resolve() else f"--config-dir {shlex.quote(str(folder.parent))} "
+    print(f"look at it, then try: python launch.py {where}cluster={name} gpus={chosen.gpus} launch.mode=dry")
+    return Exit.DONE
+
+
+def partitions(listing: str) -> Iterable[Partition]:
+    """Parse sinfo's listing into the partitions with GPUs, one entry for each kind of node."""
+    for line in listing.splitlines():
+        name, gres, nodes, cores, memory, limit = (part.strip() for part in line.split("|"))
+        kind, gpus = gpus_of(gres)
+        if gpus:
+            yield Partition(name.rstrip("*"), name.endswith("*"), int(nodes), kind, gpus, int(cores.rstrip("+")), int(memory.rstrip("+")),
+                            minutes_of(limit))
+
+
+def gpus_of(gres: str) -> tuple[str, int]:
+    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100. The kind is "" if GRES does not name it.
+    """
+    found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
+    kinds = {kind for kind, _ in found if kind}
+    return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in found)
+
+
+def device_memory(kind: str) -> int | None:
+    """Return the GiB of a GPU if its name implies them: `h100`, `nvidia_h200`, `a100_80gb`."""
+    if found := re.search(r"(\d+)gb", kind.lower()):
+        return int(found[1])
+    return next((DEVICE_MEMORY[word] for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in DEVICE_MEMORY), None)
+
+
+def minutes_of(limit: str) -> int | None:
+    """Convert SLURM's [days-]hours:minutes:seconds, or minutes:seconds, to minutes; None for no limit."""
+    if not (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
+        return None
+    days, hours, minutes, _ = (int(part or 0) for part in match.groups())
+    return (days * 24 + hours) * 60 + minutes
+
+
+def choose(found: list[Partition], wanted: str | None) -> Partition:
+    """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind of node."""
+    if not found:
+        raise ConfigError("sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand")
+    names = dict.fromkeys(partition.name for partition in found)
+    if wanted and wanted not in names:
+        raise ConfigError(f"--partition {wanted}: no such partition with GPUs; there are {', '.join(names)}")
+    candidates = [partition for partition in found if partition.name == wanted] if wanted else found
+    return max(candidates, key=lambda partition: (partition.default, partition.nodes * partition.gpus))
+
+
+def file_text(partition: Partition, name: str, cluster: str) -> str:
+    """Return the text of the file: a node's cores and 95 % of its memory divided evenly among its GPUs, and the partition's time limit."""
+    return FILE.format(
+        cluster=cluster, name=name, partition=partition.name, nodes=partition.nodes, s="" if partition.nodes == 1 else "s",
+        kind=partition.kind, gpus=partition.gpus, p="" if partition.gpus == 1 else "s",
+        device_memory=device_memory(partition.kind) or "null", cores=max(partition.cores // partition.gpus, 1),
+        memory=int(0.95 * partition.memory_mib / partition.gpus), minutes="null" if partition.minutes is None else partition.minutes,
+    ).replace("  GPU", " GPU")
+
+
+def cluster_name() -> str:
+    """Return SLURM's name of the cluster, "mysite" if it is unknown."""
+    found = re.search(r"ClusterName\s*=\s*(\S+)", slurm.call("scontrol", "show", "config") or "")
+    return found[1] if found else "mysite"

@@ -1,0 +1,82 @@
+"""`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and hashes.
+
+The script calls `titan completion --words ...` at each Tab, so it never goes stale.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+from titan_hydra import cli
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.runs import find
+from titan_hydra.runs.view import short_names
+
+SCRIPTS = {
+    "bash": """_titan() { mapfile -t COMPREPLY < <(titan completion --words="${COMP_WORDS[*]:1:COMP_CWORD}" 2>/dev/null); }
+complete -o default -F _titan titan""",
+    "zsh": """_titan() {
+    local -a found=(${(f)"$(titan completion --words="${(j: :)words[2,CURRENT]}" 2>/dev/null)"})
+    (( $#found )) && compadd -a found || _files
+}
+compdef _titan titan""",
+    "fish": """function _titan
+    titan completion --words=(string join -- " " (commandline -opc)[2..] (commandline -ct)) 2>/dev/null
+end
+complete -c titan -a '(_titan)'""",
+}
+RUNS = ("target", "cell", "sweep", "A", "B")  # arguments that stand for runs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan completion`."""
+    parser.add_argument("shell", nargs="?", choices=SCRIPTS, help='to be evaluated: eval "$(titan completion bash)"')
+    parser.add_argument("--words", help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print a shell's script, or the candidates for the last of the words."""
+    if args.words is not None:
+        words = args.words.split(" ")
+        print(*(word for word in candidates(words) if word.startswith(words[-1])), sep="\n")
+    elif args.shell:
+        print(SCRIPTS[args.shell])
+    else:
+        raise ConfigError(f"which shell? {', '.join(SCRIPTS)}")
+    return Exit.DONE
+
+
+def candidates(words: list[str]) -> Iterable[str]:
+    """List everything that may stand in place of the last word; empty where a file name may."""
+    command, before = words[0], words[1:-1]
+    if len(words) == 1:
+        return cli.COMMANDS
+    if command not in cli.COMMANDS:
+        return []
+    parser = argparse.ArgumentParser()
+    importlib.import_module(cli.COMMANDS[command][0]).add_arguments(parser)
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    last = options.get(before[-1]) if before else None
+    if last is not None and last.nargs != 0:  # its value is wanted
+        return last.choices or []
+    if words[-1].startswith("-"):
+        return options
+    places = [action for action in parser._actions if not action.option_strings]
+    chosen = next((action.choices for action in places if action.choices), None)
+    return chosen or (names(runs_of(before)) if any(action.dest in RUNS for action in places) else [])
+
+
+def runs_of(words: list[str]) -> Path:
+    """Return the folder of runs that the words select."""
+    return Path(next((value for option, value in pairwise(words) if option == "--runs"), "runs"))
+
+
+def names(runs: Path) -> list[str]:
+    """List sweeps, the cells of the newest one, and all runs by hash and by name."""
+    manifests = find.sweeps(runs)
+    cells = short_names(find.sweep(manifests[0]).cells) if manifests else []
+    directories = [run.name for run in find.all_runs(runs)]
+    return [*(file.parent.name for file in manifests), *cells, *(name.rpartition("-")[2] for name in directories), *directories]

@@ -1,0 +1,37 @@
+"""`titan convert`: convert checkpoints to and from Hugging Face's format."""
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+from titan_hydra.config.fault import counted
+from titan_hydra.runs.view import add_runs, place_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan convert`: titan convert RUN --to hf DIR, titan convert HF_DIR DIR --from hf."""
+    parser.add_argument("source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder")
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--to", choices=["hf"], help="export to this format")
+    direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
+    parser.add_argument("target", type=Path, help="folder to write; new or empty")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="number format; default bfloat16 (--to), unchanged (--from)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
+    parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
+    add_runs(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Convert and print what was written. Raises ConfigError or CheckpointError."""
+    from titan_hydra.checkpoint import convert
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    if args.to:
+        source = place_of(args.source, args.runs)
+        files = convert.export_hf(source, args.target, convert.DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
+        print(f"{args.target}: {counted(len(files), 'file')} of weights; load with AutoModelForCausalLM.from_pretrained")
+    else:
+        convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype))
+        print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")
+    return 0

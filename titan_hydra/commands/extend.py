@@ -1,0 +1,91 @@
+"""`titan extend`: a new run that continues from a run's checkpoint, up to another number of steps.
+
+It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result equals a run with the new
+number from the start: with lr_scheduler=wsd one from before the decay, with a constant rate the last.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config import Fault, Job, check
+from titan_hydra.config.change import change
+from titan_hydra.config.fault import as_value
+from titan_hydra.config.schema import Launch, Paths, Sweep
+from titan_hydra.launch import dispatch
+from titan_hydra.launch.dispatch import Cell
+from titan_hydra.launch.worker import load_job
+from titan_hydra.runs import checkpoints, rundir
+from titan_hydra.runs.view import add_runs, choose_one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan extend`."""
+    parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
+    parser.add_argument("values", nargs="+", metavar="steps=N", help="the number of steps, counted from the first run's start; after it "
+                        "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry")
+    parser.add_argument("--step", type=int, metavar="S", help="go on from this checkpoint, whatever the learning rates before it were")
+    add_runs(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Start the new run. Returns its exit status, as launch.py does."""
+    run = choose_one(args.cell, args.runs)
+    old = load_job(run.directory)
+    old = dataclasses.replace(old, launch=Launch(), sweep=Sweep(), paths=Paths(str(run.directory.parent)))
+    new = change(old, args.values, experiment=("steps",))
+    if not any(value.startswith("steps=") for value in args.values):
+        raise ConfigError("steps: how many? titan extend RUN steps=N")
+    if new.steps == old.steps:
+        raise ConfigError(str(Fault("steps", new.steps, "is what the run has")))
+    if old.fault_tolerance.name != "off":
+        raise ConfigError(f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: what its "
+                          "replica groups know of each other is not taken along")
+    step, note = origin(run.directory, old, new, args.step)
+    new.checkpoint.initial_load_path, new.checkpoint.exclude_from_loading = str(step), []
+    if faults := check(new):
+        print(*faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    cell = Cell(1, overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1)
+    print(f"{cell.directory.name}: goes on from step {checkpoints.step_of(step)} of {run.directory.name}{note}", flush=True)
+    return dispatch.begin([cell])
+
+
+def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
+    """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
+    steps = {checkpoints.step_of(path): path for path in checkpoints.complete(directory / "checkpoints")}
+    if not steps:
+        raise ConfigError(f"{directory.name}: has no complete checkpoint to go on from")
+    early = [step for step in steps if step < new.steps]
+    if not early:
+        raise ConfigError(f"steps={new.steps}: {directory.name} has no checkpoint before step {new.steps}; its first is {min(steps)}")
+    same = same_rates(old, new)
+    part = f"the learning rates of {old.steps} and {new.steps} steps differ from step {same + 1} on"
+    if wanted is not None:
+        if wanted not in early:
+            raise ConfigError(str(Fault("--step", wanted, "there is no such checkpoint", legal=tuple(early))))
+        return steps[wanted], f"; {part}: it does not learn what a run of {new.steps} steps learns" * (wanted > same)
+    if not (fits := [step for step in early if step <= same]):
+        raise ConfigError(f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
+                          f"--step {max(early)} goes on from there all the same. checkpoint.keep_every=N keeps earlier ones")
+    return steps[max(fits)], ""
+
+
+def same_rates(old: Job, new: Job) -> int:
+    """Return the last step up to which both jobs have the same learning rates."""
+    from titan_hydra.train.spec import spec_of
+
+    factor, last = spec_of(old).lr_factor, min(old.steps, new.steps)
+    differ = (step for step in range(1, last + 1)
+              if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler))
+    return next(differ, last + 1) - 1
+
+
+def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
+    """Return the overrides that start the same run with `python launch.py`: the first run's, with the new values in place of the old."""
+    after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]
+    keys = {override.partition("=")[0] for override in after}
+    return [override for override in before if override.partition("=")[0] not in keys] + after

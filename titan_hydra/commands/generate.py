@@ -1,0 +1,44 @@
+"""`titan generate`: continue a text with the model of a run or checkpoint."""
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config import Fault
+from titan_hydra.runs.view import add_runs, place_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan generate`."""
+    parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
+    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="end after N tokens, if the text does not before (100)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
+    add_runs(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the prompt and its continuation, token by token."""
+    if args.max_tokens < 1:
+        raise ConfigError(str(Fault("--max-tokens", args.max_tokens, "must be at least 1", legal=(1,))))
+    if args.top_k < 0:
+        raise ConfigError(str(Fault("--top-k", args.top_k, "must not be negative", legal=(0,))))
+    if not (args.temperature >= 0 and math.isfinite(args.temperature)):
+        raise ConfigError(str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1))))
+    from titan_hydra.checkpoint.convert import find_checkpoint
+    from titan_hydra.train.generate import generate
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    checkpoint = find_checkpoint(place_of(args.cell, args.runs))
+    pieces = generate(checkpoint, args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype)
+    first = next(pieces)  # report errors before the prompt is printed
+    print(args.prompt, first, sep="", end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return Exit.DONE

@@ -1,0 +1,147 @@
+"""`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.run import attempts_of, rank_files
+from titan_hydra.runs import rundir
+from titan_hydra.runs.records import last_lines
+from titan_hydra.runs.rundir import State
+from titan_hydra.runs.view import ACTIVE, add_runs, choose_one
+
+POLL = 0.2  # seconds between two reads of the log
+ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: local, SLURM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan logs`."""
+    parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")
+    parser.add_argument("-n", "--lines", type=number, metavar="N", help="only the last N lines")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.add_argument("--guilty", action="store_true", help="the last words of the rank that made the run fail")
+    add_runs(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the log to stdout; all other messages go to stderr."""
+    directory = choose_one(args.cell, args.runs).directory
+    state = rundir.inspect(directory)
+    if args.guilty:
+        return guilty(directory, state)
+    number = args.attempt or state.attempt
+    if args.follow and args.attempt is None:
+        return follow(directory, state, args.rank, args.lines)
+    log = log_of(directory, number, args.rank)
+    if log is None:
+        raise ConfigError(missing(directory, state, number, args.rank))
+    Tail(log, args.lines).more()
+    return Exit.DONE
+
+
+def number(text: str) -> int:
+    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not a non-negative whole number."""
+    if not text.isdigit():
+        raise ValueError
+    return int(text)
+
+
+def guilty(directory: Path, state: State) -> int:
+    """Print which rank made the run fail, its error, and where its log is."""
+    failure = state.failure
+    if failure is None:
+        raise ConfigError(f"{directory.name}: {state.kind}, and no rank is to blame")
+    print(f"{failure.kind}: {failure.line}")
+    if failure.host:
+        print(f"on {failure.host}")
+    print(f"\n{failure.detail or (last_lines(failure.log) if failure.log else '') or 'it left no further word'}\n")
+    if failure.log:
+        print(f"log: {failure.log}")
+    if failure.hint:
+        print(f"try: {failure.hint}")
+    return Exit.DONE
+
+
+def follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
+    """Print the log as it grows, then that of the next attempt if there is one, until the run is over."""
+    number, tail, asked = state.attempt, None, time.monotonic()
+    if state.kind not in ACTIVE and log_of(directory, number, rank) is None:
+        raise ConfigError(missing(directory, state, number, rank))
+    say(f"{directory.name}: {state.kind}, attempt {number}")
+    while True:
+        log = log_of(directory, number, rank)
+        if log and (tail is None or tail.path != log):  # slurm.log first, then the rank's own
+            tail = Tail(log, lines)
+        if tail:
+            tail.more()
+        if state.kind not in ACTIVE:
+            break
+        if time.monotonic() - asked > (ASK_SLURM if state.job else ASK):
+            state, asked = rundir.state(directory), time.monotonic()
+        if (newest := rundir.newest_attempt(directory)) != number:
+            if tail:
+                tail.more()
+            number, tail, lines = newest, None, None
+            say(f"--- attempt {number}")
+        time.sleep(POLL)
+    if tail:
+        tail.more()
+    say(f"{directory.name}: {state.failure.line if state.failure else state.kind}")
+    return Exit.DONE
+
+
+class Tail:
+    """Prints a log from its beginning, or its last lines, and then whatever is appended."""
+
+    def __init__(self, path: Path, lines: int | None = None) -> None:
+        self.path, self.file = path, path.open("rb")
+        if lines is not None:
+            shown = last_lines(path, lines, 1 << 24) if lines else ""
+            self.file.seek(0, 2)
+            if shown:
+                print(shown, flush=True)
+
+    def more(self) -> None:
+        """Print what has been written since the last call."""
+        while block := self.file.read(1 << 16):
+            sys.stdout.buffer.write(block)
+        sys.stdout.flush()
+
+
+def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
+    """Return a rank's log; for rank 0, while it has none, srun's. None if nothing was printed yet."""
+    folder = directory / "attempts" / str(attempt)
+    candidates = [folder / f"rank_{rank}.log", *([folder / "slurm.log"] if rank == 0 else [])]
+    return next((log for log in candidates if log.is_file() and (log.stat().st_size or log is candidates[0])), None)
+
+
+def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
+    """Explain why there is no such log, and which logs there are."""
+    attempts = attempts_of(directory)
+    if attempt not in attempts:
+        return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"
+    ranks = list(rank_files(directory / "attempts" / str(attempt), "rank", ".log"))
+    if not ranks:
+        return f"{directory.name}: {state.kind}, and no rank has said anything yet; -f waits for it"
+    return f"--rank={rank}: attempt {attempt} of {directory.name} has {between(ranks, 'rank')}"
+
+
+def between(numbers: list[int], what: str) -> str:
+    """Format a list of numbers: ranks 0 to 7"""
+    if not numbers:
+        return f"no {what} yet"
+    if len(numbers) == 1:
+        return f"only {what} {numbers[0]}"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{what}s {numbers[0]} to {numbers[-1]}"
+    return f"{what}s {', '.join(map(str, numbers))}"
+
+
+def say(text: str) -> None:
+    """Print a message of titan's own between the lines of a log, to stderr."""
+    print(text, file=sys.stderr, flush=True)

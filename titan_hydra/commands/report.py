@@ -1,0 +1,80 @@
+"""`titan report`: print or write the table of a sweep, for a terminal or a paper, and its plots and page."""
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config.files import write_text
+from titan_hydra.report import write
+from titan_hydra.report.cells import gather
+from titan_hydra.report.table import Report, build
+from titan_hydra.runs.view import add_target, choose
+
+TEXTS = {"md": ("report.md", write.markdown), "csv": ("report.csv", write.comma_separated), "latex": ("report.tex", write.latex)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan report`."""
+    add_target(parser)
+    parser.add_argument("--baseline", metavar="CELL", help="cell to compare with; else the sweep's own, else its first")
+    parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells though they differ in these keys")
+    parser.add_argument("--over", metavar="KEY", help="average cells that differ in this key alone, as seed, with standard errors")
+    for name, (file, _) in TEXTS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
+    parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")
+    parser.add_argument("--serve", action="store_true", help="show the page on this machine alone, live while the sweep runs")
+    parser.add_argument("--port", type=int, default=8321, metavar="N", help="for --serve (default: 8321; 0: any that is free)")
+    parser.add_argument("--plots", action="store_true", help="write the plots, PNG and SVG")
+    parser.add_argument("--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)")
+    parser.add_argument("--log", action="store_true", help="logarithmic losses in the plots")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write; else into the sweep's folder, or here")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print, write or serve the report."""
+    if args.serve:
+        from titan_hydra.report.serve import serve
+
+        serve(lambda: made(args), args.port)
+        return Exit.DONE
+    report = made(args)
+    if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
+        states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (", ..." if len(report.rows) > 6 else "")
+        raise ConfigError(f"{report.name}: no cell has numbers yet ({states})")
+    folder = args.output or report.selection.manifest or Path()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = [name for name in TEXTS if getattr(args, name)]
+        for name in texts:
+            file, text = TEXTS[name]
+            if args.output:
+                write_text(folder / file, text(report))
+                print(folder / file)
+            else:
+                print(text(report), end="")
+        if "csv" in texts:  # the notes do not fit into CSV
+            print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
+        if args.plots:
+            from titan_hydra.report import plots
+
+            for file in plots.write(report, folder, args.x, args.log):
+                print(file)
+        if args.html:
+            from titan_hydra.report import page
+
+            write_text(folder / "report.html", page.page(report))
+            print(folder / "report.html")
+        if not texts and not args.plots and not args.html:
+            write.terminal(report)
+    except OSError as error:
+        raise ConfigError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    return Exit.DONE
+
+
+def made(args: argparse.Namespace) -> Report:
+    """Read the runs and build their report."""
+    selection = choose(args.target, args.runs)
+    allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
+    return build(selection, gather(selection), args.baseline, allowed, args.over)

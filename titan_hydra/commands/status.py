@@ -1,0 +1,212 @@
+"""`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next."""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from titan_hydra.base.columns import layout
+from titan_hydra.base.errors import Exit
+from titan_hydra.config.fault import counted, quoted
+from titan_hydra.runs.find import Selection, all_runs, runs_option
+from titan_hydra.runs.slurm import Queue
+from titan_hydra.runs.view import ACTIVE, Row, add_target, choose, look, moment
+
+COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "damaged": "red",
+           "unknown": "dim", "new": "dim"}
+ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "new")
+SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "new", "done")  # used if the terminal has too few lines
+REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
+PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
+FAILURES = 8  # of so many the reason is shown
+NAME = 56  # characters of a cell's name; its hash stands beside it
+REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan status`."""
+    add_target(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until no run is queued or running")
+    parser.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the table once or follow it. Returns 0, whatever the runs' states are."""
+    selection = choose(args.target, args.runs)
+    if args.follow and not args.json:
+        return follow(args, selection)
+    rows, queue = look(selection.cells)
+    if args.json:
+        print(json.dumps({"name": selection.name, "slurm_answers": queue.answers, "cells": [as_json(row) for row in rows]}, indent=2))
+        return Exit.DONE
+    print(*table(rows), "", *below(args, selection, rows, queue), sep="\n")
+    return Exit.DONE
+
+
+def follow(args: argparse.Namespace, selection: Selection) -> int:
+    """Print the table repeatedly until all runs are over; without a terminal, a line for each change of state."""
+    if not sys.stdout.isatty():
+        return follow_in_lines(selection)
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        while True:
+            rows, queue = look(selection.cells)
+            lines = list(below(args, selection, rows, queue))
+            kept, left_out = fitting(rows, live.console.height - len(lines) - 4)
+            live.update(Text.from_ansi("\n".join([*table(kept), *left_out, "", *lines])), refresh=True)
+            if not any(row.state.kind in ACTIVE for row in rows):
+                return Exit.DONE
+            time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
+
+
+def follow_in_lines(selection: Selection) -> int:
+    """Print one line for each change of a cell's state, for a log."""
+    before: dict[Path, str] = {}
+    while True:
+        rows, queue = look(selection.cells)
+        for row in rows:
+            text = f"{row.state.kind} {note(row)}".rstrip() if row.state.kind != "running" else f"running on {row.where}"
+            if before.setdefault(row.directory, "") != row.state.kind:
+                before[row.directory] = row.state.kind
+                print(f"{time.strftime('%H:%M:%S')}  {row.hash}  {row.cell}: {text}", flush=True)
+        if not any(row.state.kind in ACTIVE for row in rows):
+            print(summary(rows))
+            return Exit.DONE
+        time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
+
+
+def fitting(rows: list[Row], lines: int) -> tuple[list[Row], list[str]]:
+    """Return the rows that fit the screen, the most urgent states first, and a line that counts the others."""
+    if len(rows) <= max(lines, 3):
+        return rows, []
+    kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[:max(lines, 3)]
+    return [row for row in rows if row in kept], [f"... and {len(rows) - len(kept)} more"]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Format one line for each run."""
+    titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
+    cells = [[
+        row.cell if len(row.cell) <= NAME else f"{row.cell[:NAME - 1]}\N{HORIZONTAL ELLIPSIS}",
+        row.hash, row.state.kind, f"{'-' if row.step is None else row.step}/{row.steps}" if row.steps else "-",
+        number(row.tokens_per_second, ",.0f"), number(row.loss, ".4f"), row.where or "-", clock(row.seconds), note(row),
+    ] for row in rows]
+    colours = [{"state": COLOURS[row.state.kind]} | ({"": "red"} if row.silent else {}) for row in rows]
+    return layout(titles, cells, {"step", "tokens/s", "loss", "time"}, ("cell", "where", ""), colours)
+
+
+def note(row: Row) -> str:
+    """Return the remark beside a run's numbers, in a few words."""
+    state, job, parts = row.state, row.state.job, []
+    if state.kind == "failed":
+        parts.append(str(state.failure.kind))
+    if state.damage:
+        parts.append(state.damage)
+    if row.cancelled:
+        parts.append(f"cancelled by {row.cancelled}")
+    if state.kind == "queued" and job:
+        parts.append(REASONS.get(job.reason, job.reason) if job.reason not in ("", "None") else job.state.lower())
+        if start := moment(job.start):
+            parts.append(f"starts in {words(start - time.time())}" if start > time.time() else "starts soon")
+    if row.silent:
+        parts.append(f"silent for {words(row.silent)} ({row.phase})")
+    elif row.phase in PHASES:
+        parts.append(PHASES[row.phase])
+    elif state.kind == "running":
+        parts.append("first step" if row.to_go is None else f"{clock(row.to_go)} to go")
+    if state.attempt > 1:
+        parts.append(f"attempt {state.attempt}")
+    return ", ".join(parts)
+
+
+def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue: Queue) -> Iterable[str]:
+    """Yield the lines below the table: failures, summary, and what to type next."""
+    failed = [row for row in rows if row.state.failure]
+    for row in failed[:FAILURES]:
+        yield f"{row.hash}  {row.cell}: {row.state.failure.kind}: {row.state.failure.line}"
+        if row.state.failure.hint:
+            yield f"          try {row.state.failure.hint}"
+    if len(failed) > FAILURES:
+        yield f"          ... and {len(failed) - FAILURES} more failed"
+    if failed:
+        yield ""
+    if not queue.answers:
+        yield "SLURM does not answer: its jobs' states are what their files say"
+    yield summary(rows)
+    runs = runs_option(args.runs)
+    target = f" {quoted([args.target])}" if args.target else ""
+    steps = list(next_steps(rows, runs, target))
+    if selection.manifest and {row.state.kind for row in rows} == {"done"}:
+        steps.append((f"titan report{runs} {quoted([selection.manifest.name])}", "the table"))
+    if selection.manifest and (others := len(set(all_runs(args.runs.absolute())) - {row.directory for row in rows})):
+        steps.append((f"titan ls{runs}", counted(others, "other run")))
+    width = max((len(command) for command, _ in steps), default=0)
+    yield from (f"  {command:<{width}}   {text}" for command, text in steps)
+
+
+def summary(rows: list[Row]) -> str:
+    """Count the cells by state: 12 cells: 9 done, 2 running, 1 failed (out of memory)"""
+    kinds = Counter(row.state.kind for row in rows)
+    classes = Counter(str(row.state.failure.kind) for row in rows if row.state.failure)
+    why = ", ".join(kind if count == kinds["failed"] else f"{count} {kind}" for kind, count in classes.items())
+    parts = [f"{kinds[kind]} {kind}{f' ({why})' if kind == 'failed' else ''}" for kind in ORDER if kinds[kind]]
+    return f"{counted(len(rows), 'cell')}: {', '.join(parts)}" if rows else "no runs"
+
+
+def next_steps(rows: list[Row], runs: str, target: str) -> Iterable[tuple[str, str]]:
+    """Yield commands to type next about the same runs, and what they do."""
+    kinds = {row.state.kind for row in rows}
+    first = {row.state.kind: row for row in reversed(rows)}
+    if "failed" in kinds:
+        yield f"titan logs{runs} {first['failed'].hash} --guilty", "the failing rank's last words"
+        yield f"titan retry{runs}{target}", "run failed cells again"
+    if "interrupted" in kinds:
+        yield f"titan retry{runs}{target} --only interrupted", "go on from the newest checkpoints"
+    if "running" in kinds:
+        yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 says"
+    if kinds & {"queued", "running"}:
+        yield f"titan status{runs}{target} -f", "follow"
+        yield f"titan cancel{runs}{target}", "stop what runs or waits"
+
+
+def as_json(row: Row) -> dict:
+    """Return a row with everything that is known, unrounded."""
+    state, failure, job = row.state, row.state.failure, row.state.job
+    return {
+        "cell": row.cell, "hash": row.hash, "directory": str(row.directory), "state": state.kind, "damage": state.damage or None,
+        "attempt": state.attempt,
+        "step": row.step, "steps": row.steps, "tokens_per_second": row.tokens_per_second, "loss": row.loss, "where": row.where,
+        "seconds": row.seconds, "to_go_seconds": row.to_go, "silent_seconds": row.silent, "phase": row.phase, "cancelled_by": row.cancelled,
+        "job": {"id": job.id, "state": job.state, "reason": job.reason, "start": job.start} if job else None,
+        "failure": {"kind": str(failure.kind), "rank": failure.rank, "status": int(failure.status), "line": failure.line,
+                    "host": failure.host, "hint": failure.hint, "log": str(failure.log) if failure.log else None} if failure else None,
+    }
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def clock(seconds: float | None) -> str:
+    """Format a duration: 0:43, 12:05, 3:20:00, 2d 04:10"""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def words(seconds: float) -> str:
+    """Format a duration in one unit."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,210 @@
+"""`titan tokenizer`: train a tokenizer on text, or encode text into a .bin that data=tokens maps into memory."""
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config import schema
+from titan_hydra.data import files
+from titan_hydra.data import tokenizer as tokenizers_of_jobs
+from titan_hydra.data.embedded import Embedded
+
+BATCH_CHARACTERS = 1 << 20  # text sent to a worker at a time
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands and options of `titan tokenizer`."""
+    commands = parser.add_subparsers(dest="tokenizer_command", required=True)
+    train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
+    train.add_argument("--vocab", type=int, required=True, help="number of ids, Llama 3's 256 special tokens included")
+    train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
+    encode = commands.add_parser("encode", help="encode documents once and for all, for data=tokens")
+    encode.add_argument("--tokenizer", required=True, help="embedded, or the path of a tokenizer.model or tokenizer.json")
+    encode.add_argument("--out", type=Path, required=True, help="the .bin to write; what it holds is told in OUT.json")
+    encode.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (default: %(default)s)")
+    for command, count in ((train, "*"), (encode, "+")):
+        command.add_argument("files", nargs=count, help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz too; globs and folders allowed"
+                             + ("; none: the embedded corpus" if command is train else ""))
+        command.add_argument("--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the subcommand. Raises ConfigError for everything that the user can fix, a full disk and a killed worker included."""
+    try:
+        return {"train": train, "encode": encode}[args.tokenizer_command](args)
+    except OSError as error:
+        raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
+    except BrokenProcessPool as error:
+        raise ConfigError(f"--workers={args.workers}: a worker was killed, perhaps for want of memory; take fewer") from error
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train byte-pair merges, write them in tiktoken's format, and verify that both libraries encode alike."""
+    merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
+    if merges < 0:
+        raise ConfigError(f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512")
+    trained = _train(_texts(args), 256 + merges)
+    bytes_of = _bytes_of_ids(trained)
+    tokens = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
+    if len(tokens) < 256 + merges:
+        raise ConfigError(f"--vocab={args.vocab}: the text is too short for it; it yields {len(tokens) + 256}")
+    model = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+    _write(args.out, model.encode())
+    ours = tokenizers_of_jobs.load(schema.Tokenizer(name="tiktoken", path=str(args.out)))
+    sample = list(islice(_texts(args), 1000))
+    for text in sample:
+        if [bytes_of[id] for id in trained.encode(text).ids] != [tokens[id] for id in ours.encode(text)]:
+            raise RuntimeError(f"tiktoken does not encode as the trained tokenizer does: {text[:80]!r}")
+    print(f"{args.out}: {len(tokens)} ranks + {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens = {args.vocab}; "
+          f"tiktoken and tokenizers agree on {len(sample)} documents")
+    return Exit.DONE
+
+
+def encode(args: argparse.Namespace) -> int:
+    """Write the documents' tokens in the order of the files, and beside them a header that describes them."""
+    if args.workers < 1:
+        raise ConfigError(f"--workers={args.workers}: at least 1")
+    config = _tokenizer_config(args.tokenizer)
+    tokenizer = tokenizers_of_jobs.load(config)
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    header, partial = Path(f"{args.out}.json"), Path(f"{args.out}.partial")
+    documents = tokens = 0
+    texts = _texts(args)
+    try:
+        with open(partial, "wb") as stream, _progress() as progress:
+            row = progress.add_task("encoding", documents=0, tokens=0)
+            for encoded, count in _encode_in_order(config, texts, dtype, args.workers):
+                stream.write(encoded)
+                documents, tokens = documents + count, tokens + len(encoded) // np.dtype(dtype).itemsize
+                progress.update(row, documents=documents, tokens=tokens)
+        if not tokens:
+            raise ConfigError(f"{' '.join(args.files)}: no text")
+        header.unlink(missing_ok=True)  # an old header must not describe the new tokens
+        partial.replace(args.out)
+    finally:
+        partial.unlink(missing_ok=True)
+    _write(header, json.dumps({
+        "dtype": dtype, "tokens": tokens, "documents": documents, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id, "tokenizer_sha256": tokenizer.sha256}, indent=2).encode() + b"\n")
+    print(f"{args.out}: {documents} documents, {tokens} tokens, {dtype}")
+    return Exit.DONE
+
+
+def _texts(args: argparse.Namespace) -> Iterator[str]:
+    """Return the documents of the files; every path is checked before the first document is read."""
+    if not args.files:
+        corpus = Embedded()
+        return (text for unit in range(corpus.units) for _, text in corpus.rows(unit))
+    paths = [file for path in args.files for file in files.require("FILES", path, files.TEXT_SUFFIXES)]
+    return (text for path in paths for _, text in files.rows(path, args.text_key) if text)
+
+
+def _train(texts: Iterable[str], size: int):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(tokenizers.Regex(tokenizers_of_jobs.LLAMA3_SPLIT), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty()))
+    return tokenizer
+
+
+def _bytes_of_ids(trained) -> dict[int, bytes]:
+    """Return the bytes of every id of the trained tokenizer; ids are in the order in which merges were learnt."""
+    byte_of = _byte_of_character()
+    return {id: bytes(byte_of[character] for character in token) for token, id in trained.get_vocab().items()}
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte-level alphabet: printable Latin-1 characters stand for themselves, those from 256 on for the other bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _tokenizer_config(name: str) -> schema.Tokenizer:
+    if name == "embedded":
+        return schema.Tokenizer(name="embedded")
+    return schema.Tokenizer(name="hf" if name.endswith(".json") else "tiktoken", path=name)
+
+
+def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the tokens and the number of documents of each batch, in order, never more than a few batches ahead of the writer."""
+    if workers == 1:
+        _start_worker(config, dtype)
+        yield from map(_encode_batch, _batches(texts))
+        return
+    spawn = multiprocessing.get_context("spawn")  # a fork would inherit the tokenizer's threads half-way
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype))
+    waiting: deque = deque()
+    try:
+        for batch in _batches(texts):
+            waiting.append(pool.submit(_encode_batch, batch))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
+    """Load the tokenizer in a worker, which ignores Ctrl-C (the writing process handles it) and ends when that process has ended."""
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    global _tokenizer, _dtype
+    _tokenizer, _dtype = tokenizers_of_jobs.load(config), dtype
+
+
+def _encode_batch(texts: list[str]) -> tuple[bytes, int]:
+    return np.array([token for text in texts for token in _tokenizer.document(text)], dtype=_dtype).tobytes(), len(texts)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write beside the path and rename, so that an interrupted command leaves the old file or the new one."""
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _progress():
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens"), TimeElapsedColumn()
+    return Progress(*columns, console=Console(stderr=True))

@@ -1,0 +1,80 @@
+"""`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes docs/acceptance.md."""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from datetime import date
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.run import versions
+from titan_hydra.config import Fault
+from titan_hydra.config.compose import CONF
+from titan_hydra.config.fault import suggest
+from titan_hydra.verify.matrix import MATRIX
+
+STEPS_OF_RANDOM = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan verify`."""
+    parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
+    parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
+    parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
+    parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the random jobs (default: 0)")
+    parser.add_argument("--write", type=Path, metavar="FILE", default=CONF.parent / "docs" / "acceptance.md",
+                        help="where the table is written when the whole matrix ran (default: docs/acceptance.md)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the cases. Returns 0 if every case passed, else 1."""
+    from rich.console import Console
+    from rich.table import Table
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
+    from titan_hydra.verify.sampler import draw
+    from titan_hydra.verify.verify import STEPS, verify
+
+    drawn = args.random is not None
+    cases = list(draw(args.random, args.seed)) if drawn else MATRIX
+    if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
+        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
+    chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
+    if not chosen:
+        names = [case.name for case in cases if args.ranks in (None, case.ranks)]
+        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only, names))))
+    outcomes = verify(chosen, STEPS_OF_RANDOM if drawn else STEPS)
+    header = ("case", "ranks", "loss", "norm", "gradient", "weights", "start", "copies", "rounded", "passed")
+    rows = [
+        (o.case.name, str(o.case.ranks), *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
+         *map(str, (o.start, o.drift, o.rounded)), "yes" if o.passed else "NO") for o in outcomes
+    ]
+    table = Table(*header, title="Largest relative differences from the reference", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row, style=None if row[-1] == "yes" else "red")
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for outcome in outcomes:
+        if not outcome.passed:
+            case = outcome.case
+            print(f"{case.name}: worst are {outcome.worst}; tolerances are loss {case.loss}, norm {case.norm}, gradients {case.gradients}, "
+                  f"weights {case.weights}; its job: {' '.join((*case.overrides, *case.base))}")
+    if chosen == MATRIX:
+        write(args.write, header, rows, STEPS)
+    return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
+
+
+def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
+    """Write the table as a page of the docs."""
+    lines = [
+        "# Acceptance", "",
+        f"Largest relative differences of each layout from the same job in one process, over {steps} steps: loss, gradient norm, the",
+        "gradient of the worst parameter at the first step, and the worst parameter after the last, relative to how far it has moved.",
+        "`start` counts initial tensors that differ in any bit, `copies` parts of weights whose copies on several ranks differ in any bit",
+        "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
+        "overrides and tolerances stand in [acceptance.py](../titan_hydra/verify/matrix.py).", "",
+        f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
+        "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
+    ]
+    path.write_text("\n".join(lines))

@@ -1,0 +1,1 @@
+"""What cells must keep, by subject."""

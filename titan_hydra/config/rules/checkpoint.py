@@ -1,0 +1,33 @@
+"""The rules for checkpoints: when they are written, and which one a run starts from."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import home, similar
+from titan_hydra.config.schema import LOADED, Job
+
+
+def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
+    """A run that keeps checkpoints must save at least once; one of weeks must not end without having saved."""
+    config = job.checkpoint
+    if config.name not in ("off", "seed") and config.interval == 0 and config.interval_minutes is None and not config.last_step:
+        yield Fault("checkpoint.interval", 0, "nothing would be saved; checkpoint=off says so", legal=(100,))
+    if config.name == "off" and config.export_dtype:
+        yield Fault("checkpoint.export_dtype", config.export_dtype, "checkpoint=off writes nothing", legal=("null",))
+
+
+def initial_weights_are_there(job: Job) -> Iterator[Fault]:
+    """The given initial weights exist, with every part that is not excluded: a run must not start from random weights instead."""
+    path, left_out = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading
+    if not path:
+        return
+    folder = home(path)
+    if not folder.is_dir():
+        yield Fault("checkpoint.initial_load_path", path, "no such folder", legal=similar(path))
+        return
+    steps = ("", "step-*/", "checkpoints/step-*/")
+    if not any(any(folder.glob(f"{step}.metadata")) for step in steps) and not any(folder.glob("*.safetensors")):
+        yield Fault("checkpoint.initial_load_path", path, "no complete checkpoint folder, no run with one, and no *.safetensors")
+    elif not set(LOADED) <= set(left_out) and not any(any(folder.glob(f"{step}rank_*.json")) for step in steps):
+        yield Fault("checkpoint.exclude_from_loading", left_out, f"{path} holds weights alone", legal=(f"[{','.join(LOADED)}]",))

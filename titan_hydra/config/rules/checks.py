@@ -1,0 +1,359 @@
+"""The rules that a cell must satisfy before it may reach a device: one small function each, with its reason.
+
+A rule examines a frozen job and yields a `Fault` for whatever violates it. `check` stops after the first group of rules with faults,
+because the rules of later groups rely on what the earlier ones have established.
+"""
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from math import lcm
+
+from titan_hydra.base import redact
+from titan_hydra.base.run import versions
+from titan_hydra.config.fault import Fault, counted, divisors
+from titan_hydra.config.load import DEGREES, data_parallel, devices_here, ffn_width, to_dict, values_are_what_the_schema_takes, world_size
+from titan_hydra.config.schema import Job
+
+from . import checkpoint, cluster, data, memory, pipeline, precision, replicas
+
+Rule = Callable[[Job], Iterator[Fault]]
+BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")  # of torch.compile
+KEYS: list[Rule] = [values_are_what_the_schema_takes]
+RANKS: list[Rule] = []  # the degrees, from which the batch and much else follow
+VALUES: list[Rule] = []  # keys that mean something beyond their range
+LAYOUT: list[Rule] = []  # degrees, model and batch against each other
+RECIPE: list[Rule] = []  # techniques against each other
+PLACE: list[Rule] = []  # the machine and its files
+
+
+def check(job: Job) -> list[Fault]:
+    """Return the faults of a frozen job, from the first group of rules that finds any."""
+    for group in (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE):
+        faults = [fault for rule in group for fault in rule(job)]
+        if faults:
+            return faults
+    return []
+
+
+def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
+    """Add the decorated rule to a group."""
+    def add(function: Rule) -> Rule:
+        group.append(function)
+        return function
+
+    return add
+
+
+# --- the degrees -------------------------------------------------------------------------------------------------------------------
+
+@rule(RANKS)
+def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
+    """The product of the degrees is the number of ranks, as each rank has one place in the mesh. One degree may be -1: it takes the rest.
+    """
+    free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
+    if len(free) == 2:
+        yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
+    elif free:
+        fixed = -world_size(job)
+        yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
+                    legal=_multiples_around(job.gpus, fixed))
+    elif world_size(job) != job.gpus:
+        product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
+        ranks = world_size(job)
+        yield Fault("gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,))
+
+
+def _multiples_around(number: int, base: int) -> tuple[int, ...]:
+    return tuple(multiple for multiple in (number // base * base, (number // base + 1) * base) if multiple)
+
+
+# --- keys that mean something beyond their range -------------------------------------------------------------------------------------
+
+VALUES.extend(data.VALUES)
+
+
+@rule(VALUES)
+def secrets_stay_out(job: Job) -> Iterator[Fault]:
+    """The configuration holds no secret: it is written into every run directory, sweep and report. Ranks inherit the launcher's
+    environment.
+    """
+    for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy: it is read for every text
+        yield Fault(key, "...", f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
+                    "`source` a file in cluster.setup")
+
+
+@rule(VALUES)
+def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
+    """`ep` splits experts, and a dense model has none."""
+    if job.parallelism.ep != 1:
+        yield Fault("parallelism.ep", job.parallelism.ep, f"{job.model.family} has no experts to split", legal=(1,))
+
+
+@rule(VALUES)
+def family_is_registered(job: Job) -> Iterator[Fault]:
+    """The model family is chosen by name. Families that a user's module adds are known only where it is imported, on the ranks."""
+    for module in job.train.imports:
+        if not PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]):
+            yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
+    if job.model.family != "llama3" and not job.train.imports:
+        yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
+
+
+@rule(VALUES)
+def cells_belong_to_a_sweep(job: Job) -> Iterator[Fault]:
+    """The names of a cell and of a baseline are for the report of a sweep; a run outside a sweep must not set them."""
+    for key in ("cell", "baseline"):
+        if job.sweep.name is None and (value := getattr(job.sweep, key)) is not None:
+            yield Fault(f"sweep.{key}", value, "this run belongs to no sweep; -m and +sweeps=NAME make one")
+
+
+@rule(VALUES)
+def rotary_frequencies_are_stretched_between_two_wavelengths(job: Job) -> Iterator[Fault]:
+    """Llama 3.1 stretches the low frequencies, leaves the high ones unchanged, and interpolates between the two bounds."""
+    scaling = job.model.rope_scaling
+    if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield Fault("model.rope_scaling.low_freq_factor", scaling.low_freq_factor,
+                    f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}")
+
+
+@rule(VALUES)
+def feed_forward_has_a_width(job: Job) -> Iterator[Fault]:
+    """The feed-forward has a width of at least 1; a multiplier near 0 would round it to 0."""
+    if ffn_width(job.model) < 1:
+        yield Fault("model.ffn_dim_multiplier", job.model.ffn_dim_multiplier, "leaves no feed-forward")
+
+
+@rule(VALUES)
+def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
+    """A torch.compile back end is torch's own, announced by an installed package, or registered by a module of the user's."""
+    name = job.compile.backend
+    if job.compile.name == "off" or name in BACKENDS or job.train.imports:
+        return
+    announced = {point.name for point in entry_points(group="torch_dynamo_backends")}
+    if name not in announced:
+        yield Fault("compile.backend", name, "torch has no such back end", legal=(*BACKENDS, *sorted(announced)))
+
+
+VALUES.append(checkpoint.checkpoints_are_due_at_times_that_come)
+VALUES.extend(cluster.RULES)
+
+
+# --- degrees, model and batch against each other ------------------------------------------------------------------------------------
+
+@rule(LAYOUT)
+def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
+    """Each tensor-parallel rank holds whole query heads and whole key/value heads (Megatron-LM, section 3)."""
+    tp, model = job.parallelism.tp, job.model
+    if model.n_heads % tp or model.n_kv_heads % tp:
+        heads = counted(model.n_kv_heads, "key/value head") if model.n_kv_heads % tp else counted(model.n_heads, "head")
+        legal = tuple(degree for degree in divisors(model.n_kv_heads) if model.n_heads % degree == 0)
+        yield Fault("parallelism.tp", tp, f"{heads} cannot be split over it", legal=legal)
+
+
+@rule(LAYOUT)
+def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
+    """Each TP rank holds a column slice of w1/w3 and the matching row slice of w2. They are plain local tensors, so all slices need the
+    same size.
+    """
+    width, tp = ffn_width(job.model), job.parallelism.tp
+    if width % tp:
+        yield Fault("model.multiple_of", job.model.multiple_of, f"a feed-forward width of {width} cannot be split over parallelism.tp={tp}",
+                    legal=_multiples_around(job.model.multiple_of, tp))
+
+
+@rule(LAYOUT)
+def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
+    """Grouped-query attention gives each key/value head the same number of query heads, and heads share the width evenly."""
+    model = job.model
+    if model.n_heads % model.n_kv_heads:
+        yield Fault("model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly",
+                    legal=divisors(model.n_heads))
+    if model.dim % model.n_heads or model.dim // model.n_heads % 2:
+        legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
+        yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)",
+                    legal=legal)
+
+
+@rule(LAYOUT)
+def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
+    """Context parallelism cuts a sequence into cp parts, each of two chunks if the ring is load-balanced; sequence parallelism cuts each
+    part into tp more.
+    """
+    seq_len, cp, tp, parallelism = job.data.seq_len, job.parallelism.cp, job.parallelism.tp, job.parallelism
+    balanced = cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
+    parts = cp * lcm(2 if balanced else 1, tp if parallelism.sequence_parallel else 1)
+    if seq_len % parts:
+        yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})",
+                    legal=_multiples_around(seq_len, parts))
+    if seq_len > job.model.max_seq_len:
+        yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
+
+
+LAYOUT.append(pipeline.pipeline_is_laid_out)
+
+
+@rule(LAYOUT)
+def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
+    """Ulysses gives each context-parallel rank whole heads, out of those that its tensor-parallel rank holds."""
+    cp, tp, model = job.parallelism.cp, job.parallelism.tp, job.model
+    if job.parallelism.cp_rotate != "ulysses" or model.n_heads % tp or model.n_kv_heads % tp:
+        return
+    if model.n_heads // tp % cp or model.n_kv_heads // tp % cp:
+        legal = tuple(degree for degree in divisors(model.n_kv_heads // tp) if model.n_heads // tp % degree == 0)
+        yield Fault("parallelism.cp", cp, f"ulysses gives each of cp x tp = {cp * tp} ranks whole heads, but there are {model.n_heads} and "
+                    f"{model.n_kv_heads} for keys and values; allgather and alltoall have no such limit", legal=legal)
+
+
+@rule(LAYOUT)
+def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
+    """global batch = local batch x data-parallel ranks (of all replica groups) x accumulation steps."""
+    ranks = data_parallel(job) * job.fault_tolerance.replicas
+    batch, once = job.data.global_batch, job.data.local_batch * ranks
+    if once > 0 and batch % once:
+        yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} "
+                    "data-parallel ranks)", legal=_multiples_around(batch, once))
+
+
+# --- techniques against each other --------------------------------------------------------------------------------------------------
+
+@rule(RECIPE)
+def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
+    """The ring merges the results of fused kernels and supports only the causal mask. Ulysses runs any attention, on whole sequences."""
+    if job.parallelism.cp == 1 or job.parallelism.cp_rotate == "ulysses":
+        return
+    ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
+    if job.data.document_mask:
+        yield Fault("data.document_mask", True, f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can", legal=(False,))
+    if job.model.attention == "math":
+        yield Fault("model.attention", "math", f"{ring} needs a fused kernel (pytorch #147793)", legal=("auto", "flash"))
+    if job.ac.name == "memory_budget":
+        yield Fault("ac.name", job.ac.name, f"the compiler cannot weigh {ring}", legal=("op", "lean"))
+
+
+@rule(RECIPE)
+def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
+    """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an error."""
+    if job.parallelism.pp == 1 or not pipeline.splits_backward(job):
+        return
+    if job.parallelism.reshard_after_forward == "always":
+        yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",
+                    legal=("never",))
+    if job.ac.name in ("op", "lean"):
+        yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} runs a block's backward twice, which selective AC refuses",
+                    legal=("none", "full", "layer"))
+    if job.compile.name != "off":
+        yield Fault("compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse",
+                    legal=("off",))
+
+
+RECIPE.extend(precision.RULES + replicas.RULES)
+
+
+@rule(RECIPE)
+def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
+    """Async TP: the compiler overlaps the all-gathers and reduce-scatters of sequence parallelism with matmuls. Without them it does
+    nothing.
+    """
+    if not job.parallelism.async_tp:
+        return
+    if job.compile.name != "block":
+        yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true is work of the compiler", legal=("block",))
+    if not job.parallelism.sequence_parallel or job.parallelism.tp == 1:
+        yield Fault("parallelism.async_tp", True, "has nothing to overlap without tp ranks and parallelism.sequence_parallel",
+                    legal=(False,))
+
+
+@rule(RECIPE)
+def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
+    """The compiler chooses what to keep within the memory budget, where it splits a block into forward and backward."""
+    if job.ac.name == "memory_budget" and job.compile.name != "block":
+        yield Fault("compile.name", job.compile.name, "ac=memory_budget is work of the compiler", legal=("block",))
+
+
+@rule(RECIPE)
+def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
+    """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved tensors of the
+    recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own
+    rows can be stepped there.
+    """
+    compiled = job.compile.name == "block" and job.comm.name != "fake"
+    recomputed = job.ac.name in ("full", "layer", "memory_budget")
+    if job.parallelism.tp > 1 and compiled and recomputed and not versions().get("torch", "").startswith("2.11."):
+        yield Fault("ac.name", job.ac.name, "this torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
+
+
+@rule(RECIPE)
+def saved_operators_are_names(job: Job) -> Iterator[Fault]:
+    """The operators to save have names of the right form. Whether torch has them is known only when a rank starts."""
+    for name in job.ac.save_ops:
+        if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
+            yield Fault("ac.save_ops", job.ac.save_ops, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
+
+
+@rule(RECIPE)
+def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
+    """SimpleFSDP keeps gathered parameters until the backward. Freeing them and gathering again is what ac=full does."""
+    if job.parallelism.backend == "simple_fsdp" and job.parallelism.reshard_after_forward != "default":
+        yield Fault("parallelism.reshard_after_forward", job.parallelism.reshard_after_forward,
+                    "simple_fsdp keeps what it gathers until the backward; ac=full frees it", legal=("default",))
+
+
+@rule(RECIPE)
+def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
+    """The first profiled step is a step of the run; otherwise the run would end without a trace."""
+    if job.profiling.name == "on" and job.profiling.first_step > job.steps:
+        yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {counted(job.steps, 'step')}", legal=(job.steps,))
+
+
+@rule(RECIPE)
+def probes_see_modules(job: Job) -> Iterator[Fault]:
+    """Probes hook modules, and a compiled block has none at run time."""
+    for key in ("nan_hunt", "trace_activations"):
+        if getattr(job.debug, key) and job.compile.name != "off":
+            yield Fault("compile.name", job.compile.name, f"debug.{key}=true looks into blocks", legal=("off",))
+
+
+@rule(RECIPE)
+def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
+    """torch's Muon orthogonalizes each matrix as a whole, and a bf16 master weight would lose its small updates."""
+    if job.optimizer.name == "muon" and job.precision.param_dtype != "float32":
+        yield Fault("precision.param_dtype", job.precision.param_dtype, "Muon is used with float32 parameters", legal=("float32",))
+
+
+# --- the machine and its files ------------------------------------------------------------------------------------------------------
+
+@rule(PLACE)
+def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
+    """Whole nodes are allocated: the ranks fit on one node, or are a multiple of a node's devices."""
+    if job.comm.name == "fake":  # one process, whatever the number of ranks
+        if not 0 <= job.comm.rank < job.gpus:
+            yield Fault("comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1))
+        return
+    if job.cluster.executor == "inline" and job.gpus != 1:
+        yield Fault("gpus", job.gpus, "cluster.executor=inline runs one rank in this process; use local for more", legal=(1,))
+    node = job.cluster.gpus_per_node or (devices_here() if job.cluster.executor != "slurm" else None)
+    if not node:
+        return
+    if job.cluster.executor == "slurm":
+        if job.gpus > node and job.gpus % node:
+            yield Fault("gpus", job.gpus, f"not whole nodes of {node}", legal=_multiples_around(job.gpus, node))
+    elif job.gpus * job.fault_tolerance.replicas > node:
+        yield replicas.too_many(job, node)
+
+
+PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
+
+
+# --- what is legal, and hardly meant -------------------------------------------------------------------------------------------------
+
+def warnings(job: Job) -> Iterator[Fault]:
+    """Yield what is legal but probably a mistake, for a frozen job without faults: printed before it starts, refused by nothing."""
+    if job.lr_scheduler.warmup_steps > job.steps:
+        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps,
+                    f"more than steps={job.steps}: optimizer.lr is never reached")
+    yield from data.corpus_fills_a_step(job)

@@ -1,0 +1,116 @@
+"""The rules of data: sources, mixtures of them, their files, and the tokenizer of their text."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import SUFFIXES, expand, home, kind, missing, similar, tokenizer_file, vocabulary_size
+from titan_hydra.config.schema import Data, Job, Source
+
+PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to this
+
+
+def sources(data: Data) -> dict[str, Source]:
+    """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
+    return {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)} if data.name == "mixture" else {"data": data}
+
+
+def shares(weights: list[float]) -> list[int]:
+    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remainder goes to the sources that lost most."""
+    exact = [PERIOD * weight / sum(weights) for weight in weights]
+    left = PERIOD - sum(map(int, exact))
+    cut_most = sorted(range(len(exact)), key=lambda part: int(exact[part]) - exact[part])[:left]
+    return [int(share) + (part in cut_most) for part, share in enumerate(exact)]
+
+
+def mixture_has_weighted_sources(job: Job) -> Iterator[Fault]:
+    """Each weight is large enough for at least one sample in a period of the mixture's pattern."""
+    parts = job.data.mixture
+    if job.data.name != "mixture":
+        return
+    if not parts:
+        yield Fault("data.mixture", "{}", "data=mixture needs sources: +data.mixture={NAME: {weight: 1, name: embedded}}")
+        return
+    for name, share in zip(parts, shares([part.weight for part in parts.values()]), strict=True):
+        if not share:
+            yield Fault(f"data.mixture.{name}.weight", parts[name].weight, f"less than one sample in {PERIOD:,}")
+
+
+def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
+    """The shuffle buffer is used only if shuffling is on, and only by sources whose documents arrive as a stream."""
+    if not job.data.shuffle_buffer:
+        return
+    if not job.data.shuffle:
+        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,))
+    if all(source.name in ("tokens", "synthetic") for source in sources(job.data).values()):
+        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "tokens and synthetic are shuffled as a whole", legal=(0,))
+
+
+def data_files_are_there(job: Job) -> Iterator[Fault]:
+    """The data files exist: a file that is missing here would be missing on every rank, after the time in the queue."""
+    for key, source in sources(job.data).items():
+        if source.name in ("text_files", "tokens", "hf") and not source.path:
+            yield Fault(f"{key}.path", None, f"data={source.name} needs it")
+        elif source.name in ("text_files", "tokens"):
+            yield from _are_there(f"{key}.path", source.path, SUFFIXES[source.name], job.data.max_bad_shards)
+        if source.name in ("text_files", "tokens") and job.validation.name == "on":
+            if not source.validation_path:
+                yield Fault(f"{key}.validation_path", None, f"validation=on with data={source.name} needs it")
+            else:
+                yield from _are_there(f"{key}.validation_path", source.validation_path, SUFFIXES[source.name], job.data.max_bad_shards)
+
+
+def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
+    """Warn if the text is shorter than one step, so that each step would contain all of it several times.
+
+    A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .parquet) hold more text than bytes and give no warning.
+    """
+    step = job.data.global_batch * job.data.seq_len
+    for key, source in sources(job.data).items():
+        files = expand(source.path) if source.name == "text_files" else []
+        size = sum(file.stat().st_size for file in files)
+        if files and size < step and not any(file.suffix in (".gz", ".parquet") for file in files):
+            yield Fault(f"{key}.path", source.path, f"{size:,} bytes of text, and a step takes {step:,} tokens")
+
+
+def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> Iterator[Fault]:
+    try:
+        found = expand(path)
+    except (ConfigError, OSError) as error:
+        yield Fault(key, path, str(getattr(error, "strerror", error)))
+        return
+    usable = [file for file in found if kind(file) in suffixes]
+    if not found:
+        yield Fault(key, path, "no file in it", ()) if home(path).is_dir() else Fault(key, path, "no such file", similar(path))
+    elif not usable:
+        yield Fault(key, path, f"{found[0].name} ends in none of {', '.join(suffixes)}")
+    elif not any(file.stat().st_size for file in usable):
+        yield Fault(key, path, "the file is empty" if len(usable) == 1 else "all files are empty")
+    elif len(gone := missing(path, found)) > limit:
+        yield Fault(key, path, f"{len(gone)} of a numbered set are missing, the first is {gone[0].name}; a glob can name those that are "
+                    f"wanted, data.max_bad_shards={len(gone)} goes on without")
+
+
+def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
+    """Every token id has a row in the embedding. A larger embedding is fine: vocabularies are often padded."""
+    if all(source.name in ("tokens", "synthetic") for source in sources(job.data).values()):
+        return  # no text is encoded; the .bin is checked against its own header when it is opened
+    file = tokenizer_file(job.tokenizer)
+    if job.tokenizer.name != "embedded" and not job.tokenizer.path:
+        yield Fault("tokenizer.path", None, f"tokenizer={job.tokenizer.name} needs it")
+        return
+    try:
+        size = vocabulary_size(job.tokenizer)
+    except OSError:
+        yield Fault("tokenizer.path", job.tokenizer.path, "no such file", legal=similar(str(file)))
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"cannot be read as tokenizer={job.tokenizer.name}: {error or type(error).__name__}"
+        yield Fault("tokenizer.path", job.tokenizer.path, reason)
+    else:
+        if size > job.model.vocab_size:
+            yield Fault("model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,))
+
+
+VALUES = [mixture_has_weighted_sources, shuffle_buffer_shuffles]
+PLACE = [data_files_are_there, tokenizer_fits_the_vocabulary]

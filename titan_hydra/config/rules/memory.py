@@ -1,0 +1,87 @@
+"""The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
+
+Lower bounds: parameters, gradients and the optimizer's moments; of the activations each block's input and the logits; one batch on the
+host.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from titan_hydra.config.fault import Fault, counted
+from titan_hydra.config.load import data_parallel, devices_here, ffn_width, processes
+from titan_hydra.config.schema import Job, Model
+
+from .pipeline import microbatches
+
+GIB = 2**30
+PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
+PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
+
+
+def parameters(model: Model) -> int | None:
+    """Count the parameters of a model of the package's own families; None for any other family."""
+    if model.family != "llama3":
+        return None
+    head = model.dim // model.n_heads
+    block = 2 * model.dim * head * (model.n_heads + model.n_kv_heads) + 3 * model.dim * ffn_width(model) + 2 * model.dim
+    return model.n_layers * block + model.dim + model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+
+
+def of_a_rank(job: Job) -> dict[str, float]:
+    """Return the bytes that a rank needs at least, by the key that each part grows with. `data.global_batch` counts host memory, the other
+    keys device memory.
+    """
+    size = {"float32": 4, "bfloat16": 2}
+    layout, model, stored, used = job.parallelism, job.model, size[job.precision.param_dtype], size[job.precision.compute_dtype]
+    moments = {"adamw": 2, "muon": 1, "sgd": int(job.optimizer.sgd_momentum > 0)}[job.optimizer.name]
+    ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
+    tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / (max(microbatches(job), 1) if layout.pp > 1 else 1)
+    logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
+    return {
+        "model.name": (parameters(model) or 0) * stored * (2 + moments) / ranks,
+        "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
+        "data.global_batch": job.data.global_batch / data_parallel(job) / job.fault_tolerance.replicas * job.data.seq_len * 16,
+    }
+
+
+def of_this_machine() -> int:
+    """Return the bytes of memory that processes may use here: the machine's, or the container's limit if it is lower."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
+    """A job must fit into memory; otherwise the failure comes minutes later, as a machine that swaps or a process killed by the kernel."""
+    needs, ranks = of_a_rank(job), processes(job)
+    if job.cluster.device_memory_gib:
+        del needs["data.global_batch"]
+        yield from _too_much(job, needs, 1, job.cluster.device_memory_gib * GIB, "a device")
+    elif job.cluster.executor != "slurm" and not devices_here():
+        cores = len(os.sched_getaffinity(0))
+        most = max(PROCESSES_PER_CORE * cores, 16)
+        if ranks > most and not job.cluster.gpus_per_node:
+            legal = (most // job.fault_tolerance.replicas,)
+            yield Fault("gpus", job.gpus, f"{ranks:,} processes, but this machine has {counted(cores, 'core')}", legal)
+        else:
+            yield from _too_much(job, needs | {"gpus": PROCESS}, ranks, of_this_machine(), "this machine")
+
+
+def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where: str) -> Iterator[Fault]:
+    """Yield a fault if `ranks` processes need more than `room` bytes. It names the key that takes most of the memory."""
+    if ranks * sum(needs.values()) <= room:
+        return
+    key = max(needs, key=needs.__getitem__)
+    what = {"model.name": f"{parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
+            "data.local_batch": "block inputs and logits take", "data.global_batch": "tokens and labels of one step take",
+            "gpus": f"{ranks:,} processes take"}[key]
+    value = {"model.name": job.model.name, "gpus": job.gpus}.get(key) or getattr(job.data, key.partition(".")[2])
+    yield Fault(key, value, f"{what} at least {_gib(ranks * needs[key])} GiB, and {where} has {_gib(room)}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f}" if size >= GIB else f"{size / GIB:.2g}"

@@ -1,0 +1,55 @@
+"""The rules for replica groups: what Local SGD, DiLoCo and torchft need of a job."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+
+from titan_hydra.config.fault import Fault, counted, divisors
+from titan_hydra.config.schema import Job
+
+
+def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
+    """A fragment is a set of layers; within sync_every steps each fragment is synchronized once, evenly spaced."""
+    config = job.fault_tolerance
+    if config.name not in ("local_sgd", "diloco"):
+        return
+    if config.sync_every % config.fragments:
+        yield Fault("fault_tolerance.fragments", config.fragments, f"sync_every={config.sync_every} steps cannot be divided by it",
+                    legal=divisors(config.sync_every))
+    if config.fragments > job.model.n_layers:
+        yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {counted(job.model.n_layers, 'layer')}",
+                    legal=(job.model.n_layers,))
+
+
+def torchft_is_there(job: Job) -> Iterator[Fault]:
+    """torchft is installed in this Python: the ranks of replica groups run on this machine."""
+    if job.fault_tolerance.name == "torchft" and not PathFinder.find_spec("torchft", sys.path):
+        yield Fault("fault_tolerance.name", "torchft", "is not installed: pip install -e '.[torchft]'", legal=("local_sgd", "diloco"))
+
+
+def replica_groups_are_processes_here(job: Job) -> Iterator[Fault]:
+    """A replica group that dies must leave the others alive: srun would end them all, and a single process has no other group."""
+    if job.fault_tolerance.name == "off":
+        return
+    if job.cluster.executor == "slurm":
+        yield Fault("cluster.executor", "slurm", "replica groups cannot be started by one srun, which ends all ranks when one dies",
+                    legal=("local",))
+    if job.cluster.executor == "inline" and job.fault_tolerance.replicas > 1:
+        yield Fault("cluster.executor", "inline", "runs one process, and each replica group is one at least", legal=("local",))
+    if job.comm.name == "fake":
+        yield Fault("comm.name", "fake", "nobody meets there", legal=("default",))
+    if job.checkpoint.name == "seed":
+        yield Fault("checkpoint.name", "seed", "trains nothing, so there is nothing to average", legal=("sync", "off"))
+
+
+def too_many(job: Job, node: int) -> Fault:
+    """Return the fault of a job that needs more devices than this machine has."""
+    groups = job.fault_tolerance.replicas
+    if groups > node:
+        return Fault("fault_tolerance.replicas", groups, f"this machine has {counted(node, 'device')}", legal=(node,))
+    of_groups = f", for {groups} replica groups" if groups > 1 else ""
+    return Fault("gpus", job.gpus, f"this machine has {counted(node, 'device')}{of_groups}", legal=(node // groups,))
+
+
+RULES = [fragments_are_whole_layers, torchft_is_there, replica_groups_are_processes_here]

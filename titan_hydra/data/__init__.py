@@ -1,0 +1,118 @@
+"""Training data: build() returns a rank's Loader. The order of samples is a function of seed and step, never of the layout.
+
+A step takes G = data.global_batch samples in slots 0 to G - 1, and rank r of R data-parallel ranks owns slots [r * G/R, (r + 1) * G/R).
+Sources either number their samples (items.py) or give every slot an endless stream (streams.py, fed by embedded.py or text.py); a mixture
+(mixture.py) alternates between sources. Unreadable files are handled in shards.py.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+
+if TYPE_CHECKING:
+    from .loader import Loader, Samples
+    from .shards import BadShards
+    from .tokenizer import Tokenizer
+
+VALIDATION_SEED = 0  # held-out samples are the same for every seed, so that their losses compare
+
+
+def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tokenizer: Callable | None = None) -> Loader:
+    """Build the Loader of data-parallel rank `rank` of `ranks`; split is "train" or "validation".
+
+    Raises ConfigError for missing or damaged files, and for tokens without a row in the model's embedding.
+    """
+    from .loader import Loader
+    from .shards import BadShards
+
+    data = job.data
+    global_batch = data.global_batch or data.local_batch * ranks
+    if global_batch % ranks:
+        raise ConfigError(f"data.global_batch={global_batch}: not divisible by {ranks} data-parallel ranks; "
+                          f"nearest legal: {max(global_batch // ranks, 1) * ranks}")
+    share = global_batch // ranks
+    wanted = Wanted(job, split, range(rank * share, (rank + 1) * share), global_batch, BadShards(data.max_bad_shards), load_tokenizer)
+    seed = job.seed if split == "train" else VALIDATION_SEED
+    signature = {"data.name": data.name, "data.global_batch": global_batch, "data.seq_len": data.seq_len, "data.shuffle": data.shuffle,
+                 "seed": seed}
+    if data.shuffle_buffer:
+        signature["data.shuffle_buffer"] = data.shuffle_buffer
+    if data.name == "mixture":
+        from .mixture import Mixture
+
+        parts = {name: _samples(f"data.mixture.{name}", part, wanted, _seed_of(name, seed)) for name, part in data.mixture.items()}
+        samples = Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed)
+    else:
+        samples = _samples("data", data, wanted, seed)
+    return Loader(samples, wanted.slots, global_batch, signature, samples.separators if data.document_mask else None, data.prefetch,
+                  wanted.bad)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The arguments that a rank passes to every source."""
+
+    job: schema.Job
+    split: str
+    slots: range
+    global_batch: int
+    bad: BadShards
+    load_tokenizer: Callable | None
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The job's tokenizer, loaded when a source with text needs it. Raises ConfigError if the model has no rows for its ids."""
+        from . import tokenizer as tokenizers
+
+        job = self.job
+        tokenizer = (self.load_tokenizer or tokenizers.load)(job.tokenizer)
+        if tokenizer.vocab_size > job.model.vocab_size:
+            raise ConfigError(f"model.vocab_size={job.model.vocab_size}: tokenizer={job.tokenizer.name} has {tokenizer.vocab_size} ids; "
+                              f"nearest legal: {tokenizer.vocab_size}")
+        return tokenizer
+
+
+def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
+    """Return the samples of the source under `key`."""
+    data, vocab_size = wanted.job.data, wanted.job.model.vocab_size
+    order = seed if data.shuffle else None
+    if source.name == "synthetic":
+        from .items import Synthetic
+
+        return Synthetic(vocab_size, data.seq_len, seed if wanted.split == "train" else ~seed)
+    if source.name == "tokens":
+        from .items import TokenFiles
+
+        return TokenFiles(*_path(key, source, wanted.split), vocab_size, data.seq_len, order, wanted.bad)
+    from .streams import Streams
+
+    return Streams(_documents(key, source, wanted), wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, order,
+                   data.shuffle_buffer, wanted.bad)
+
+
+def _documents(key: str, source: schema.Source, wanted: Wanted):
+    if source.name == "embedded":
+        from .embedded import Embedded
+
+        return Embedded(wanted.split)
+    from .text import Hub, TextFiles
+
+    if source.name == "text_files":
+        return TextFiles(*_path(key, source, wanted.split), source.text_key, wanted.global_batch)
+    return Hub(key, source, source.split if wanted.split == "train" else source.validation_split, wanted.global_batch)
+
+
+def _path(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
+    """Return the key that gives the split's files, and its value."""
+    return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Return a seed for each source; otherwise sources of equal size would be read in the same order, and synthetic ones be identical."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")

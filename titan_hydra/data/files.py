@@ -1,0 +1,106 @@
+"""Read text files: the rows of .txt, .jsonl and .parquet, .gz too. Imports no torch, so that commands can use it on a login node."""
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.files import SUFFIXES, expand, kind, missing, similar
+
+from .shards import BadShard
+
+Rows = Iterator[tuple[int, str]]
+
+
+def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
+    """Return the files of `path` that end in one of the suffixes (all files if none is given); at least one is not empty.
+
+    Missing files of a numbered set are included: reading them fails. Raises ConfigError with the key, its value, and files with similar
+    names.
+    """
+    if not path:
+        raise ConfigError(f"{key}=null: give it files, globs allowed")
+    files = expand(path)
+    if not files:
+        near = " or ".join(similar(path))
+        raise ConfigError(f"{key}={path}: no such file" + (f"; did you mean {near}?" if near else ""))
+    usable = [file for file in files if not suffixes or kind(file) in suffixes]
+    if not usable:
+        raise ConfigError(f"{key}={path}: {files[0].name} is none of {', '.join(suffixes)}")
+    if not any(file.stat().st_size for file in usable):
+        raise ConfigError(f"{key}={path}: {'the file is' if len(usable) == 1 else 'all files are'} empty")
+    return sorted(usable + [file for file in missing(path, files) if not suffixes or kind(file) in suffixes])
+
+
+def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
+    """Yield number and text of rows start, start + every, ...: a row is the whole file in .txt, a line in .jsonl, a record in .parquet.
+
+    Raises BadShard with file and line if a row cannot be read, ConfigError if it has no column `text_key`.
+    """
+    try:
+        yield from READERS[kind(file)](file, text_key, start, every)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:  # EOFError: a truncated .gz
+        raise BadShard(file, f"{file}: cannot be read: {error}") from error
+
+
+def _text(file: Path, text_key: str, start: int, every: int) -> Rows:
+    if start == 0:
+        with _open(file) as stream:
+            yield 0, stream.read().decode()
+
+
+def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
+    with _open(file) as stream:
+        for number, line in islice(enumerate(stream), start, None, every):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # also a line that is not UTF-8
+                raise BadShard(file, f"{file}:{number + 1}: not a JSON line: {error}") from error
+            yield number, column(record, text_key, f"{file}:{number + 1}")
+
+
+def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        if text_key not in table.schema_arrow.names:
+            column(dict.fromkeys(table.schema_arrow.names), text_key, str(file))
+        first = 0  # number of the row group's first row
+        for group in range(table.num_row_groups):
+            size = table.metadata.row_group(group).num_rows
+            wanted = range(start + -(-max(first - start, 0) // every) * every, first + size, every)
+            if wanted:
+                values = table.read_row_group(group, columns=[text_key])[text_key]
+                for number in wanted:
+                    yield number, column({text_key: values[number - first].as_py()}, text_key, f"{file}: row {number}")
+            first += size
+    except pyarrow.ArrowException as error:
+        raise BadShard(file, f"{file}: not a Parquet file: {error}") from error
+
+
+READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
+    ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".parquet": _parquet}
+TEXT_SUFFIXES = SUFFIXES["text_files"]
+
+
+def _open(file: Path):
+    return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
+
+
+def column(record: object, text_key: str, where: str) -> str:
+    """Return the text of a record. Raises ConfigError with the place and the existing columns."""
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: not a record but {type(record).__name__}")
+    if text_key not in record:
+        raise ConfigError(f"{where}: no column {text_key!r}, but {', '.join(map(repr, record))}: set data.text_key (--text-key)")
+    if not isinstance(record[text_key], str):
+        raise ConfigError(f"{where}: column {text_key!r} holds {type(record[text_key]).__name__}, not text")
+    return record[text_key]

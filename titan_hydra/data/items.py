@@ -1,0 +1,150 @@
+"""Samples by number, each computed or read on demand: files of tokens, and synthetic tokens."""
+from __future__ import annotations
+
+import functools
+import json
+import os
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.files import expand
+
+from . import files
+from .permutation import permute
+from .shards import BadShard, BadShards
+
+OPEN_FILES = 64  # files open at a time, so that thousands of small shards do not exhaust a process's descriptors
+TRIES = 1000  # replacements tried for a sample that cannot be read
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: Path
+    header: dict
+    usable: bool  # the file matches its header
+
+
+class TokenFiles:
+    """Files written by `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S].
+
+    Samples are numbered through the endless sequence of epochs, so there is no state. A sample in a bad file keeps its number and is
+    replaced by another one drawn at random, so a lost file does not change the other numbers.
+    """
+
+    def __init__(self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None):
+        """Read the headers. Raises ConfigError if a file does not match its header, or holds ids that the model has no row for."""
+        self.key, self.vocab_size, self.seq_len, self.seed, self.bad = key, vocab_size, seq_len, seed, bad or BadShards()
+        self.shards = [shard for file in self._files(path) if (shard := self._shard(file))]
+        headers = [shard.header for shard in self.shards]
+        if len({(header["tokenizer_sha256"], header["bos_id"], header["eos_id"]) for header in headers}) > 1:
+            raise ConfigError(f"{key}={path}: the files were encoded with different tokenizers")
+        if not any(shard.usable for shard in self.shards):
+            raise ConfigError(f"{key}={path}: no file that can be read")
+        self.separators, self.tokenizer = (headers[0]["bos_id"], headers[0]["eos_id"]), headers[0]["tokenizer_sha256"]
+        self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))  # cumulative samples, including each file
+        if not self.ends[-1]:
+            tokens = sum(header["tokens"] for header in headers)
+            raise ConfigError(f"{key}={path}: {tokens} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
+        self.signature = {"samples": self.ends[-1]}
+        self._open = functools.lru_cache(OPEN_FILES)(lambda shard: self.shards[shard].file.open("rb", buffering=0))
+
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        epoch, index = divmod(number, self.ends[-1])
+        if self.seed is not None:
+            index = permute(index, self.ends[-1], self.seed, epoch)
+        for another in range(1, TRIES):
+            tokens = self._read(index)
+            if tokens is not None:
+                return tokens
+            index = permute(number % self.ends[-1], self.ends[-1], self.seed or 0, epoch, another)
+        raise ConfigError(f"{self.key}: {TRIES} samples in a row lie in files that cannot be read")
+
+    def state(self, slot: int) -> dict[str, int]:
+        return {}
+
+    def load(self, slot: int, state: dict[str, int]) -> None:
+        """Do nothing: the sample number determines everything."""
+
+    def _read(self, index: int) -> np.ndarray | None:
+        """Return the tokens of a sample in the unshuffled order; None if they cannot be read."""
+        shard = bisect_right(self.ends, index)
+        file, header = self.shards[shard].file, self.shards[shard].header
+        if not self.shards[shard].usable:
+            return None
+        dtype, first = np.dtype(header["dtype"]), (index - (self.ends[shard - 1] if shard else 0)) * self.seq_len
+        size = (self.seq_len + 1) * dtype.itemsize
+        try:
+            content = os.pread(self._open(shard).fileno(), size, first * dtype.itemsize)
+            if len(content) < size:
+                raise BadShard(file, f"{self.key}={file}: it has been cut off since it was opened")
+            tokens = np.frombuffer(content, dtype)
+            if tokens.max() >= self.vocab_size:
+                raise BadShard(file, f"{self.key}={file}: id {tokens.max()} at token {first + tokens.argmax()}, not one of "
+                                     f"{header['vocab_size']}: damaged")
+        except OSError as error:
+            self.bad.add(BadShard(file, f"{self.key}={file}: cannot be read: {error.strerror}"))
+        except BadShard as error:
+            self.bad.add(error)
+        else:
+            return tokens
+        return None
+
+    def _files(self, path: str | None) -> list[Path]:
+        """Return the files of a path, and those of which only the header exists."""
+        found = files.require(self.key, path, (".bin",))
+        headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
+        named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}
+        return sorted({*found, *named})
+
+    def _shard(self, file: Path) -> Shard | None:
+        """Return a file with its header; None for one without header, which may be left out."""
+        try:
+            header = self._header(file)
+        except BadShard as error:
+            self.bad.add(error)
+            return None
+        if header["vocab_size"] > self.vocab_size:
+            raise ConfigError(f"{self.key}={file}: encoded with {header['vocab_size']} ids, more than model.vocab_size={self.vocab_size}")
+        tokens, dtype = header["tokens"], np.dtype(header["dtype"])
+        size = file.stat().st_size if file.exists() else None
+        usable = size == tokens * dtype.itemsize
+        if not usable:
+            found = "no such file" if size is None else f"{size} bytes"
+            self.bad.add(BadShard(file, f"{self.key}={file}: {found}, but {file.name}.json tells of {tokens} tokens in {dtype}"))
+        return Shard(file, header, usable)
+
+    def _header(self, file: Path) -> dict:
+        path = Path(f"{file}.json")
+        try:
+            header = json.loads(path.read_text())
+            np.dtype(header["dtype"]), header["tokens"] + 0, header["vocab_size"] + 0
+            header["bos_id"], header["eos_id"], header["tokenizer_sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadShard(file, f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
+                                 "write both with `titan tokenizer encode`") from error
+        return header
+
+
+class Synthetic:
+    """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for learning."""
+
+    separators, tokenizer = (None, None), None
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int):
+        self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
+        self.signature = {"vocab_size": vocab_size}
+
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        key = np.array([self.seed % (1 << 64), number], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key)).integers(self.vocab_size, size=self.seq_len + 1)
+
+    def state(self, slot: int) -> dict[str, int]:
+        return {}
+
+    def load(self, slot: int, state: dict[str, int]) -> None:
+        """Do nothing: the sample number determines everything."""

@@ -1,0 +1,206 @@
+"""Batches for one data-parallel rank, prepared ahead in a thread, and the state from which they continue exactly."""
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.train.loss import IGNORED
+
+from .shards import BadShards
+
+if TYPE_CHECKING:
+    from titan_hydra.observe.metrics import Metrics
+
+
+@dataclass
+class Batch:
+    """This rank's samples of one step, all [slots, seq_len] int64; documents and positions only under data.document_mask."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    documents: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    def split(self, size: int) -> list[Batch]:
+        """Return microbatches of `size` samples, in order."""
+        return [self._each(lambda tensor, row=row: tensor[row : row + size]) for row in range(0, len(self.tokens), size)]
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return self._each(lambda tensor: onto(device, tensor))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return Batch(*(None if tensor is None else change(tensor) for tensor in (self.tokens, self.labels, self.documents, self.positions)))
+
+
+def onto(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a host tensor to a device through pinned memory: from pageable memory the host would wait for all work queued there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class Samples(Protocol):
+    signature: dict[str, Any]  # values that must not change between saving and loading a state
+    separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
+    tokenizer: str | None  # sha256 of the tokenizer's file, which defines the ids; None if they mean nothing
+
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        """Return the seq_len + 1 tokens of sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
+
+    def state(self, slot: int) -> dict[str, Any]: ...
+
+    def load(self, slot: int, state: dict[str, Any]) -> None: ...
+
+
+class Loader:
+    """Endless batches of the slots that this rank owns: next(), state(), load(), rewind(), close()."""
+
+    def __init__(self, samples: Samples, slots: range, global_batch: int, signature: dict[str, Any],
+                 separators: tuple[int | None, int | None] | None, prefetch: int, bad: BadShards):
+        """Create the loader. `separators` are the begin- and end-of-text ids for a document mask; None: no mask."""
+        self.samples, self.slots, self.global_batch, self.separators, self.prefetch = samples, slots, global_batch, separators, prefetch
+        self.signature = signature | samples.signature
+        self.bad, self.told = bad, set[str]()  # shards that could not be read; shards that all ranks know of
+        self.step = 0  # batches produced
+        self.thread: threading.Thread | None = None
+        self.returned = self.start = self._snapshot()
+
+    def next(self) -> Batch:
+        """Return the next step's batch. Raises here what went wrong while it was prepared."""
+        if not self.prefetch:
+            batch, self.returned = self._produce()
+            return batch
+        if not self.thread:
+            self.ready, self.stop = queue.Queue(self.prefetch), threading.Event()
+            self.thread = threading.Thread(target=self._fill, name="data", daemon=True)  # a hung download must not keep a rank alive
+            self.thread.start()
+        item = self.ready.get()
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        batch, self.returned = item
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Return the state after the last batch that next() returned: step, signature, slot -> state, and the bad shards so far. It fits
+        into JSON.
+        """
+        return self.returned
+
+    def news(self) -> dict[str, str]:
+        """Return the bad shards, with reasons, that were left out up to the last batch and that not all ranks know of."""
+        return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.told}
+
+    def hear(self, news: dict[str, str]) -> None:
+        """Count bad shards that other ranks have found. Raises ConfigError if there are too many, on all ranks alike."""
+        self.told |= set(news)
+        BadShards(self.bad.limit, dict.fromkeys(sorted(self.told), "") | news).check()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a state that holds this rank's slots, whatever ranks wrote it (see merge); keys may be JSON's strings.
+
+        Raises ConfigError if the state belongs to other data or another global batch.
+        """
+        for key, value in self.signature.items():
+            if state["signature"].get(key) != value:
+                raise ConfigError(f"{key}={value}: the saved order of the data has {key}={state['signature'].get(key)}; "
+                                  "set it back, or start afresh")
+        saved = {int(slot): value for slot, value in state["slots"].items()}
+        if missing := [slot for slot in self.slots if slot not in saved]:
+            raise ConfigError(f"the saved state of the data lacks slots {missing} of {self.signature['data.global_batch']}")
+        self._halt()
+        self.step, self.told = state["step"], set(state.get("bad", {}))
+        self.bad.found = state.get("bad", {}) | self.bad.found
+        for slot in self.slots:
+            self.samples.load(slot, saved[slot])
+        self.returned = self._snapshot()
+
+    def rewind(self) -> None:
+        """Return to the first batch, so that every validation sees the same samples."""
+        told = self.told
+        self.load(self.start)
+        self.told = told
+
+    def close(self) -> None:
+        """End the thread; one that hangs in a download is abandoned after ten seconds."""
+        self._halt(timeout=10)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {"step": self.step, "signature": self.signature, "slots": {slot: self.samples.state(slot) for slot in self.slots},
+                "bad": dict(self.bad.found)}
+
+    def _produce(self) -> tuple[Batch, dict[str, Any]]:
+        first = self.step * self.global_batch
+        tokens = np.stack([self.samples.sample(first + slot, slot) for slot in self.slots]).astype(np.int64)
+        self.step += 1
+        return cut(tokens, self.separators), self._snapshot()
+
+    def _fill(self) -> None:
+        try:
+            while not self.stop.is_set():
+                self.ready.put(self._produce())
+        except BaseException as error:  # a Rust panic in a tokenizer is no Exception
+            self.ready.put(error)
+
+    def _halt(self, timeout: float | None = None) -> None:
+        if not self.thread:
+            return
+        self.stop.set()
+        waited = 0.0
+        while self.thread.is_alive() and (timeout is None or waited < timeout):
+            while not self.ready.empty():  # the thread may be blocked on a full queue
+                self.ready.get()
+            self.thread.join(0.01)
+            waited += 0.01
+        self.thread = None
+
+
+def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
+    """Report the shards that some rank has left out since the last report, once each. This is a collective."""
+    parts: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, loader.news())
+    news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
+    for count, (shard, reason) in enumerate(news.items(), start=len(loader.told) + 1):
+        metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
+        if metrics.events:
+            print(f"warning: a shard is left out: {reason}", flush=True)
+    loader.hear(news)
+
+
+def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge all ranks' states of the same step into one."""
+    return states[0] | {key: {name: value for part in states for name, value in part.get(key, {}).items()} for key in ("slots", "bad")}
+
+
+def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> Batch:
+    """Split samples [n, S + 1] into inputs and labels; with separators also the document of each token, and its position in it.
+
+    The first token of a document is no label: the text before it does not predict it.
+    """
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
+    if separators is None:
+        return Batch(torch.from_numpy(inputs.copy()), torch.from_numpy(labels))
+    begins = _begins(tokens, *separators)
+    labels[begins[:, 1:]] = IGNORED
+    place = np.arange(inputs.shape[1])
+    positions = place - np.maximum.accumulate(np.where(begins[:, :-1], place, 0), axis=1)
+    documents = begins[:, :-1].cumsum(axis=1)
+    documents -= documents[:, :1]  # a sample's first document is number 0, whether or not it begins there
+    return Batch(*map(torch.from_numpy, (inputs.copy(), labels, documents, positions)))
+
+
+def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
+    """Return True where a document begins: at begin-of-text, or after end-of-text if the tokenizer has no begin-of-text."""
+    if bos is not None:
+        return tokens == bos
+    begins = np.zeros(tokens.shape, dtype=bool)
+    if eos is not None:
+        begins[:, 1:] = tokens[:, :-1] == eos
+    return begins

@@ -1,0 +1,64 @@
+"""Mix sources in fixed proportions. The source of a sample follows from its number, so it is the same on every layout.
+
+The sources alternate in a pattern of PERIOD samples in which each is, at every point, as near to its share as whole samples allow. Within a
+step the turns are assigned to the slots at random: if the pattern always hit the same slots, a part of a source would never be read.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.rules.data import PERIOD, shares
+
+from .permutation import permute
+
+
+class Mixture:
+    """Samples of several sources by name. The state of a slot is its state in each of them."""
+
+    def __init__(self, parts: dict[str, Any], weights: dict[str, float], global_batch: int, seed: int):
+        """Combine the sources. Raises ConfigError if their tokens come from different tokenizers."""
+        self.names = sorted(parts)  # the order in which a user writes them changes nothing
+        self.parts, self.global_batch, self.seed = parts, global_batch, seed
+        self.turns, self.before = pattern(shares([weights[name] for name in self.names]))
+        speaking = {name: parts[name] for name in self.names if parts[name].tokenizer is not None}
+        if len({(part.tokenizer, part.separators) for part in speaking.values()}) > 1:
+            told = ", ".join(f"{name} {part.tokenizer[:8]}" for name, part in speaking.items())
+            raise ConfigError(f"data.mixture: sources with different tokenizers ({told}); their ids mean different text")
+        self.separators = next((part.separators for part in speaking.values()), (None, None))
+        self.signature = {f"data.mixture.{name}.weight": weights[name] for name in self.names}
+        self.signature |= {f"data.mixture.{name}.{key}": value for name in self.names for key, value in parts[name].signature.items()}
+        self.signature["data.mixture"] = self.names
+
+    def choose(self, number: int) -> tuple[str, int]:
+        """Return the source of a sample, and how many samples before it came from that source."""
+        step, slot = divmod(number, self.global_batch)
+        turn = step * self.global_batch + permute(slot, self.global_batch, self.seed, step)
+        period, place = divmod(turn, PERIOD)
+        part = self.turns[place]
+        return self.names[part], int(period * self.before[-1, part] + self.before[place, part])
+
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        name, number = self.choose(number)
+        return self.parts[name].sample(number, slot)
+
+    def state(self, slot: int) -> dict[str, Any]:
+        return {name: self.parts[name].state(slot) for name in self.names}
+
+    def load(self, slot: int, state: dict[str, Any]) -> None:
+        for name in self.names:
+            self.parts[name].load(slot, state[name])
+
+
+def pattern(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return which source takes each of PERIOD turns (always the one furthest behind), and the turns of each source before every turn."""
+    due, had = np.array(counts), np.zeros(len(counts), dtype=np.int64)
+    turns, before = np.empty(PERIOD, dtype=np.int64), np.empty((PERIOD + 1, len(counts)), dtype=np.int64)
+    for turn in range(PERIOD):
+        before[turn] = had
+        turns[turn] = np.argmax(due * (turn + 1) - had * PERIOD)
+        had[turns[turn]] += 1
+    before[PERIOD] = had
+    return turns, before

@@ -1,0 +1,149 @@
+"""Endless streams of packed documents: one for every slot of the global batch, each with its own position in the text.
+
+A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at positions k, k + G, k + 2G,
+... of the endless sequence of epochs, each epoch in its own order. With a shuffle buffer its documents are taken in blocks, each in a
+random order that follows from where the block begins: so the buffer's state is that position, and an index in the block. Nothing here
+depends on ranks, so a slot reads the same whichever rank owns it.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Protocol
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError
+
+from .permutation import permute
+from .shards import BadShard, BadShards
+from .tokenizer import Tokenizer
+
+
+class Source(Protocol):
+    units: int
+
+    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
+        """Yield row numbers, increasing, and texts of a unit, from row `start` on. The result is the same every time."""
+
+
+START = {"turn": 0, "row": 0, "place": 0, "token": 0}
+
+
+@dataclass
+class Document:
+    turn: int  # units that the stream had begun before the one in which this document's block begins
+    row: int  # where in that unit the block begins
+    place: int  # in the block, once it is shuffled
+    tokens: np.ndarray
+
+
+class Streams:
+    """The streams of some slots; a slot's state is where its next sample begins: turn, row, place, and token in the document."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, slots: range, global_batch: int, seq_len: int, seed: int | None,
+                 buffer: int, bad: BadShards):
+        """Create the streams. `seed` None keeps units in order."""
+        self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
+        self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
+        self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots}
+
+    def sample(self, number: int, slot: int) -> np.ndarray:
+        return self.streams[slot].sample()
+
+    def state(self, slot: int) -> dict[str, int]:
+        return dict(self.streams[slot].state)
+
+    def load(self, slot: int, state: dict[str, int]) -> None:
+        self.streams[slot].load(state)
+
+
+class Stream:
+    """Consecutive documents cut into samples of seq_len + 1 tokens; a sample's last token is the next one's first.
+
+    Every token is therefore predicted exactly once, and the state needs no leftover tokens: they are encoded again when it is loaded.
+    """
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, slot: int, slots: int, seq_len: int, seed: int | None, buffer: int = 0,
+                 bad: BadShards | None = None):
+        self.source, self.tokenizer, self.slot, self.slots, self.seq_len, self.seed = source, tokenizer, slot, slots, seq_len, seed
+        self.block, self.bad = max(buffer, 1), bad or BadShards()
+        self.load(START)
+
+    def load(self, state: dict[str, int]) -> None:
+        self.state = START | state
+        self.begun: list[Document] = []  # documents that the next sample takes from
+        self.coming = self._documents(**{key: value for key, value in self.state.items() if key != "token"})
+
+    def sample(self) -> np.ndarray:
+        """Return the next seq_len + 1 tokens. Raises ConfigError if the source holds no text at all."""
+        if not self.begun:
+            self._begin()
+        parts, missing, start = [], self.seq_len + 1, self.state["token"]
+        for index in count():
+            if index == len(self.begun):
+                self.begun.append(next(self.coming))
+            parts.append(self.begun[index].tokens[start:start + missing])
+            missing, start = missing - len(parts[-1]), 0
+            if not missing:
+                break
+        self._advance()
+        return np.concatenate(parts)
+
+    def _begin(self) -> None:
+        """Take the first document. With fewer units than slots, slots that share a unit begin at different positions of it."""
+        self.begun.append(next(self.coming))
+        if self.state == START and self.source.units < self.slots:
+            sharers = -(-self.slots // self.source.units)
+            self.state["token"] = len(self.begun[0].tokens) * (self.slot // self.source.units) // sharers
+
+    def _advance(self) -> None:
+        token = self.state["token"] + self.seq_len
+        while token >= len(self.begun[0].tokens):
+            token -= len(self.begun.pop(0).tokens)
+        document = self.begun[0]
+        self.state = {"turn": document.turn, "row": document.row, "place": document.place, "token": token}
+
+    def _documents(self, turn: int, row: int, place: int) -> Iterator[Document]:
+        """Yield documents of all blocks from the one at turn and row on; of that one, those from `place` on."""
+        texts = self._texts(turn, row)
+        while True:
+            block = list(islice(texts, self.block))
+            turn, row, _ = block[0]
+            for number in range(place, len(block)):
+                text = block[permute(number, len(block), self.seed, self.slot, turn, row)][2]
+                yield Document(turn, row, number, np.array(self.tokenizer.document(text), dtype=np.int32))
+            place = 0
+
+    def _texts(self, first: int, row: int) -> Iterator[tuple[int, int, str]]:
+        """Yield turn, row and text of the documents from a position on, without end."""
+        empty = 0  # units without text in a row
+        for turn in count(first):
+            try:
+                for number, text in self.source.rows(self._unit(turn), row):
+                    if text:
+                        empty = -1
+                        yield turn, number, text
+            except BadShard as error:
+                self.bad.add(error)
+            empty, row = empty + 1, 0
+            if empty == self.source.units and not self._any_text():
+                raise ConfigError("data.path: no document with text in it")
+
+    def _unit(self, turn: int) -> int:
+        """Return the unit of a turn. Unshuffled epochs also begin at different units, or a slot could read the same few in each."""
+        epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
+        if self.seed is None:
+            start = permute(0, self.source.units, epoch) if epoch else 0
+            return (start + place) % self.source.units
+        return permute(place, self.source.units, self.seed, epoch)
+
+    def _any_text(self) -> bool:
+        return any(self._has_text(unit) for unit in range(self.source.units))
+
+    def _has_text(self, unit: int) -> bool:
+        try:
+            return any(text for _, text in self.source.rows(unit))
+        except BadShard:
+            return False

@@ -1,0 +1,62 @@
+"""Sources of documents other than the embedded corpus: text files, and streamed datasets of the Hugging Face hub (or a local folder)."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+
+from . import files
+from .shards import BadShard
+
+C4 = {"path": "allenai/c4", "subset": "en"}
+
+
+class TextFiles:
+    """Files as units; with fewer files than slots, every n-th row of a file is a unit, so that each slot has its own rows."""
+
+    def __init__(self, key: str, path: str | None, text_key: str, slots: int):
+        self.files = files.require(key, path, files.TEXT_SUFFIXES)
+        self.text_key = text_key
+        whole = all(files.kind(file) in (".txt", ".md") for file in self.files)  # a .txt file is a single row, which cannot be shared
+        self.every = 1 if whole else -(-slots // len(self.files))
+        self.units = len(self.files) * self.every
+
+    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
+        file, first = divmod(unit, self.every)
+        return files.rows(self.files[file], self.text_key, max(start, first), self.every)
+
+
+class Hub:
+    """Shards of a streaming dataset as units; with fewer shards than slots, every n-th row of a shard."""
+
+    def __init__(self, key: str, data: schema.Source, split: str, slots: int):
+        """Open the dataset. Raises ConfigError with the library's message if the dataset, its subset or split is not available."""
+        import datasets
+
+        path = data.path or (C4["path"] if data.name == "c4" else None)
+        if not path:
+            raise ConfigError(f"{key}.path=null: data=hf needs the name of a dataset, or a folder")
+        subset = data.subset or (C4["subset"] if data.name == "c4" else None)
+        try:
+            self.dataset = datasets.load_dataset(path, subset, split=split, streaming=True)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # OSError: offline, not found
+            raise ConfigError(f"{key}.path={path} subset={subset} split={split}: {str(error).splitlines()[0]}") from error
+        self.text_key, self.where = data.text_key, f"{key}.path={path}"
+        self.every = -(-slots // self.dataset.num_shards)
+        self.units = self.dataset.num_shards * self.every
+
+    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
+        shard, first = divmod(unit, self.every)
+        where = f"{self.where}: shard {shard}"
+        for number, row in self._read(where, shard, max(start, first)):
+            yield number, files.column(row, self.text_key, f"{where}, row {number}")
+
+    def _read(self, where: str, shard: int, start: int) -> Iterator[tuple[int, dict]]:
+        """Yield every n-th row of a shard. Any error of the library while reading is raised as BadShard."""
+        try:
+            rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
+            yield from zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False)
+        except Exception as error:  # each format and file system has errors of its own
+            raise BadShard(where, f"{where}: cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error

@@ -1,0 +1,141 @@
+"""Convert text to token ids and back, by tokenizer.name: the embedded tokenizer, any Llama-3 style tokenizer.model, any tokenizer.json."""
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+from titan_hydra.config.files import tokenizer_file
+
+# How Llama 3 cuts text into words before it merges bytes, and the 256 special tokens that follow the ranks, in Meta's order.
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3_SPECIALS = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|reserved_special_token_2|>", "<|reserved_special_token_3|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|reserved_special_token_4|>", "<|eot_id|>", *(f"<|reserved_special_token_{i}|>" for i in range(5, 251))]
+
+# tiktoken's regular expression gives up (a Rust panic) on about a million blanks in a row; longer runs are cut here first.
+MANY_BLANKS = 400_000
+LONG_RUN = re.compile(rf"(\s{{{MANY_BLANKS}}})")
+
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """encode treats names of special tokens in the text as plain text and adds none; bos_id is None if documents have only an end token."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+    sha256: str
+
+    def document(self, text: str) -> list[int]:
+        """Return a document as the model sees it: begin-of-text, the text, end-of-text."""
+        return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text), self.eos_id]
+
+
+def load(config: schema.Tokenizer) -> Tokenizer:
+    """Load the tokenizer of a job. Raises ConfigError if its file is missing or is not of the kind in tokenizer.name."""
+    path, content = _read(config)
+    return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
+
+
+def _read(config: schema.Tokenizer) -> tuple[Path, bytes]:
+    if config.name != "embedded" and not config.path:
+        wanted = "tokenizer.json" if config.name == "hf" else "tokenizer.model"
+        raise ConfigError(f"tokenizer.path=null: tokenizer={config.name} needs the path of a {wanted}")
+    path = tokenizer_file(config)
+    try:
+        return path, path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tokenizer.path={path}: {error.strerror}") from error
+
+
+def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
+    import tiktoken
+
+    ranks = _ranks(path, content)
+    specials = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIALS)}
+    encoding = tiktoken.Encoding(path.name, pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials)
+
+    def encode(text: str) -> list[int]:
+        if len(text) < MANY_BLANKS:
+            return encoding.encode_ordinary(text)
+        return [token for part in LONG_RUN.split(text) for token in encoding.encode_ordinary(part)]
+
+    return Tokenizer(encode, encoding.decode, len(ranks) + len(specials), bos_id=specials["<|begin_of_text|>"],
+                     eos_id=specials["<|end_of_text|>"], sha256=hashlib.sha256(content).hexdigest())
+
+
+def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """Return the rank of every token's bytes. Ranks must be 0, 1, 2, ... so that the special tokens' ids follow."""
+    try:
+        lines = [line.split() for line in content.splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except (ValueError, binascii.Error) as error:
+        raise ConfigError(f"tokenizer.path={path}: not a tokenizer.model (lines of base64 token and rank)"
+                          + ("; for a tokenizer.json take tokenizer=hf" if path.suffix == ".json" else "")) from error
+    if len(ranks) < 256 or sorted(ranks.values()) != list(range(len(ranks))):
+        raise ConfigError(f"tokenizer.path={path}: a tokenizer.model ranks 256 bytes or more from 0 without gaps, this one {len(ranks)}")
+    return ranks
+
+
+def _load_hf(path: Path, content: bytes) -> Tokenizer:
+    import tokenizers
+
+    spec = _json(path, content)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json: {error}") from error
+    tokenizer.encode_special_tokens = True  # `</s>` in a text is text, not the end of a document
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    bos, eos = (_special(tokenizer, names, path, key) for names, key in ((BOS_NAMES, "bos_token"), (EOS_NAMES, "eos_token")))
+    if eos is None:
+        raise ConfigError(f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
+                          "and no eos_token in a tokenizer_config.json beside it")
+    return Tokenizer(lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+                     lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+                     _size(spec["model"]["vocab"], spec.get("added_tokens", [])),
+                     bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
+                     eos_id=eos, sha256=hashlib.sha256(content).hexdigest())
+
+
+def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:
+    """Return the id of the first of the usual names in the vocabulary, else of the name in tokenizer_config.json."""
+    for name in names:
+        if tokenizer.token_to_id(name) is not None:
+            return tokenizer.token_to_id(name)
+    beside = path.with_name("tokenizer_config.json")
+    token = json.loads(beside.read_text()).get(key) if beside.is_file() else None
+    token = token["content"] if isinstance(token, dict) else token
+    return tokenizer.token_to_id(token) if token else None
+
+
+def _json(path: Path, content: bytes) -> dict:
+    try:
+        spec = json.loads(content)
+        spec["model"]["vocab"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json"
+                          + ("; for a tokenizer.model take tokenizer=tiktoken" if path.suffix == ".model" else "")) from error
+    return spec
+
+
+def _size(vocab: dict[str, int] | list, added: list[dict]) -> int:
+    """Return one more than the largest id; a unigram model's vocabulary is a list without ids."""
+    last = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
+    return max([last, *(token["id"] for token in added)]) + 1

@@ -1,0 +1,220 @@
+"""`fault_tolerance=torchft`: before every step the live replica groups agree on a quorum, and then sum their gradients.
+
+torchft's manager finds the quorum, detects failures and decides whether a step counts; summation and state transfer are implemented here.
+All groups together learn what one data-parallel world of all their ranks would: tokens are counted over all groups before the first
+microbatch, so the sum of the gradients needs no division. A group that joins later takes weights, optimizer state and step number from one
+that is ahead.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import AllreduceOptions
+from torchft.checkpointing import CheckpointTransport
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
+
+from titan_hydra.base.errors import RunError
+from titan_hydra.base.run import Run
+from titan_hydra.checkpoint import state
+from titan_hydra.config.schema import Job
+from titan_hydra.parallel import converters
+from titan_hydra.train.world import open_store
+
+from .outer import local, shards
+
+POLL = 0.05  # seconds between two reads of the files
+RETRIES = 100  # of asking a lighthouse that has died, while another takes its place
+COUNTS = ("step", "batches_committed")  # that torchft's manager keeps
+
+
+class PerStep:
+    """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
+
+    def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
+        """Create the manager. `stop` lists the signals that asked this rank to stop."""
+        self.job, self.run, self.model, self.optimizers, self.stop = job, run, model, optimizers, stop
+        self.tensors: dict[str, Tensor] = {}  # nothing of its own in a checkpoint
+        self.report: Callable[..., None] = lambda event, step, **values: None
+        self.groups = 0  # in the last quorum
+        self.caught_up: int | None = None  # steps taken from another group in the quorum for the next step, once there is one
+        self.received: list[Tensor] | None = None  # another group's shards
+        self.data_ahead = 0  # data step minus training step; above 0 when a new run continues an old run's data
+        for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # it writes some lines a step
+        limit = timedelta(seconds=job.comm.init_timeout_seconds)
+        self.exchange = AllreduceOptions()
+        self.exchange.timeout = limit / 2  # the ranks of this group wait for each other for `limit`
+        self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))  # to connect: all do it at once
+        self.store = open_store("127.0.0.1", None, limit) if run.rank == 0 else None
+        port = [self.store.port if self.store is not None else 0]
+        dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
+        self.manager = Manager(
+            self.channel, self.receive, self.own, min_replica_size=1, use_async_quorum=False, init_sync=False, quorum_retries=RETRIES,
+            timeout=limit, quorum_timeout=limit, connect_timeout=limit,
+            rank=run.rank, world_size=run.world_size, store_addr="127.0.0.1", store_port=port[0], hostname="127.0.0.1",
+            replica_id=f"group_{run.replica}", lighthouse_addr=self._lighthouse() if run.rank == 0 else None,
+            checkpoint_transport=Handover(self.channel, self.own),
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this group writes the run's result: the first of those in the last quorum."""
+        return self.manager.participating_rank() == 0
+
+    def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
+        """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as `before_step` does.
+
+        Returns the step that this group has reached, and whether a stop was requested meanwhile.
+        """
+        self.manager.load_state_dict({"step": step, "batches_committed": 0})
+        if self.run.rank == 0:
+            (self.run.meetings / f"came_{self.run.replica}").touch()
+            # Then those that are here begin; the other ranks wait in the barrier, whose limit is twice that.
+            deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
+            while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
+                if self.stop or time.monotonic() > deadline:
+                    break
+                time.sleep(POLL)
+        dist.barrier()
+        if self._any(bool(self.stop)):
+            return step, True
+        self._agree(step)
+        return self.manager.current_step(), False
+
+    def report_to(self, event: Callable[..., None]) -> None:
+        """Write changes of the quorum to the metrics from now on."""
+        self.report = event
+
+    def before_step(self, step: int) -> int:
+        """Agree on the groups of the next step. Returns the step that this group has reached: a later one if it took another's state."""
+        if self.caught_up is None:
+            self._agree(step)
+        now, groups = self.manager.current_step(), self.manager.num_participants()
+        if groups != self.groups or self.caught_up:
+            self.report("quorum", now, groups=groups, caught_up=self.caught_up)
+        self.groups, self.caught_up = groups, None
+        return now
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed, and the step will not count.
+        """
+        for tensor in tensors:
+            if self.manager.errored():
+                break
+            host = tensor.detach().cpu().contiguous()
+            try:
+                self.channel.allreduce([host], self.exchange).wait()
+                tensor.copy_(host)  # where it is not the same memory
+            except RuntimeError as error:  # gloo has no others
+                print(f"step {self.manager.current_step() + 1} is made again: {str(error).splitlines()[0]}", flush=True)
+                self.manager.report_error(error)
+        if self.manager.errored():
+            # At once, not in the next quorum: a group still blocked on this one here would never reach that quorum.
+            self.channel.shutdown()
+
+    @torch.no_grad()
+    def add_up_gradients(self) -> None:
+        """Sum this rank's shards of the gradients over the groups."""
+        self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
+
+    def commits(self, stop: bool) -> tuple[bool, bool]:
+        """Return whether the step counts, and whether any group was asked to stop: then all stop after the same step."""
+        asked = torch.tensor([float(stop)])
+        self.add_up([asked])
+        counts = self.manager.should_commit()
+        if counts:
+            self.exchange.timeout = timedelta(seconds=self.job.comm.train_timeout_seconds) / 2
+        return counts, stop or (counts and bool(asked))
+
+    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
+        """Return the step unchanged: after a step that counted nothing remains to be done."""
+        return step, False
+
+    def close(self) -> None:
+        """Leave the other groups, which notice it after `fault_tolerance.timeout_seconds`."""
+        self.manager.shutdown(wait=False)
+
+    # --- a group's state, for one that is behind --------------------------------------------------------------------------------------
+
+    def own(self) -> list[Tensor]:
+        """Return this rank's shards of weights and optimizer state, in the same order in every group."""
+        return shards(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        """Keep another group's shards until all ranks of this group are known to have theirs."""
+        self.received = tensors
+
+    @torch.no_grad()
+    def take(self, received: list[Tensor]) -> None:
+        """Replace this group's state by the received shards."""
+        optimizers: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
+        for mine, got in zip(shards(state.weights(self.model) | optimizers), received, strict=True):
+            mine.copy_(got)
+        state.into_optimizers(self.model, self.optimizers, optimizers)
+        converters.after_step(self.model, self.job)
+
+    # --- within the group -------------------------------------------------------------------------------------------------------------
+
+    def _any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        said = torch.tensor([int(flag)])
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said)
+
+    def _agree(self, step: int) -> None:
+        """Find a quorum, and take another group's state if it is ahead: on all ranks of this group, or on none."""
+        before = self.manager.state_dict()
+        self.manager.start_quorum()
+        steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
+        dist.all_reduce(steps, dist.ReduceOp.MIN)
+        if steps.sum():  # torchft asks one rank of a group for the step of all of them, and would never see it
+            self.manager.load_state_dict(before)
+            self.manager.report_error(RuntimeError("not all ranks of this group received the others' state"))
+        elif self.received is not None:
+            self.take(self.received)
+        self.received = None
+        self.caught_up = self.manager.current_step() - step
+
+    def _lighthouse(self) -> str:
+        """Return the lighthouse's address, once it is written. Raises RunError after the time-out."""
+        path, deadline = self.run.meetings / "lighthouse", time.monotonic() + self.job.comm.init_timeout_seconds
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise RunError(f"torchft's lighthouse did not start: {path} is not there; its errors are in submitit/parent.log")
+            time.sleep(POLL)
+        return path.read_text()
+
+
+class Handover(CheckpointTransport):
+    """Transfers a group's state, tensor by tensor, through the groups' channel. torchft's own transport unpickles what any peer sends."""
+
+    def __init__(self, channel: ProcessGroupGloo, own: Callable[[], list[Tensor]]) -> None:
+        self.channel, self.own = channel, own
+
+    def metadata(self) -> str:
+        """Return nothing: the channel is known."""
+        return ""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta) -> None:
+        """Send this rank's shards, and return when they are sent."""
+        counts = torch.tensor([state_dict["torchft"][name] for name in COUNTS])
+        for tensor in [counts, *state_dict["user"]["default"]]:
+            host = tensor.detach().cpu().contiguous()
+            for rank in dst_ranks:
+                self.channel.send([host], rank, tag=0).wait(timeout)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
+        """Receive another group's shards into new memory, so that a partial transfer leaves the present state untouched."""
+        received = [torch.zeros(len(COUNTS), dtype=torch.int64), *(torch.empty_like(tensor, device="cpu") for tensor in self.own())]
+        for tensor in received:
+            self.channel.recv([tensor], src_rank, tag=0).wait(timeout)
+        counts, *tensors = received
+        return {"torchft": dict(zip(COUNTS, counts.tolist(), strict=True)), "user": {"default": tensors}}

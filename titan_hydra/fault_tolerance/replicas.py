@@ -1,0 +1,182 @@
+"""One replica group among the others, as the training loop uses it: it may exchange weights after a step, and catch up before the first.
+
+A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks; then rank i of every
+group exchanges its shards with its peers (exchange.py), and outer.py changes the weights once all members are known to be able to.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_hydra.base.errors import RunError, Stopped
+from titan_hydra.base.run import Run
+from titan_hydra.checkpoint import state
+from titan_hydra.config.schema import Job
+from titan_hydra.parallel import converters
+from titan_hydra.train.world import open_store
+
+from .exchange import Peers
+from .outer import Fragment, cut, due, shards
+from .quorum import Board, Meeting
+
+LONGEST = timedelta(days=7)  # time that ranks wait for their rank 0, which limits the wait itself
+
+
+class Replicas:
+    """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
+
+    def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
+        """Set up the fragments and, on rank 0, the board. `stop` lists the signals that asked this rank to stop."""
+        self.job, self.config, self.run, self.model, self.optimizers = job, job.fault_tolerance, run, model, optimizers
+        self.stop: Callable[[], bool] = lambda: bool(stop)
+        self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
+        self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
+        self.fragments = cut(model, job.model.n_layers, self.config)
+        self.last = torch.zeros((), dtype=torch.int64)  # step of the last meeting
+        self.peers = Peers(run.replica, run.rank, self.config.timeout_seconds)
+        self.group = dist.new_group(backend="gloo", timeout=LONGEST)
+        self.members = list(range(self.config.replicas))  # of the last meeting
+        self.board = None
+        if run.rank == 0:
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            self.store = open_store(host, None, timedelta(seconds=self.config.timeout_seconds))
+            self.board = Board(run.meetings, run.replica, self.config.replicas, self.config.timeout_seconds, f"{host}:{self.store.port}")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The outer state of this rank for a checkpoint, in its own memory."""
+        outer = {f"{number}.{name}": getattr(fragment, name) for number, fragment in enumerate(self.fragments)
+                 for name in ("anchor", "momentum") if fragment.anchor is not None}
+        return {f"rank_{self.run.rank}.{name}": tensor for name, tensor in {"last": self.last, **outer}.items()}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this group writes the run's result: the first of those at the last meeting."""
+        return self.run.replica == self.members[0]
+
+    def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
+        """Join the other groups with the weights of this step. Returns the step to continue from, and whether a stop was requested
+        meanwhile.
+
+        A group that is behind the others waits here for their next meeting; one that was stopped on its way to a meeting goes to it.
+        """
+        if not resumed:
+            self.last.fill_(step)
+            for fragment in self.fragments:
+                fragment.remember()
+        position = (int(self.last), step)
+        behind = self._board("begin", position, self.job.comm.init_timeout_seconds, self.stop)
+        owed = due(step, self.job.steps, self.config) and self.last < step
+        return self.meet(step, None) if behind or owed else (step, False)
+
+    def report_to(self, event: Callable[..., None]) -> None:
+        """Write meetings to the metrics from now on."""
+        self.report = event
+        for step, values in self.unreported:
+            event("meeting", step, **values)
+
+    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
+        """Exchange weights with the other groups if it is time. Returns the step to continue from, and whether a stop was requested
+        meanwhile.
+        """
+        return self.meet(step, loss) if due(step, self.job.steps, self.config) else (step, False)
+
+    @torch.no_grad()
+    def meet(self, step: int, loss: float | None) -> tuple[int, bool]:
+        """Repeat the meeting until it counts, with the groups that are alive."""
+        began, position = time.perf_counter(), (int(self.last), step)
+        while True:
+            meeting: Meeting | None = self._board("convene", position, self.stop)
+            if meeting is None and position == (-1, -1):
+                raise Stopped("stopped while another group's weights were being taken; nothing is saved")
+            if meeting is None:
+                return step, True
+            if meeting.step < 0:
+                raise RunError("the group whose weights were being taken is gone, and there is no other to take them from")
+            means = self._exchange(meeting, loss)
+            if self._board("settle", meeting, self._all(means is not None)):
+                break
+            self.peers.part()
+            if self.run.replica in meeting.takers:
+                position = (-1, -1)  # half of another's state is not a state
+        *averages, mean_loss = means
+        for number, average in zip(due(meeting.step, self.job.steps, self.config), averages, strict=True):
+            self.fragments[number].take(average, self.config)
+        converters.after_step(self.model, self.job)
+        self.last.fill_(meeting.step)
+        self.members = sorted(meeting.members)
+        if self.board is not None:
+            self.board.become("training", (meeting.step, meeting.step))
+        known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}  # not in a meeting that was owed from before a stop
+        self.report("meeting", meeting.step, groups=len(self.members), joined=len(meeting.takers), **known,
+                    seconds=time.perf_counter() - began)
+        return meeting.step, False
+
+    def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
+        """Return the averages over the donors, of the due fragments and of the loss; None if a member was lost. Changes nothing, except in
+        a taker, which receives a donor's whole state.
+        """
+        donates = self.run.replica in meeting.donors
+        try:
+            self.peers.meet(meeting)
+            if meeting.takers:
+                for tensor in self._state(donates):
+                    self.peers.hand_over(tensor, meeting.donors[0])
+            offers = [self.fragments[number].offer() for number in due(meeting.step, self.job.steps, self.config)]
+            offers.append(torch.tensor([loss if loss is not None else torch.nan], dtype=torch.float64))
+            for offer in offers:
+                if not donates:
+                    offer.zero_()
+                self.peers.add_up(offer)
+                offer.div_(len(meeting.donors))
+            return offers
+        except RuntimeError as error:  # gloo and the store have no others
+            print(f"meeting {meeting.number} after step {meeting.step} failed: {str(error).splitlines()[0]}", flush=True)
+            return None
+
+    def _state(self, donates: bool) -> Iterator[Tensor]:
+        """Yield all tensors of a group's state at a meeting, in the same order everywhere. At the end a taker's optimizers are loaded with
+        it.
+        """
+        for fragment in self.fragments:
+            yield from self._weights(fragment, donates)
+            if fragment.anchor is not None:
+                yield fragment.anchor
+                yield fragment.momentum
+        content: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
+        yield from shards(content)
+        if not donates:
+            state.into_optimizers(self.model, self.optimizers, content)
+
+    def _weights(self, fragment: Fragment, donates: bool) -> Iterator[Tensor]:
+        vector = fragment.weights()
+        yield vector
+        if not donates:
+            fragment.set_weights(vector)
+
+    # --- within the group ------------------------------------------------------------------------------------------------------------
+
+    def _board(self, method: str, *arguments: Any) -> Any:
+        """Call a method of rank 0's board and broadcast its result to all ranks."""
+        answer = [getattr(self.board, method)(*arguments) if self.board is not None else None]
+        if self.run.world_size > 1:
+            dist.broadcast_object_list(answer, src=0, group=self.group, device=torch.device("cpu"))
+        return answer[0]
+
+    def _all(self, well: bool) -> bool:
+        """Whether the flag is set on all ranks."""
+        said = torch.tensor([int(well)])
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
+        return bool(said)
+
+    def close(self) -> None:
+        """Leave the other groups."""
+        if self.board is not None:
+            self.board.close()

@@ -1,0 +1,1 @@
+"""Metrics, trackers, heartbeats, flight recorder, probes and profiling of a run."""

@@ -1,0 +1,148 @@
+"""The flight recorder of a rank: its last collectives, from torch's own recorders, and its position, in a file that `titan flight` reads.
+
+torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are recorded here. NCCL's
+are not: that would keep their tensors in the device's memory.
+"""
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from titan_hydra.base.run import Run
+from titan_hydra.config.files import write_text
+from titan_hydra.parallel.mesh import Mesh
+
+RECORDED = 2000  # collectives that torch keeps
+WRITTEN = 400  # of these go into a dump
+# One recorder for each back end; a torch that is built without CUDA has only gloo's.
+RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+FRAMES = 3  # of a stack, innermost first, and as many that are not torch's
+MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
+_counts: collections.Counter[tuple[str, int]] = collections.Counter()  # of sends to and receives from each rank
+_lock = threading.Lock()
+
+
+def configure(run: Run) -> None:
+    """Enable torch's recorder. Call before creating a process group, since torch reads these variables only once."""
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": str(RECORDED),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(run.attempt / "nccl_trace_"),  # and the rank: NCCL's own dump, which torchfrtrace reads
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(run.attempt / "nccl_trace_"),  # the same to older releases
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def record_messages() -> None:
+    """Record the sends and receives of pipeline stages over gloo, of which torch's recorder sees only collectives. Repeated calls are
+    harmless.
+    """
+    from torch.distributed.pipelining import schedules
+
+    def counted(batch_p2p: Callable) -> Callable:
+        def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+            works = batch_p2p(operations, desc)
+            for operation, work in zip(operations, works, strict=False):
+                kind, peer = operation.op.__name__, operation.peer
+                _counts[kind, peer] += 1
+                MESSAGES.append({"op": kind.removeprefix("i"), "peer": peer, "seq": _counts[kind, peer], "work": work, "time": time.time(),
+                                 "size": list(operation.tensor.shape), "group": operation.group.group_name})
+            for message in list(MESSAGES)[-64:-16]:  # a message that is over need not keep its tensor
+                if message["work"] is not None and message["work"].is_completed():
+                    message["work"] = None
+            return works
+
+        exchange.counts = True
+        return exchange
+
+    if not hasattr(schedules._batch_p2p, "counts"):
+        schedules._batch_p2p = counted(schedules._batch_p2p)
+
+
+def progress() -> tuple:
+    """Return a value that changes whenever a collective, a send or a receive begins or ends. Costs microseconds."""
+    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # our own process's, not a file
+    return str([state.get("pg_status") for state in states]), sum(_counts.values())
+
+
+def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
+    """Write flight_<rank>.json: position of this rank, stacks of all threads, its groups and the last operations in each of them.
+
+    `where` holds step and phase, and when recent steps began. With an `error`, the main thread's stack is the one that raised it.
+    """
+    with _lock:
+        content = {
+            "rank": run.rank, "host": socket.gethostname(), "time": time.time(), "why": why, **where,
+            "groups": groups(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
+        }
+        write_text(run.attempt / f"flight_{run.rank}.json", json.dumps(content), durable=False)
+
+
+def groups(mesh: Mesh | None) -> dict[str, dict]:
+    """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
+    world = dist.distributed_c10d._world
+    found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(world.pg_group_ranks[group])}
+             for group in list(world.pg_map)}
+    for name in mesh.world.mesh_dim_names if mesh is not None and mesh.world is not None else ():
+        group = mesh.world.get_group(name)
+        if group.size() > 1:
+            found[group.group_name]["mesh"] = name
+    return found
+
+
+def collectives() -> list[dict]:
+    """Return the last collectives of torch's recorders, oldest first."""
+    entries = [entry for dump in RECORDERS for entry in pickle.loads(dump(True, True, False)).get("entries", [])
+               if not entry["is_p2p"]]  # NCCL numbers sends and receives on each rank for itself: they cannot be compared
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    return [{
+        "group": entry["process_group"][0], "backend": entry["profiling_name"].partition(":")[0], "seq": entry["collective_seq_id"],
+        "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"], "sizes": entry["input_sizes"], "done": done(entry),
+        "time": entry["time_created_ns"] / 1e9,
+        "stack": callers(entry.get("frames", [])),
+    } for entry in entries[-WRITTEN:]]
+
+
+def callers(frames: list[dict]) -> list[str]:
+    """Return the innermost frames of a stack, then the innermost outside torch."""
+    shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
+    return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
+
+
+def done(entry: dict) -> bool:
+    """Whether a collective is over: NCCL's when it completed, gloo's when its result was waited for."""
+    return entry["state"] == "completed" or bool(entry["retired"])
+
+
+def messages() -> list[dict]:
+    """Return the last sends and receives, oldest first."""
+    return [{**message, "work": None, "done": message["work"] is None or message["work"].is_completed()} for message in list(MESSAGES)]
+
+
+def stacks() -> dict[str, list[str]]:
+    """Return the stack of every Python thread of this process, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {names.get(ident, str(ident)): [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+                                           for frame, line in traceback.walk_stack(top)][::-1]
+            for ident, top in sys._current_frames().items()}
+
+
+def raised(error: BaseException | None) -> dict[str, list[str]]:
+    """Return the main thread's stack at the point where an error was raised."""
+    if error is None:
+        return {}
+    return {"MainThread": [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+                           for frame, line in traceback.walk_tb(error.__traceback__)]}

@@ -1,0 +1,180 @@
+"""Health checks before training: is this rank's device present, free and correct, did all ranks start, and does a collective over them
+complete?
+
+An unfit machine ends the run within a minute with a message that names it, instead of after hours with a time-out that names none.
+"""
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan_hydra.base.errors import Unhealthy
+from titan_hydra.base.run import Run
+from titan_hydra.config.schema import Comm
+
+TAKEN = 0.1  # share of a device's memory that other processes may hold: a desktop holds less, another job more
+PATIENCE = 20  # seconds for an earlier process to release its memory
+
+
+def check_device(run: Run, comm: Comm) -> torch.device:
+    """Return this rank's device, once it and those of all other ranks have passed the check. Call before a process group exists.
+
+    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not start.
+    """
+    fault = ""
+    try:
+        device = device_of(run)
+        if comm.health_check_seconds and device.type == "cuda":
+            free(device, PATIENCE)
+        if comm.health_check_seconds:
+            within(comm.health_check_seconds, f"the matmul of device {device}", lambda: matmul(device))
+    except Unhealthy as error:
+        fault, device = str(error), torch.device("cpu")
+    said = meet(run, {"device": device.type, "fault": fault}, comm.init_timeout_seconds)
+    if fault:
+        raise Unhealthy(fault)
+    if said["fault"]:
+        raise of_another(said, run)
+    return device
+
+
+def check_links(run: Run, comm: Comm, device: torch.device) -> None:
+    """Run a first collective over all ranks on their devices. Raises Unhealthy if it does not complete or gives a wrong sum."""
+    if not comm.health_check_seconds:
+        return
+
+    def add_up() -> None:
+        ranks = torch.full((1024,), float(run.rank), device=device)
+        dist.all_reduce(ranks)
+        if (ranks != run.world_size * (run.world_size - 1) / 2).any():
+            raise Unhealthy(f"{socket.gethostname()}: an all-reduce over {run.world_size} ranks gave a wrong sum on rank {run.rank}")
+
+    within(comm.health_check_seconds, f"the first collective over {run.world_size} ranks (rank {run.rank})", add_up)
+
+
+def device_of(run: Run) -> torch.device:
+    """Return the device with this rank's index on the host; the CPU if there is no GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if run.local_rank >= count:
+        raise Unhealthy(f"{socket.gethostname()}: device {run.local_rank} is not there; {count} can be seen")
+    device = torch.device("cuda", run.local_rank)
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise Unhealthy(f"{socket.gethostname()}: device {run.local_rank} does not start: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def free(device: torch.device, patience: float) -> None:
+    """Wait until no other process holds much of a GPU's memory. Raises Unhealthy after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        left, capacity = torch.cuda.mem_get_info(device)
+        if capacity - left - torch.cuda.memory_reserved(device) < TAKEN * capacity:
+            return
+        if time.monotonic() > deadline:
+            raise Unhealthy(f"{socket.gethostname()}: {(capacity - left) / 2**30:.1f} of the {capacity / 2**30:.1f} GiB of device "
+                            f"{device.index} are taken by other processes")
+        time.sleep(0.5)
+
+
+def matmul(device: torch.device) -> None:
+    """Multiply powers of two, which are exact in every format. Raises Unhealthy for a wrong result."""
+    size = 256 if device.type == "cpu" else 2048
+    where = f"{socket.gethostname()}: a matmul of device {device.index or 0} ({device.type})"
+    try:
+        powers = torch.arange(size, device=device, dtype=torch.float32).remainder(4).exp2()
+        for dtype in (torch.float32, torch.bfloat16):
+            product = powers.to(dtype)[:, None].expand(size, size) @ powers.to(dtype)[None, :].expand(size, size)
+            if (product.float() != size * powers[:, None] * powers[None, :]).any():
+                raise Unhealthy(f"{where} gave wrong numbers in {dtype}")
+    except RuntimeError as error:
+        raise Unhealthy(f"{where} failed: {str(error).splitlines()[0]}") from error
+
+
+def meet(run: Run, mine: dict, seconds: float) -> dict:
+    """Report this rank's health to the others and wait for all of them. Returns rank 0's verdict: the fault ("" if all are fit) and its
+    host.
+
+    It uses the store and no collective, so that ranks that did not start can be named.
+    """
+    if run.world_size == 1:
+        return {"fault": "", "host": None}
+    run.store.set(f"health/{run.rank}", json.dumps({**mine, "host": socket.gethostname(), "spoke": True}))
+    if run.rank == 0:
+        run.store.set("health", json.dumps(judge(run, seconds)))
+    try:
+        run.store.wait(["health"], timedelta(seconds=seconds + 30))
+    except RuntimeError:  # also torch's own DistStoreError
+        return {"fault": f"rank 0 did not say within {seconds + 30:.0f} s that all ranks had come", "host": host_of(run, 0), "spoke": False}
+    return json.loads(run.store.get("health"))
+
+
+def judge(run: Run, seconds: float) -> dict:
+    """Check all ranks on rank 0: which did not start, which is unfit, which has another kind of device than the rest."""
+    keys = [f"health/{rank}" for rank in range(run.world_size)]
+    deadline = time.monotonic() + seconds
+    said: dict[int, dict] = {}
+    while len(said) < run.world_size and time.monotonic() < deadline and not any(rank["fault"] for rank in said.values()):
+        for rank, key in enumerate(keys):
+            if rank not in said and run.store.check([key]):
+                said[rank] = json.loads(run.store.get(key))
+        time.sleep(0.01 if len(said) < run.world_size else 0)
+    for rank in said.values():
+        if rank["fault"]:
+            return rank
+    if missing := [rank for rank in range(run.world_size) if rank not in said]:
+        names = ", ".join(f"{host_of(run, rank) or 'unknown host'} (rank {rank})" for rank in missing[:8])
+        return {"fault": f"{names}: did not come within {seconds:.0f} s", "host": host_of(run, missing[0]), "spoke": False}
+    if len({rank["device"] for rank in said.values()}) > 1:
+        without = next(rank for rank in said.values() if rank["device"] == "cpu")
+        return {"fault": f"{without['host']}: no GPU can be seen there, and other ranks have one", "host": without["host"], "spoke": False}
+    return {"fault": "", "host": None}
+
+
+def host_of(run: Run, rank: int) -> str | None:
+    """Return the host of a rank; None if it was not started. The worker records the host first of all."""
+    try:
+        return json.loads(run.record_of(rank).read_text())["host"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def of_another(said: dict, run: Run) -> Unhealthy:
+    """Return the error to raise on a healthy rank, marked secondary so that the launcher attributes the failure to the unhealthy rank's
+    record.
+
+    For a rank that never started, rank 0's error is the primary one.
+    """
+    error = Unhealthy(said["fault"])
+    error.facts = {"host": said["host"], "secondary": said["spoke"] or run.rank > 0}
+    return error
+
+
+def within(seconds: float, what: str, action: Callable[[], None]) -> None:
+    """Run an action that may never return. Raises Unhealthy after `seconds`, and what `action` raises."""
+    raised: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=act, name="health check", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise Unhealthy(f"{socket.gethostname()}: {what} did not end within {seconds} s")
+    if raised:
+        raise raised[0]

@@ -1,0 +1,42 @@
+"""Report on a device's memory after it ran out: the peak, and which code holds it."""
+from __future__ import annotations
+
+import collections
+
+import torch
+
+from titan_hydra.base.run import Run
+
+SHOWN = 20  # allocations, largest first
+
+
+def facts() -> dict[str, float]:
+    """Return peak and capacity of this rank's device in GiB; {} on a CPU, whose memory is the host's."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    peak = torch.cuda.memory_stats().get("reserved_bytes.all.peak", 0)
+    return {"peak_gib": peak / 2**30, "capacity_gib": torch.cuda.get_device_properties().total_memory / 2**30}
+
+
+def record(on: bool) -> None:
+    """Record where live allocations were made. On until the end of the first step, which is where most runs that do not fit fail; it costs
+    time.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(enabled="state" if on else None, stacks="python")
+
+
+def explain(run: Run, error: BaseException) -> None:
+    """Write memory_<rank>.txt after running out of device memory: what is allocated, by the lines of code, and torch's summary."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    if error is None or not torch.cuda.is_available():
+        return
+    held: collections.Counter[str] = collections.Counter()
+    for segment in torch.cuda.memory._snapshot()["segments"]:
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                frames = block.get("frames") or [{"filename": "not recorded after the first step", "line": 0, "name": ""}]
+                held["\n".join(f"    {frame['filename']}:{frame['line']} {frame['name']}" for frame in frames[:8])] += block["size"]
+    top = [f"{size / 2**30:.3f} GiB\n{stack}" for stack, size in held.most_common(SHOWN)]
+    (run.attempt / f"memory_{run.rank}.txt").write_text("\n".join([str(error), "", *top, "", torch.cuda.memory_summary()]))

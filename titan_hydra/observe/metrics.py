@@ -1,0 +1,243 @@
+"""Measure a run and write the results: metrics.jsonl is the original, the console and trackers are copies.
+
+docs/metrics.md defines the numbers. An unknown one is None, never estimated.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_hydra.base.run import Run
+from titan_hydra.config.fault import counted
+from titan_hydra.config.files import write_text
+from titan_hydra.config.load import all_ranks
+from titan_hydra.config.schema import Job
+
+from .trackers import Tracker, open_trackers, trackable
+
+# Dense bf16 peak of a device, FLOP/s, by a part of its name; the first that matches. Vendors' data sheets.
+PEAK_FLOPS = {
+    "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "A6000": 154.85e12,
+    "GB200": 2.5e15, "B200": 2.25e15, "L40S": 362e12, "MI300X": 1300e12, "MI325X": 1300e12, "MI250X": 191.5e12,
+}
+
+
+class Clock:
+    """Times steps: how long each took, and how much of that was waiting for data. Work between steps is not counted."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []  # seconds of every step of this process but the first
+        self.window: list[tuple[float, float]] = []  # (step, data) seconds since the last row
+        self.profiled = False  # a profiler slows the steps down now
+        self.disturbed = 0  # profiled steps since the last row
+        self._first = True
+
+    def start(self) -> None:
+        """Mark the beginning of a step, before its batch is fetched."""
+        self._began = time.perf_counter()
+
+    def has_data(self) -> None:
+        """Mark that the batch has arrived."""
+        self._data = time.perf_counter() - self._began
+
+    def leave_out(self, seconds: float) -> None:
+        """Exclude `seconds` of this step: a delay that does not belong to it."""
+        self._began += seconds
+
+    def stop(self) -> None:
+        """Mark the end of the step, with its loss on the host."""
+        seconds = time.perf_counter() - self._began
+        self.window.append((seconds, self._data))
+        self.disturbed += self.profiled
+        if not self._first and not self.profiled:  # the first pays for compilation, allocator and communicators
+            self.steps.append(seconds)
+        self._first = False
+
+
+class Rows:
+    """A .jsonl file that a run appends to. On a full disk rows are kept in memory until there is room, and the run continues."""
+
+    def __init__(self, path: Path, resumed_at: int) -> None:
+        truncate(path, resumed_at)
+        self.file, self.waiting = path.open("ab", buffering=0), b""
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write a row, after those that are waiting."""
+        failed = bool(self.waiting)
+        self.waiting += json.dumps(row).encode() + b"\n"
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting):]
+        except OSError as error:
+            if not failed:
+                print(f"WARNING: {error}: {self.file.name}; its rows are kept until there is room", file=sys.stderr, flush=True)
+
+
+class Metrics:
+    """Collects the rows of a run on every rank and writes them on rank 0."""
+
+    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, flops: float) -> None:
+        self.job, self.run, self.device, self.clock = job, run, device, Clock()
+        self.ranks = all_ranks(job)
+        self.tokens_per_step = job.data.global_batch * job.data.seq_len
+        self.flops = flops  # of a token, forward and backward
+        self.peak = job.metrics.peak_flops or peak_flops(device)
+        self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
+        self.rows: Rows | None = None  # on rank 0
+        self.events: Rows | None = None
+        self.trackers: list[Tracker] = []
+        self.losses: list[float] = []  # of the steps since the last row
+        self.mean_loss: float | None = None  # of the last row
+        if run.rank == 0:
+            self.rows, self.events = (Rows(run.directory / name, resumed_at) for name in ("metrics.jsonl", "events.jsonl"))
+            self.trackers = open_trackers(job, run, resumed_at)
+
+    def due(self, step: int) -> bool:
+        """Whether the step gets a row: the first of this process, the last of the run, or every log_every-th."""
+        return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
+
+    def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """Collect a step's measurements, and write a row if one is due. All ranks call it: memory is the largest over all of them."""
+        self.losses.append(loss)
+        if self.due(step):
+            self._record(step, loss, grad_norm, lr)
+
+    def _record(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """Write the row of a step, with means over the steps since the last row."""
+        self.mean_loss = sum(self.losses) / len(self.losses)
+        self.losses.clear()
+        memory, reserved = self._memory()
+        seconds, data_seconds = (sum(column) / len(self.clock.window) for column in zip(*self.clock.window, strict=True))
+        self.clock.window.clear()
+        rate = self.tokens_per_step / seconds / self.ranks
+        row = {
+            "step": step, "loss": loss, "loss_mean": self.mean_loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": rate,
+            "tflops": self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory, "memory_reserved_gib": reserved,
+            "step_seconds": seconds, "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
+        }
+        if self.clock.disturbed:  # times of this row are not comparable
+            row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
+        if self.rows:
+            self.rows.add(row)
+            print(console_line(row, self.job.steps), flush=True)
+            self._track(row)
+
+    def event(self, name: str, step: int, **values: Any) -> None:
+        """Write a row to events.jsonl for what happens between steps (validation, checkpoint), with its own duration."""
+        if name == "validation":
+            self.validation_loss = values["validation_loss"]
+        if self.events:
+            self.events.add(row := {"event": name, "step": step} | values)
+            shown = "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+            print(f"{name:>10}  step {step}  {shown}", flush=True)
+            self._track(trackable(row))
+
+    def result(self, step: int) -> dict[str, Any]:
+        """Return the numbers of result.json: rates over this process's steady steps, without the first step."""
+        rates = sorted(self.tokens_per_step / seconds / self.ranks for seconds in self.clock.steps)
+        rate = median(rates) if rates else None
+        quarter = quantiles(rates, n=4) if len(rates) > 1 else None
+        seconds = time.time() - self.began
+        return {
+            "steps": step, "final_loss": self.mean_loss, "validation_loss": self.validation_loss, "tokens_per_second": rate,
+            "tokens_per_second_iqr": quarter[2] - quarter[0] if quarter else None, "measured_steps": len(rates),
+            "memory_gib": self.memory_reserved, "mfu": self._mfu(rate), "seconds": seconds,
+            "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None, "world_size": self.ranks,
+            "device": device_name(self.device),
+        }
+
+    def close(self) -> None:
+        """Close the files and the trackers."""
+        for rows in filter(None, (self.rows, self.events)):
+            rows.file.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _track(self, row: dict[str, Any]) -> None:
+        for tracker in list(self.trackers):
+            try:
+                tracker.log(row)
+            except Exception as error:  # a tracker is a copy: it must never stop a run
+                print(f"warning: {tracker.name} failed and is left out from here on: {error}", flush=True)
+                self.trackers.remove(tracker)
+
+    def _mfu(self, rate: float | None) -> float | None:
+        if self.peak is None or rate is None or self.job.precision.converter:
+            return None
+        return self.flops * rate / self.peak
+
+    def _memory(self) -> tuple[float | None, float | None]:
+        """Return peak GiB allocated and reserved by torch since the last row, the largest over all ranks; None on a CPU."""
+        if self.device.type != "cuda":
+            return None, None
+        stats = torch.cuda.memory_stats(self.device)
+        peaks = torch.tensor([stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]], dtype=torch.float64, device=self.device)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        active, reserved = (peaks / 2**30).tolist()
+        self.memory_reserved = max(self.memory_reserved or 0.0, reserved)
+        return active, reserved
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense bf16 peak; None if its name is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the processor, that a rank computes on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.machine()
+
+
+def console_line(row: dict[str, Any], steps: int) -> str:
+    """Format one row for the console."""
+    parts = [
+        f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
+        f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['tflops']:.2f} tflops",
+    ]
+    if row["mfu"] is not None:
+        parts.append(f"mfu {row['mfu']:.1%}")
+    if row["memory_reserved_gib"] is not None:
+        parts.append(f"memory {row['memory_reserved_gib']:.1f} GiB")
+    if row["step"] < steps:
+        parts.append(f"{timedelta(seconds=round((steps - row['step']) * row['step_seconds']))} left")
+    return "  ".join(parts)
+
+
+def truncate(path: Path, last_step: int) -> None:
+    """Remove the rows after `last_step`, which a resumed run writes again, and lines that are not rows.
+
+    A kill truncates the last line, and a file system that crashes leaves arbitrary bytes anywhere.
+    """
+    if not path.exists():
+        return
+    kept, garbage = [], 0
+    *lines, _ = path.read_bytes().split(b"\n")
+    for line in lines:
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line.decode() + "\n")
+        except (ValueError, TypeError, KeyError):
+            garbage += 1
+    if garbage:
+        print(f"WARNING: {path}: {counted(garbage, 'line')} left out, which cannot be read", flush=True)
+    write_text(path, "".join(kept))

@@ -1,0 +1,186 @@
+"""debug=nan_hunt and debug.trace_activations: examine the inputs and outputs of every module, forward and backward, and the gradients.
+
+    forward   in, out      a module's inputs and outputs
+    backward  out, in      gradients of its outputs and inputs, before autograd adds the contributions of other consumers
+    gradient               of each parameter, as this rank holds it after the backward and before clipping
+
+Nothing is read back from the device before the step's end. Both work on this rank's shard of a tensor, and so on any layout.
+"""
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_hydra.base.run import Run
+from titan_hydra.config.schema import Debug
+from titan_hydra.parallel.mesh import local_part
+
+PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit number
+LAST = 1 << 30
+
+
+class Look(NamedTuple):
+    """One examined tensor: the pass, whether it is an input or output, the module or parameter, the index of the microbatch."""
+
+    when: str
+    what: str
+    name: str
+    call: int
+
+
+class Probes:
+    """What a rank observes in a step. Does nothing, and hooks nothing, unless the configuration asks for it."""
+
+    def __init__(self, config: Debug, run: Run, model: nn.Module, weights: nn.Module) -> None:
+        """Hook the modules of `model`; `weights` holds the parameters of the optimizers."""
+        self.config, self.run, self.weights = config, run, weights
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.seen: dict[Look, Tensor] = {}
+        if config.nan_hunt or config.trace_activations:
+            hook(model, self.look)
+        self.file = (run.attempt / f"activations_{run.rank}.jsonl").open("a") if config.trace_activations else None
+
+    @torch.no_grad()
+    def look(self, when: str, what: str, name: str, tensor: Tensor) -> None:
+        """Record the checksums or the finiteness of a tensor, on the device."""
+        local = local_part(tensor)
+        call = self.calls[when, what, name]
+        self.calls[when, what, name] += 1
+        self.seen[Look(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
+
+    def after_backward(self, step: int) -> None:
+        """Examine the gradients too; then write what was observed, or keep it for `culprit`."""
+        if not (self.config.nan_hunt or self.config.trace_activations):
+            return
+        for name, parameter in self.weights.named_parameters():
+            if parameter.grad is not None:
+                self.look("gradient", "", name, parameter.grad)
+        looks, found = list(self.seen), torch.stack(list(self.seen.values())).tolist()
+        if self.file:
+            for index, (look, (norm, high, low)) in enumerate(zip(looks, found, strict=True)):
+                row = {"step": step, "pass": look.when, "what": look.what, "module": look.name, "call": look.call,
+                       "norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}",
+                       "order": order(look, index)}
+                self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}  # clipping by NaN would make all NaN
+        self.bad = {look: count(gradients.get(look.name)) for look, values in zip(looks, found, strict=True)
+                    if not math.isfinite(values[0])}
+        self.seen.clear()
+        self.calls.clear()
+
+    def culprit(self) -> str:
+        """Describe what was not finite first, beginning with a semicolon; "" unless debug=nan_hunt. This is a collective."""
+        if not self.config.nan_hunt:
+            return ""
+        bad = {Look("parameter", "", name, 0): count(value) for name, value in self.weights.named_parameters()} | self.bad
+        first = min(((order(look, index), look, note) for index, (look, note) in enumerate(bad.items())
+                     if note is not None), key=lambda one: one[0], default=None)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, first)
+        found = {rank: one for rank, one in enumerate(everyone) if one is not None}
+        if not found:
+            return "; nan_hunt: every module, gradient and parameter is finite, so the loss itself is not"
+        when, what, name, _ = min(found.values(), key=lambda one: one[0])[1]
+        ranks = [rank for rank, (_, look, _) in found.items() if (look.when, look.what, look.name) == (when, what, name)]
+        return f"; nan_hunt: first not finite is {words(when, what, name)}, on rank{'s' * (len(ranks) > 1)} " + ", ".join(
+            f"{rank}{found[rank][2]}" for rank in ranks)
+
+
+def count(value: Tensor | None) -> str | None:
+    """Describe how much of a parameter or its gradient is not finite on this rank; None if all of it is finite."""
+    if value is None:
+        return ""
+    local = local_part(value.detach())
+    bad = int((~torch.isfinite(local)).sum())
+    return f" ({bad:,} of {local.numel():,} values there)" if bad else None
+
+
+def hook(model: nn.Module, look: Callable[[str, str, str, Tensor], None]) -> None:
+    """Call `look(pass, what, module, tensor)` for every module of a model in training. A module that occurs in several places (rotary
+    embeddings) has no unique name and is skipped: a fault there shows where its result enters.
+    """
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if name and places[id(module)] == 1:
+            module.register_forward_pre_hook(partial(_entering, name, look))
+            module.register_forward_hook(partial(_leaving, name, look))
+
+
+def _entering(name: str, look: Callable, module: nn.Module, args: tuple) -> tuple | None:
+    if not _counts(module):
+        return None
+    passed = []
+    for value in args:
+        if _floating(value):
+            look("forward", "in", name, value)
+            if value.requires_grad:
+                value = value.view_as(value)  # a name of its own, whose gradient is this module's share alone
+                value.register_hook(partial(look, "backward", "in", name))
+        passed.append(value)
+    return tuple(passed)
+
+
+def _leaving(name: str, look: Callable, module: nn.Module, args: tuple, output: Any) -> None:
+    if _counts(module) and _floating(output):
+        look("forward", "out", name, output)
+        if output.requires_grad:
+            output.register_hook(partial(look, "backward", "out", name))
+
+
+def _counts(module: nn.Module) -> bool:
+    """Whether a call counts: not in a validation, and not in the recomputation of a forward."""
+    return module.training and torch._C._current_graph_task_id() == -1
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def finite(local: Tensor) -> Tensor:
+    """Return [0] if all of a tensor is finite, else [nan]."""
+    return torch.where(torch.isfinite(local).all(), 0.0, torch.nan).double().reshape(1)
+
+
+def marks(local: Tensor) -> Tensor:
+    """Return the norm, and a 64-bit checksum as two numbers: any single element that changes a bit changes it."""
+    norm = torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
+    bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
+    places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
+    sums = (bits * (places * ODD)).sum()  # wraps around, in any order alike
+    halves = torch.stack([sums >> 32 & 0xFFFFFFFF, sums & 0xFFFFFFFF]).double()
+    return torch.cat([norm.reshape(1).to(halves), halves])
+
+
+def order(look: Look, index: int) -> tuple:
+    """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model, position on the rank."""
+    place = position(look.name)
+    backwards = look.when in ("backward", "gradient")
+    return PASSES.index(look.when), look.call, -place if backwards else place, -index if look.when == "gradient" else index
+
+
+def position(name: str) -> int:
+    """Return a module's position in the model: the embedding first, then the layers, then the rest."""
+    layer = re.match(r"layers\.(\d+)", name)
+    return int(layer[1]) if layer else -1 if name.startswith("tok_embeddings") else LAST
+
+
+def words(when: str, what: str, name: str) -> str:
+    """Describe what was examined."""
+    if when in ("parameter", "gradient"):
+        module, _, leaf = name.rpartition(".")
+        return f"{'the gradient of ' * (when == 'gradient')}parameter {leaf} of module {module} ({name})"
+    way = {("forward", "in"): "what enters", ("forward", "out"): "what comes out of",
+           ("backward", "out"): "the gradient that enters the backward of", ("backward", "in"): "what comes out of the backward of"}
+    return f"{way[when, what]} module {name}"

@@ -1,0 +1,122 @@
+"""profiling=on: a torch profiler's trace of a few steps with a text summary, a memory snapshot, and all phases of all steps.
+
+    attempts/<n>/profile/trace_<rank>.json.gz    torch's trace; opens in https://ui.perfetto.dev
+    attempts/<n>/profile/summary_<rank>.txt      where the time was spent (summary.txt for rank 0); see trace.py
+    attempts/<n>/profile/memory_<rank>.pickle    on CUDA only; opens in https://pytorch.org/memory_viz
+    attempts/<n>/profile/phases_<rank>.json      data, forward and backward, optimizer, ... of every step; opens in Perfetto too
+
+Recorded steps, and the one before them that warms up the profiler, are slower: they are excluded from all rates.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from titan_hydra.base.run import Run
+from titan_hydra.config.schema import Profiling
+
+from .metrics import Metrics
+from .watchdog import Watchdog
+
+SUMMARY_LIMIT = 120  # seconds that the end of a run waits for the summary
+
+
+class Profiler:
+    """Records what the configuration asks for; nothing with profiling=off."""
+
+    def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
+        self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
+        self.on, self.count, self.profiler, self.summary = config.name == "on", 0, None, None
+        self.folder = run.attempt / "profile"
+        if self.on:
+            self.folder.mkdir(exist_ok=True)
+            watch.told = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
+
+    def begins(self, step: int) -> None:
+        """Mark the beginning of a step and the end of the one before. Recording starts at step profiling.first_step of this process."""
+        if not self.on:
+            return
+        self.ends()
+        self.count, self.step = self.count + 1, step
+        if self.count == max(self.config.first_step - 1, 1):
+            self.record(int(self.config.first_step > 1))
+
+    def ends(self) -> None:
+        """Mark the end of a step; stop after the last recorded one."""
+        if not self.clock.profiled:
+            return
+        if self.profiler is not None:
+            self.profiler.step()
+        if self.count == self.config.first_step + self.config.steps - 1:
+            self.stop()
+
+    def record(self, warm_up: int) -> None:
+        """Start recording. All ranks mark their steps as disturbed, whether or not they record."""
+        self.clock.profiled = True
+        if self.run.rank == 0 or self.config.all_ranks:
+            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
+            turns = schedule(wait=0, warmup=warm_up, active=self.config.steps, repeat=1)
+            self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
+            self.memory(True)
+            self.profiler.start()
+
+    def stop(self) -> None:
+        """Stop recording; if the run ends early, keep what there is."""
+        if self.profiler is not None:
+            self.profiler.stop()
+        self.profiler, self.clock.profiled = None, False
+
+    def close(self) -> None:
+        """Stop at the end of the run and wait for the summary."""
+        if self.on:
+            self.ends()
+            self.stop()
+        if self.summary is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.summary.wait(SUMMARY_LIMIT)
+
+    def write(self, profiler: profile) -> None:
+        """Write the files of this rank. Another process makes the summary, as it reads the whole trace."""
+        began, rank = time.perf_counter(), self.run.rank
+        trace = self.folder / f"trace_{rank}.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        if self.memory(False):
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        summary = self.folder / (f"summary_{rank}.txt" if rank else "summary.txt")
+        # Started by path with -P, so that it is this file, wherever the rank's code is.
+        self.summary = subprocess.Popen([sys.executable, "-P", str(Path(__file__).with_name("trace.py")), str(trace), str(summary)])
+        self.metrics.event("profile", self.step, seconds=time.perf_counter() - began, trace=str(trace))
+
+    def memory(self, on: bool) -> bool:
+        """Start or stop the history of allocations, on CUDA. Returns whether there is one."""
+        wanted = self.config.memory and self.device.type == "cuda"
+        if wanted and on:
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+        return wanted
+
+
+class Phases:
+    """The phases of a rank as a Chrome trace: an array without a closing bracket, so that a killed run's trace opens too."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.file, self.rank, self.last = path.open("w", buffering=1), rank, None
+        self.file.write("[\n")
+        self.put({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
+
+    def at(self, phase: str, step: int, now: float) -> None:
+        """Record that a phase begins and the last one ends."""
+        if self.last is not None:
+            name, of, began = self.last
+            self.put({"name": name, "ph": "X", "ts": began * 1e6, "dur": (now - began) * 1e6, "args": {"step": of}})
+        self.last = (phase, step, now)
+
+    def put(self, event: dict) -> None:
+        self.file.write(json.dumps(event | {"pid": self.rank, "tid": self.rank}) + ",\n")

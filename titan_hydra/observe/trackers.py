@@ -1,0 +1,113 @@
+"""TensorBoard and wandb: copies of metrics.jsonl. A tracker that fails never stops a run."""
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan_hydra.base.run import Run
+from titan_hydra.config import identity, to_dict
+from titan_hydra.config.files import read_rows
+from titan_hydra.config.schema import Job
+
+
+class Tracker(Protocol):
+    """Receives rows: `step` and numbers; None values are left out."""
+
+    name: str
+    has: int  # the step up to which it holds the rows that were recorded before
+
+    def log(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files under tensorboard/ in the run directory. After a resume, `purge_step` hides the rows that are written again."""
+
+    name = "tensorboard"
+
+    def __init__(self, job: Job, run: Run, resumed_at: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.has = resumed_at
+        self.writer = SummaryWriter(run.directory / "tensorboard", purge_step=resumed_at + 1 if resumed_at else None)
+
+    def log(self, row: dict[str, Any]) -> None:
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                self.writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """A wandb run whose id is the identity hash, in the group of its sweep; a resumed run continues the same one.
+
+    Offline, rows that a killed process had not written are lost, so each start writes a new copy of all recorded rows: the newest folder
+    under wandb/ holds every row once. Older folders that were not sent are deleted.
+    """
+
+    name, has = "wandb", 0
+
+    def __init__(self, job: Job, run: Run, resumed_at: int) -> None:
+        import wandb
+
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.pop("WANDB_SERVICE", None)  # the parent process's service may still hold a killed attempt of the run
+        offline = job.metrics.wandb_mode == "offline"
+        for folder in (run.directory / "wandb").glob("offline-run-*") if offline else ():
+            if not any(folder.glob("*.synced")):
+                shutil.rmtree(folder, ignore_errors=True)
+        self.run = wandb.init(
+            project=job.metrics.wandb_project, entity=job.metrics.wandb_entity, mode=job.metrics.wandb_mode, id=identity(job),
+            name=run.directory.name, resume="allow", group=job.sweep.name, tags=job.metrics.wandb_tags, notes=job.notes or None,
+            dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
+        )
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] < self.run.step:  # online: the server has it, from before
+            return
+        self.run.log({key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+TRACKERS: dict[str, Callable[[Job, Run, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
+    """Open the trackers that the job names, with all rows recorded so far; one that cannot start is left out with a warning."""
+    trackers = []
+    for name in job.metrics.trackers:
+        try:
+            trackers.append(open_tracker(name, job, run, resumed_at))
+        except Exception as error:
+            print(f"warning: {name} could not start and is left out: {error}", flush=True)
+    return trackers
+
+
+def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
+    """Open a tracker and send it the rows recorded so far."""
+    tracker = TRACKERS[name](job, run, resumed_at)
+    for row in recorded(run.directory):
+        if row["step"] > tracker.has:
+            tracker.log(row)
+    return tracker
+
+
+def recorded(directory: Path) -> Iterator[dict[str, Any]]:
+    """Return the rows of metrics.jsonl and events.jsonl as trackers take them, by step; a truncated line is left out."""
+    rows = itertools.chain.from_iterable(read_rows(directory / name)[0] for name in ("metrics.jsonl", "events.jsonl"))
+    return iter(sorted(map(trackable, rows), key=lambda row: row["step"]))
+
+
+def trackable(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a row; those of an event are prefixed with its name."""
+    prefix = f"{row['event']}/" if "event" in row else ""
+    return {name if name == "step" else prefix + name: value for name, value in row.items() if isinstance(value, int | float)}

@@ -1,0 +1,215 @@
+"""The watchdog thread: records the rank's position, handles signals that a blocked main thread does not, ends a rank that is stuck.
+
+The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which the interpreter's C
+handler writes at once; Python handlers in the main thread would wait until a collective in C returns.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from titan_hydra.base.errors import LAST_WORDS, Exit, RunError, Stopped
+from titan_hydra.base.run import Run
+from titan_hydra.config.files import read_json, write_text
+from titan_hydra.config.schema import Job
+from titan_hydra.parallel.mesh import Mesh
+
+from . import flight, memory
+
+TICK = 0.5  # seconds between two checks
+BEATS = 50  # files a second that all ranks together may write
+STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
+# Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the slowest replica group.
+UNLIMITED = ("start", "meeting", "checkpoint", "end")
+AFTER = ("validation", "checkpoint", "end")  # phases after the step itself, in which the ranks have agreed on a stop
+BLOCKED = 30  # seconds more until a main thread that keeps even this thread from running is ended
+MARGIN = 5  # seconds at least from a collective's time-out until a rank without progress is ended
+
+
+class Watchdog:
+    """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its `facts`)."""
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self.run, self.mesh = run, None
+        self.timeout, self.first = float(job.comm.init_timeout_seconds), True
+        self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
+        self.interval = max(1.0, run.world_size / BEATS)
+        self.where = (0, "start", time.time(), 0)  # step, phase, since when, how often it has moved until here
+        self.told: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
+        self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
+        self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
+        self.seen, self.moved, self.dumped = None, time.monotonic(), False
+        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """Record the phase that the main thread begins, in this step or in the current one."""
+        now, (current, _, _, count) = time.time(), self.where
+        if step is not None and step != current:
+            self.steps.append((step, now))
+        self.where = (current if step is None else step, phase, now, count + 1)
+        if self.told is not None:
+            self.told(phase, self.where[0], now)
+
+    def moves(self) -> None:
+        """Record that the main thread makes progress within its phase: not every layout has collectives in all phases."""
+        step, phase, since, count = self.where
+        self.where = (step, phase, since, count + 1)
+
+    def knows(self, mesh: Mesh) -> None:
+        """Set the mesh of the model, whose dimensions name the groups in the flight recorder."""
+        self.mesh = mesh
+        if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
+            flight.record_messages()
+
+    def settle(self, timeout: float) -> None:
+        """Set the collectives' time-out after the first step."""
+        self.timeout, self.first = timeout, False
+        memory.record(False)
+
+    def __enter__(self) -> Watchdog:
+        self.ears, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        os.set_blocking(self.ears, False)
+        self.mouth, self.before = mouth, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.deaf)
+        self.stacks = faulthandler.unregister(signal.SIGQUIT)  # whether the worker had asked for them
+        self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
+        memory.record(True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
+            memory.explain(self.run, error)
+            if not isinstance(error, RunError):
+                self.dump(f"{type(error).__name__}: {error}", error)
+        if isinstance(error, Stopped):
+            self.mark_stopped()
+        if error is None:
+            self.at("end")
+        with contextlib.suppress(OSError):
+            self.beat()
+        signal.set_wakeup_fd(self.before)
+        thread, self.thread = self.thread, None
+        os.write(self.mouth, b"\0")
+        thread.join(5)
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGQUIT)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.stacks:
+            faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
+        for end in (self.ears, self.mouth):
+            os.close(end)
+
+    def hold(self) -> None:
+        """Block this process's stop and dump signals across fork(), so that the child cannot receive one before it has detached the wakeup
+        pipe.
+        """
+        if self.thread is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
+
+    def release(self) -> None:
+        """Unblock the signals after fork()."""
+        if self.thread is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP + DUMP)
+
+    def deaf(self) -> None:
+        """Detach a forked child from the wakeup pipe and the thread: signals to it do not concern the rank."""
+        if self.thread is not None:
+            signal.set_wakeup_fd(-1)
+            self.release()
+            self.thread = None
+
+    def watch(self) -> None:
+        """Run the thread: handle signals, write beats, and check for progress."""
+        while self.thread is not None:
+            ready, _, _ = select.select([self.ears], [], [], TICK)
+            with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
+                for number in os.read(self.ears, 64) if ready else b"":
+                    self.hear(number)
+                if time.monotonic() - self.beaten > self.interval:
+                    self.beat()
+                    if self.run.rank == 0 and self.run.newer_attempt:  # the ranks stop as on any such signal, and then save nothing
+                        os.kill(os.getpid(), signal.SIGTERM)
+            self.look()
+
+    def hear(self, number: int) -> None:
+        """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
+        if number in STOP:
+            self.asked = self.asked or time.monotonic()
+            self.beat()  # at once: the launcher searches the beats for the rank that was not asked to end
+        elif number in DUMP:
+            self.dump(f"asked by {signal.Signals(number).name}")
+
+    def beat(self) -> None:
+        """Write beat_<rank>.json and, on rank 0, status.json with the number of completed steps."""
+        step, phase, since, count = self.where
+        content = {"step": step, "phase": phase, "since": since, "count": count, "asked": self.asked, "time": time.time()}
+        write_text(self.run.attempt / f"beat_{self.run.rank}.json", json.dumps(content), durable=False)
+        if self.run.rank == 0:
+            done = step if phase in AFTER else max(step - 1, 0)
+            status = {"step": done, "phase": phase, "time": since}  # when it last moved: a hang is seen from outside
+            write_text(self.run.attempt / "status.json", json.dumps(status), durable=False)
+        self.beaten = time.monotonic()
+
+    def look(self) -> None:
+        """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long is ended."""
+        now, seen = time.monotonic(), (self.where[3], flight.progress())
+        if seen != self.seen:
+            self.seen, self.moved, self.dumped = seen, now, False
+        step, phase, _, _ = self.where
+        still = now - self.moved
+        # The first step may compile, on all ranks at once and with no collective; later ones get a quarter more than a collective.
+        limit = 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
+        if still > 0.7 * self.timeout and not self.dumped:
+            self.dumped = True
+            self.dump(f"no progress for {still:.0f} s")
+        if self.asked and phase not in AFTER and now - self.asked > self.grace:
+            self.mark_stopped()
+            self.end(Exit.REQUEUED, f"step {step} was not over {self.grace:.0f} s after the run was asked to stop; nothing more is saved")
+        if self.run.world_size > 1 and phase not in UNLIMITED:
+            if still > limit:
+                self.end(Exit.HANG, f"step {step}, {phase}: no progress for {still:.0f} s")
+            # For a main thread that blocks in C and keeps this thread from running: ends the process without Python's help.
+            faulthandler.dump_traceback_later(limit + BLOCKED, exit=True, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+    def dump(self, why: str, error: BaseException | None = None) -> None:
+        """Write the flight recorder's file. Errors are suppressed, as the rank may be dying already."""
+        step, phase, since, count = self.where
+        where = {"step": step, "phase": phase, "since": since, "count": count, "steps": list(self.steps), "timeout": self.timeout}
+        with contextlib.suppress(Exception):
+            flight.dump(self.run, where, self.mesh, why, error)
+
+    def mark_stopped(self) -> None:
+        """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit statuses."""
+        (self.run.attempt / "stopped").touch()
+
+    def end(self, status: Exit, message: str) -> None:
+        """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to rank_<rank>.json."""
+        self.dump(message)
+        file = self.run.record_of(self.run.rank)
+        record = read_json(file) or {}
+        error = {"type": "Stuck", "message": message, "traceback": "", "time": time.time(), "secondary": True,
+                 "step": self.where[0], "phase": self.where[1]}
+        write_text(file, json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n")
+        print(f"{LAST_WORDS} {int(status)}\n{message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        os._exit(status)

@@ -1,0 +1,262 @@
+"""Determine what failed: a rank's exception as a record, and from all ranks' records and SLURM's state the rank and the cause."""
+from __future__ import annotations
+
+import functools
+import re
+import signal
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_hydra.config.files import read_json
+from titan_hydra.base.run import rank_files
+from titan_hydra.base.errors import KIND_OF, LAST_WORDS, Exit, Kind, RunError
+
+from . import hang as flight, hints, accounting
+from .records import last_lines
+
+STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
+OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
+DISK_FULL = r"No space left on device|Disk quota exceeded"
+TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
+# Messages of a rank whose peer has died; the peer is the guilty one. The spellings are gloo's, NCCL's and TCPStore's.
+SECONDARY = (r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
+             r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer")
+DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt failed: the guilty rank, its exit status, one line for lists, the detail (traceback or end of its log), the class of
+    the failure, the guilty rank's host (or SLURM's nodes), and the attempt's folder.
+    """
+
+    rank: int | None
+    status: int
+    line: str
+    detail: str = ""
+    log: Path | None = None
+    kind: Kind = Kind.UNKNOWN
+    host: str | None = None
+    attempt: Path | None = None
+
+    @functools.cached_property
+    def hint(self) -> str:
+        """What to try next, as it is typed; "" if there is nothing to suggest."""
+        return hints.hint(self) if self.attempt else ""
+
+
+def describe(error: BaseException) -> tuple[int, dict]:
+    """Return the exit status of an exception, and its record for rank_<r>.json."""
+    chain = _chain(error)
+    record = {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)),
+        "time": time.time(),
+        "secondary": any(_is_secondary(link) for link in chain),
+        **next((link.facts for link in chain if hasattr(link, "facts")), {}),  # where the rank was: train.watchdog adds it
+    }
+    return _status(error, chain), record
+
+
+def _status(error: BaseException, chain: list[BaseException]) -> int:
+    if isinstance(error, RunError):
+        return int(error.status)
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+        return code if code in set(Exit) else Exit.BUG
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    for link in chain:
+        if type(link).__name__ == "OutOfMemoryError" or isinstance(link, MemoryError):
+            return Exit.OUT_OF_MEMORY
+        if isinstance(link, RuntimeError) and re.search(OUT_OF_MEMORY, str(link)):
+            return Exit.OUT_OF_MEMORY
+    if any(_is_distributed(link) and re.search(TIMED_OUT, str(link), re.I) for link in chain):
+        return Exit.HANG
+    return Exit.BUG
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an exception and those that it was raised from or during, since pipeline stages and the compiler wrap exceptions in their own.
+    """
+    chain: list[BaseException] = []
+    while error is not None and error not in chain and len(chain) < 16:
+        chain.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return chain
+
+
+def _is_distributed(error: BaseException) -> bool:
+    return type(error).__name__ in DISTRIBUTED or type(error) is RuntimeError
+
+
+def _is_secondary(error: BaseException) -> bool:
+    """Whether an exception only reports that another rank has failed."""
+    if type(error).__name__ in DISTRIBUTED or isinstance(error, ConnectionError):
+        return True
+    return type(error) is RuntimeError and bool(re.search(SECONDARY, str(error)) or re.search(f"(?i:{TIMED_OUT})", str(error)))
+
+
+def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
+    """Return the cause of the end of an attempt that is over; None if all ranks ended well, were asked to stop, or left no record (power
+    cut).
+
+    The cause is the earliest error of a rank's own, or the earliest rank that died without a record. If no rank has an error of its own,
+    SLURM's state of the job (`slurm_state`, or slurm.log if SLURM has forgotten the job) takes precedence. Errors that only report the loss
+    of another rank count last: a time-out first, with the rank that did not notice it.
+    """
+    ranks = Ended.all(attempt)
+    own = [rank for rank in ranks if rank.error and not rank.error["secondary"]]
+    silent = [rank for rank in ranks if rank.silent]
+    said = None if own else accounting.of(attempt, slurm_state)
+    if said:
+        return Failure(None, said.status, said.line, kind=said.kind, host=said.host, attempt=attempt)
+    if own or silent:
+        # An abort sorts last: NCCL's watchdog aborts a rank whose peer has exited.
+        return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
+    others = [rank for rank in ranks if rank.error]
+    if not others:
+        return _without_ranks(attempt, slurm_state)
+    first = min(others, key=lambda rank: (rank.status != Exit.HANG, rank.time))
+    return first.failure() if first.status != Exit.HANG else _hang(attempt, ranks, first)
+
+
+def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
+    """Return the failure of a time-out with the message of the rank that noticed it first; guilty is the rank that was behind all others.
+    """
+    failure = first.failure()
+    if (said := flight.verdict(attempt)) and said.rank is not None:
+        return replace(failure, rank=said.rank, line=said.line, host=said.host, detail=said.text)
+    beats = {rank.rank: beat for rank in ranks if (beat := read_json(attempt / f"beat_{rank.rank}.json"))}
+    behind = min((beat["count"] for beat in beats.values()), default=0)
+    late = [rank for rank, beat in beats.items() if beat["count"] == behind]
+    if len(late) == 1 and len(beats) > 1:
+        beat, line = beats[late[0]], failure.line.removeprefix(f"rank {late[0]}: ")
+        line = f"rank {late[0]} was late: in step {beat['step']}, {beat['phase']}; {line}"
+        return replace(failure, rank=late[0], line=line, host=ranks[late[0]].host)
+    missing = ", ".join(str(rank.rank) for rank in ranks if rank.killed)
+    return replace(failure, line=f"{failure.line}; rank {missing} had not noticed: see the end of its log") if missing else failure
+
+
+def _without_ranks(attempt: Path, slurm_state: str | None) -> Failure | None:
+    """Return the failure of an attempt in which no rank left a record."""
+    log = attempt / "submitit" / "parent.log"
+    if "Traceback" in (text := last_lines(log)):
+        return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
+    if slurm_state == "FAILED":
+        said, log = accounting.without_trace(attempt), attempt / "slurm.log"
+        return Failure(None, said.status, said.line, said.detail, log if log.exists() else None, said.kind, attempt=attempt)
+    return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended, from its own record (rank_<r>.json) and from its parent's (ranks.json) or srun's."""
+
+    attempt: Path
+    rank: int
+    status: int | None  # negative: the signal
+    error: dict | None
+    time: float
+    killed: bool  # after another rank had failed
+    order: int  # of srun's lines
+    spoke: bool  # wrote its own exit status
+    host: str | None
+
+    @classmethod
+    def all(cls, attempt: Path) -> list[Ended]:
+        """Return all ranks of an attempt. A rank without any record was still starting."""
+        records = {rank: read_json(file) or {} for rank, file in rank_files(attempt, "rank").items()}
+        supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
+        seen = dict(enumerate(supervised)) or _seen_by_srun(attempt, records)
+        return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
+
+    @classmethod
+    def of(cls, attempt: Path, rank: int, said: dict, seen: dict) -> Ended:
+        error = said.get("error")
+        if said.get("exit_status") in STOPPED:
+            error = None
+        status = said.get("exit_status", seen.get("exit_status"))
+        time, host = error["time"] if error else seen.get("ended", 0.0), (error or {}).get("host") or said.get("host") or seen.get("host")
+        return cls(attempt, rank, status, error, time, bool(seen.get("killed")), seen.get("order", 0), "exit_status" in said, host)
+
+    @property
+    def silent(self) -> bool:
+        return not self.spoke and not self.killed and self.status is not None and self.status not in STOPPED
+
+    def failure(self) -> Failure:
+        """Return the failure with this rank as the guilty one."""
+        status, line, detail, log = self._spoken() if self.error else self._unspoken()
+        kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
+        if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
+            kind = Kind.DISK
+        return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
+
+    def _spoken(self) -> tuple[int, str, str, Path | None]:
+        """Return status, line, detail and log of a rank that recorded its error."""
+        words, trace = self.error["message"], self.error["traceback"]
+        if self.status == Exit.OUT_OF_MEMORY and "step" in self.error:
+            return self.status, _out_of_memory(self.rank, self.error), _tail(trace), self.log
+        if not trace:
+            return self.status, f"rank {self.rank}: {words}", "", None
+        return self.status, f"rank {self.rank}: {self.error['type']}: {_first_line(words)}", _tail(trace), self.log
+
+    def _unspoken(self) -> tuple[int, str, str, Path]:
+        """Return status, line, detail and log of a rank that ended without recording an error."""
+        text = last_lines(self.log, 200)
+        if self.status == -signal.SIGABRT and re.search("collective operation timeout", text):
+            return Exit.HANG, f"rank {self.rank}: NCCL's watchdog ended it: a collective timed out", text, self.log
+        if self.status == Exit.BUG and re.search(r"^Timeout \(\d", text, re.M):
+            return Exit.HANG, f"rank {self.rank} was stuck, and its watchdog ended it", text, self.log
+        if self.status < 0:
+            who = " (somebody's, or the kernel's when the machine ran out of memory)" if self.status == -signal.SIGKILL else ""
+            return Exit.BUG, f"rank {self.rank} was killed by signal {-self.status}{who}", text, self.log
+        status = self.status if self.status in KIND_OF else Exit.BUG
+        return status, f"rank {self.rank} ended with status {self.status} and without a word", text, self.log
+
+    @property
+    def log(self) -> Path:
+        """The rank's log; for a rank that died before opening it (an import error), the output that its parent captured."""
+        log = self.attempt / f"rank_{self.rank}.log"
+        if log.exists():
+            return log
+        caught = self.attempt.glob(f"submitit/*_{self.rank}_log.err")
+        return max(caught, key=lambda file: file.stat().st_size, default=self.attempt / "slurm.log")
+
+
+def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
+    """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are not in order.
+
+    srun does not report ranks that ended with status 0. It ends ranks itself by SIGTERM, which they record in their beats, and then
+    SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun unless its line is the first. srun sends no other signals.
+    """
+    deaths, hang = accounting.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
+    seen = {}
+    for rank, (status, host, order) in deaths.items():
+        asked = (read_json(attempt / f"beat_{rank}.json") or {}).get("asked")
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hang or asked is None)))
+        seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
+    noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
+    for rank, said in records.items() if deaths and noticed else ():
+        if rank not in deaths and "exit_status" not in said:
+            seen[rank] = {"exit_status": 0, "ended": float("inf")}
+    return seen
+
+
+def _out_of_memory(rank: int, error: dict) -> str:
+    """Return one line: which rank, at which step, and of how much memory."""
+    where = f"rank {rank}, step {error['step']}:"
+    if error.keys() >= {"peak_gib", "capacity_gib"}:
+        return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"
+    return f"{where} {error['type']}: {_first_line(error['message'])}"  # on a CPU
+
+
+def _tail(trace: str) -> str:
+    return "\n".join(trace.rstrip().splitlines()[-30:])
+
+
+def _first_line(message: str) -> str:
+    return message.strip().splitlines()[0] if message.strip() else ""

@@ -1,0 +1,68 @@
+"""Suggest what to try after a failure: overrides that can be typed, based on the run's own config.json and legal by the checks."""
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_hydra.config import Job, from_dict
+from titan_hydra.config.rules.checks import check
+from titan_hydra.config.files import read_json
+from titan_hydra.base.errors import Kind
+
+if TYPE_CHECKING:
+    from .failure import Failure
+
+NEXT = {  # ac.name: what keeps less for the backward, the nearest first
+    "none": ("lean", "op", "full"), "memory_budget": ("full",), "lean": ("op", "full"), "op": ("full",), "layer": ("full",)}
+
+
+def hint(failure: Failure) -> str:
+    """Return the next thing to try after a failure; "" if there is no suggestion."""
+    directory = failure.attempt.parent.parent
+    job = job_of(directory)
+    if job is None:
+        return ""
+    again = "launch.retry=failed goes on from the newest checkpoint; or"
+    match failure.kind:
+        case Kind.OUT_OF_MEMORY if failure.rank is None:
+            return "more memory of the host for the job, as cluster.sbatch={mem: 0}, or a smaller data.prefetch"
+        case Kind.OUT_OF_MEMORY:
+            return next(less_memory(job), "more ranks that share the parameters (parallelism.dp_shard) or the layers (parallelism.tp)")
+        case Kind.HANG:
+            return f"titan flight {directory}"
+        case Kind.NOT_FINITE:
+            return f"a lower optimizer.lr than {job.optimizer.lr:g}, or debug=anomaly to see which operation it was"
+        case Kind.NODE if failure.host and job.cluster.executor == "slurm":
+            return f"cluster.exclude=[{','.join([*job.cluster.exclude, failure.host])}]"
+        case Kind.TIME_LIMIT if job.cluster.time_minutes:
+            return f"{again} cluster.time_minutes={2 * job.cluster.time_minutes}"
+        case Kind.DISK:
+            return f"room on the file system of {shlex.quote(str(directory))} (df -h, quota -s); then {again.removesuffix('; or')}"
+        case Kind.PREEMPTED:
+            return f"{again} cluster.max_requeues={2 * job.cluster.max_requeues}"
+    return ""
+
+
+def less_memory(job: Job) -> Iterator[str]:
+    """Yield overrides that need less device memory, the smallest change first: more recomputation, then a smaller local batch."""
+    faults = check(job)
+    for name in NEXT.get(job.ac.name, ()):
+        tried = copy.deepcopy(job)
+        tried.ac.name = name
+        if check(tried) == faults:
+            yield f"ac={name}"
+    tried = copy.deepcopy(job)
+    tried.data.local_batch //= 2
+    if tried.data.local_batch and check(tried) == faults:  # the global batch stays: the run learns the same
+        yield f"data.local_batch={tried.data.local_batch} data.global_batch={tried.data.global_batch}"
+
+
+def job_of(directory: Path) -> Job | None:
+    """Return the job of a run directory; None if its config.json is missing or was written by another version."""
+    try:
+        return from_dict(Job, read_json(directory / "config.json"))
+    except (KeyError, TypeError, AttributeError):
+        return None

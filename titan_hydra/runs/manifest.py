@@ -1,0 +1,66 @@
+"""Write a sweep's manifest: its cells and their directories. find.py documents the format.
+
+Which job runs a cell is recorded in the cell's own attempt, so two launchers of one sweep write different files.
+"""
+from __future__ import annotations
+
+import getpass
+import itertools
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from titan_hydra.config import identity
+from titan_hydra.config.files import read_json, write_json
+from titan_hydra.base.redact import redact
+
+from .find import SWEEPS
+
+
+def folder_of(cells: list) -> Path | None:
+    """Return the folder of a sweep's manifest: the existing one if the same cells were started before, else a new one. None for a single
+    cell.
+    """
+    if len(cells) == 1:
+        return None
+    job, rows = cells[0].job, [row(cell) for cell in cells]
+    name = re.sub(r"[^\w.=+,-]+", "-", job.sweep.name or "sweep")
+    about = {"name": name, "command": list(map(redact, sys.argv[1:])), "baseline": job.sweep.baseline, "packed": job.launch.packed}
+    folder = cells[0].runs / SWEEPS
+    for file in sorted(folder.glob(f"{name}-*/manifest.json"), reverse=True):
+        content = read_json(file) or {}
+        known = [cell for cell in content.get("cells", []) if not cell.get("repeat")]
+        if content.get("name") == name and [cell["hash"] for cell in known] == [cell["hash"] for cell in rows]:
+            write_json(file, {**content, **about, "cells": rows + [cell for cell in content["cells"] if cell.get("repeat")]})
+            return file.parent
+    mine = new_folder(folder, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    write_json(mine / "manifest.json", {**about, "created": time.time(), "user": getpass.getuser(), "cells": rows})
+    return mine
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Create a folder: `name`, or `name-2` if two sweeps start in the same second."""
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError("not reached")
+
+
+def row(cell) -> dict:
+    """Return a cell's entry in a manifest."""
+    place = os.path.relpath(cell.directory, cell.runs)
+    return {"name": cell.name, "overrides": cell.overrides, "hash": identity(cell.job), "directory": place}
+
+
+def add_cell(folder: Path, cell: dict) -> None:
+    """Add a cell that the command line does not have: the repeated baseline."""
+    file = folder / "manifest.json"
+    content = read_json(file)
+    if cell not in content["cells"]:
+        write_json(file, {**content, "cells": [*content["cells"], cell]})

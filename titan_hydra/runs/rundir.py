@@ -1,0 +1,313 @@
+"""Run directories: created atomically, claimed by one launcher at a time; their files give the state of the run.
+
+    runs/<name>-<hash>/config.json overrides.txt env.json attempts/<n>/... and what the trainer adds
+
+An attempt is claimed by renaming a prepared folder to attempts/<n>, which fails if that exists. The folder already contains the owner's
+record, so an attempt never exists without a known owner.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import titan_hydra
+from titan_hydra.config import Job, identity, to_dict
+from titan_hydra.config.files import read_json, write_json, write_text
+from titan_hydra.base.redact import redact
+from titan_hydra.base.run import attempts_of, rank_files, versions
+from titan_hydra.base.errors import Exit
+
+from . import slurm
+from .failure import Failure, guilty
+from .records import alive, this_process
+from .slurm import Queue, SlurmJob
+
+REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
+SILENCE = 120  # seconds without a sign of life after which a run on another host counts as interrupted
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands: its kind (new, queued, running, done, interrupted, failed, or unknown if SLURM does not answer), its newest
+    attempt (0: none), and its failure. `inspect` can also return the kind damaged.
+    """
+
+    kind: str
+    attempt: int = 0
+    failure: Failure | None = None
+    host: str | None = None  # where it runs: a host, or SLURM's list of nodes
+    job: SlurmJob | None = None  # SLURM's entry of its job
+    damage: str = ""  # of a damaged run: which of its files cannot be read
+
+    @property
+    def here(self) -> bool:
+        return self.host == socket.gethostname()
+
+
+def directory_of(job: Job) -> Path:
+    """Return the path of a job's run directory, whether or not it exists."""
+    return Path(job.paths.runs).expanduser().absolute() / f"{job.name}-{identity(job)}"
+
+
+def state(directory: Path, queue: Queue | None = None) -> State:
+    """Read the state of a run from its files and, for one that was submitted to SLURM, from SLURM's queue."""
+    attempt = newest_attempt(directory)
+    if not directory.is_dir():
+        return State("new")
+    folder = directory / "attempts" / str(attempt)
+    owner = read_json(folder / "attempt.json")
+    if owner and owner.get("executor") == "slurm":
+        return slurm_state(directory, attempt, owner, queue_of([directory]) if queue is None else queue)
+    host = host_of_running(folder)
+    if host:
+        return State("running", attempt, host=host)
+    if (read_json(directory / "result.json") or {}).get("status") == "done":
+        return State("done", attempt)
+    failure = guilty(folder)
+    return State("failed", attempt, failure) if failure else State("interrupted", attempt)
+
+
+def states(directories: list[Path]) -> list[State]:
+    """Read the states of many runs, with one squeue call for all SLURM jobs."""
+    queue = queue_of(directories)
+    return [state(directory, queue) for directory in directories]
+
+
+def inspect(directory: Path, queue: Queue | None = None) -> State:
+    """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be read.
+
+    The launcher uses `state`, which treats an unreadable file as absent: the run continues and writes it again.
+    """
+    try:
+        now = state(directory, queue)
+        damage = "" if now.kind in ("new", "queued", "running", "unknown") else damage_of(directory, now)
+    except OSError as error:  # no permission, a broken disk
+        now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
+    return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
+
+
+def inspect_all(directories: list[Path]) -> list[State]:
+    """Read the states of many runs for display, as `inspect` does, with one squeue call."""
+    queue = queue_of(directories)
+    return [inspect(directory, queue) for directory in directories]
+
+
+def damage_of(directory: Path, now: State) -> str:
+    """Name the first unreadable file that defines a run or its end; "" if all are readable."""
+    names = ["config.json"]
+    if now.kind != "done":
+        names += ["result.json", *(f"attempts/{now.attempt}/{file}.json" for file in ("attempt", "ranks", "rank_0"))]
+    for name in names:
+        if read_json(directory / name) is None and (name == "config.json" or os.path.lexists(directory / name)):
+            return f"{name} cannot be read" if os.path.lexists(directory / name) else f"{name} is missing"
+    return ""
+
+
+def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
+    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the submitter."""
+    folder = directory / "attempts" / str(attempt)
+    if (read_json(directory / "result.json") or {}).get("status") == "done":
+        return State("done", attempt)
+    job = queue.find(owner)
+    if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before recording the id
+        with contextlib.suppress(OSError):
+            owner = note(folder, job_id=job.id)
+    if job and job.waiting:
+        return State("queued", attempt, job=job)
+    over = owner.get("packed") and (folder / "exit").exists() and not (folder / "stopped").exists()  # its other cells may still run
+    if job and job.active and not over:
+        started = not owner.get("packed") or any(folder.glob("rank_*.json"))
+        return State("running" if started else "queued", attempt, host=job.nodes, job=job)
+    if job is None and not over:
+        if not queue.answers and "ended" not in owner:
+            heard = max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
+            alive_lately = owner["job_id"] and time.time() - heard < SILENCE and any(folder.glob("rank_*.json"))
+            return State("running" if alive_lately else "unknown", attempt)
+        if owner["job_id"] is None and being_submitted(owner):
+            return State("queued", attempt)
+    word = owner.get("slurm_state") if job is None or job.active else job.state
+    if "ended" not in owner:  # recorded, as SLURM forgets jobs
+        with contextlib.suppress(OSError):
+            note(folder, ended=time.time(), slurm_state=word)
+    ran = (owner["job_id"] or any(folder.glob("rank_*.json"))) and not (word or "").startswith("CANCELLED")
+    failure = guilty(folder, word) if ran else None
+    return State("failed", attempt, failure, job=job) if failure else State("interrupted", attempt, job=job)
+
+
+def note(attempt: Path, **known: object) -> dict:
+    """Update the record of an attempt, attempt.json, and return it.
+
+    Setting a job id clears `ended`: another launcher may have marked the attempt finished before the id was known.
+    """
+    record = {**read_json(attempt / "attempt.json"), **known}
+    if "job_id" in known:
+        record.pop("ended", None)
+    write_json(attempt / "attempt.json", record)
+    return record
+
+
+def being_submitted(owner: dict) -> bool:
+    """Whether the process that claimed an attempt may still submit it. On another host only the elapsed time can tell."""
+    if owner["host"] == socket.gethostname():
+        return alive(owner) and "ended" not in owner
+    return "ended" not in owner and time.time() - owner["started"] < SILENCE
+
+
+def queue_of(directories: list[Path]) -> Queue:
+    """Ask SLURM about the newest attempts of these runs: one squeue call for all, none if no run was submitted to SLURM."""
+    owners = []
+    for directory in directories:
+        owner = read_json(directory / "attempts" / str(newest_attempt(directory)) / "attempt.json")
+        if owner and owner.get("executor") == "slurm" and not (directory / "result.json").exists():
+            owners.append(owner)
+    return slurm.queue_of(owners)
+
+
+def newest_attempt(directory: Path) -> int:
+    """Return the number of the newest attempt; 0 if there is none."""
+    return max(attempts_of(directory), default=0)
+
+
+def processes(attempt: Path) -> list[dict]:
+    """Return the records of an attempt's ranks that still run on this host."""
+    ranks = map(read_json, rank_files(attempt, "rank").values())
+    return [rank for rank in ranks if rank and "exit_status" not in rank and alive(rank)]
+
+
+def host_of_running(attempt: Path) -> str | None:
+    """Return the host on which an attempt is running; None if it is over.
+
+    The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
+    """
+    owner = read_json(attempt / "ranks.json") or read_json(attempt / "attempt.json")
+    if owner and owner.get("executor") == "slurm":
+        return None  # only SLURM knows: see slurm_state
+    if owner and "ended" not in owner:
+        if owner.get("host") == socket.gethostname():
+            return owner["host"] if alive(owner) or processes(attempt) else None
+        heard = max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0)
+        return owner.get("host") if time.time() - heard < SILENCE else None
+    return socket.gethostname() if processes(attempt) else None
+
+
+def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
+    """Claim attempt `number` of a run. Returns its folder, or None if another launcher was faster: then read the state again.
+
+    `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields of attempt.json: for a
+    SLURM job its executor, token, user and code. Raises OSError if nothing can be written.
+    """
+    owner |= {"overrides": overrides}
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if not directory.is_dir():
+        return _create(directory, job, owner)
+    attempts = directory / "attempts"
+    attempts.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".claim-", dir=attempts, ignore_cleanup_errors=True) as scratch:
+        mine = Path(scratch) / "attempt"
+        _write_attempt(mine, owner)
+        try:
+            mine.rename(attempts / str(number))
+        except OSError:
+            return None
+    if any(host_of_running(attempts / str(other)) for other in attempts_of(directory) if other != number):
+        shutil.rmtree(attempts / str(number))  # a launcher with launch.force has replaced the directory meanwhile
+        return None
+    if fresh:
+        _remove(directory)
+        return _create(directory, job, owner)
+    _write_run(directory, job, overrides)
+    return attempts / str(number)
+
+
+def _create(directory: Path, job: Job, owner: dict) -> Path | None:
+    """Create a run directory with its first attempt, in one rename. Returns None if another launcher was faster."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
+        run = Path(scratch) / directory.name
+        _write_attempt(run / "attempts" / "1", owner)
+        _write_run(run, job, owner["overrides"])
+        try:
+            run.rename(directory)
+        except OSError:
+            if directory.is_dir():
+                return None
+            raise
+    return directory / "attempts" / "1"
+
+
+def _remove(directory: Path) -> None:
+    """Rename a run directory away, then delete it: what an interrupted deletion leaves is not mistaken for a run."""
+    grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
+    grave.parent.mkdir(exist_ok=True)
+    directory.rename(grave)
+    for folder in grave.parent.glob(f"{directory.name}-*"):  # also what an interrupted deletion left there earlier
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        grave.parent.rmdir()
+
+
+def _write_attempt(folder: Path, owner: dict) -> None:
+    folder.mkdir(parents=True)
+    write_json(folder / "attempt.json", {**this_process(), "started": time.time(), **owner})
+
+
+def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
+    """Write the configuration of the newest attempt; settings outside the identity may have changed since the last one."""
+    write_json(directory / "config.json", to_dict(job))
+    write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    environment = describe_environment()
+    write_json(directory / "env.json", environment)
+    newest = directory / "attempts" / str(newest_attempt(directory))
+    write_json(newest / "env.json", environment)
+
+
+def end_attempt(attempt: Path) -> None:
+    """Mark that the launcher has finished with an attempt, while it continues with other cells."""
+    record = read_json(attempt / "attempt.json")
+    if record:
+        write_json(attempt / "attempt.json", {**record, "ended": time.time()})
+
+
+@functools.cache
+def describe_environment() -> dict:
+    """Return code, versions and machine of this run. Includes nothing from os.environ, and a diff without what looks like a secret."""
+    diff = _git("diff", "HEAD")
+    return {
+        "git_sha": _git("rev-parse", "HEAD"),
+        "git_diff": redact(diff, code=True) if diff else diff,
+        "git_untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
+        "versions": {**versions(), **{name: metadata.version(name) for name in ("hydra-core", "submitit")}},
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "folder": os.getcwd(),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return the output of git in the checkout of this code; None if it is not a checkout, or git is not available."""
+    root = Path(titan_hydra.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, errors="replace").stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def result_status(state: State) -> int:
+    """Return the exit status that corresponds to a run's state."""
+    if state.kind == "failed":
+        return state.failure.status
+    return Exit.DONE if state.kind == "done" else Exit.REQUEUED

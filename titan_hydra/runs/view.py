@@ -1,0 +1,222 @@
+"""What the commands that follow runs share: selecting runs, and collecting what one line about a run shows.
+
+Only the ends of files are read, and SLURM is asked once for all runs.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from titan_hydra.config.files import read_json
+from titan_hydra.config.load import known_keys
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.sweep import differing
+
+from . import find, rundir
+from .find import RunCell, Selection
+from .records import last_record
+from .rundir import State
+from .slurm import Queue
+
+SILENT = 60.0  # seconds without a step after which a running cell is called silent; for slow steps, STEPS_SILENT of them
+STEPS_SILENT = 10
+LASTING = ("start", "validation", "checkpoint", "end")  # phases outside of the steps
+FIRST_STEP = 300.0  # seconds that the first step may take, with its compilation
+ACTIVE = ("queued", "running", "unknown")  # states that will change without anybody doing anything
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a run at one moment; None is unknown, or not yet."""
+
+    cell: str
+    directory: Path
+    state: State
+    steps: int | None = None  # how many it is to do
+    step: int | None = None
+    tokens_per_second: float | None = None
+    loss: float | None = None
+    where: str | None = None
+    seconds: float | None = None  # how long it has waited, has run, or took: its newest attempt
+    to_go: float | None = None  # seconds until the last step, at the present rate
+    silent: float | None = None  # seconds since its last step, when that is longer than can be expected
+    phase: str | None = None  # what a running one does: start, checkpoint, ..., or a part of a step
+    cancelled: str | None = None  # by whom
+
+    @property
+    def hash(self) -> str:
+        return self.directory.name.rpartition("-")[2]
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the option --runs, which all these commands have."""
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run directories (default: runs)")
+
+
+def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep, or all runs where there is none") -> None:
+    """Add the argument that selects runs, and --runs."""
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="a sweep, one of its cells, a run directory, a folder of runs, or the "
+                        f"start of a hash (default: {default})")
+    add_runs(parser)
+
+
+def choose(target: str | None, runs: Path) -> Selection:
+    """Return the runs that `target` selects, as find.select does, or as a cell's name in the newest sweep that has it; None: the newest
+    sweep.
+    """
+    if not runs.is_dir() and (target is None or not Path(target).exists()):
+        raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
+    runs = runs.absolute()
+    newest = find.sweeps(runs)
+    for file in find.manifests(runs):
+        if file not in newest:
+            print(f"{file} cannot be read: its sweep is left out", file=sys.stderr)
+    if target is None:
+        target = str(newest[0] if newest else runs)
+    if not Path(target).exists():
+        for manifest in newest:
+            cells = find.sweep(manifest).cells
+            if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
+                return Selection(target, named)
+    selection = find.select(target, runs)
+    if selection.manifest or len(selection.cells) < 2:
+        return selection
+    return replace(selection, cells=sorted(selection.cells, key=lambda cell: begun(cell.directory), reverse=True))
+
+
+def begun(directory: Path) -> float:
+    """Return when the newest attempt was claimed."""
+    attempts = directory / "attempts"
+    return attempts.stat().st_mtime if attempts.is_dir() else 0.0
+
+
+def choose_one(target: str, runs: Path) -> RunCell:
+    """Return the run that `target` selects. Raises ConfigError if these are several."""
+    selection = choose(target, runs)
+    if len(selection.cells) != 1:
+        names = ", ".join(cell.name for cell in selection.cells[:6])
+        raise ConfigError(f"{target}: {len(selection.cells)} runs, and one is needed: {names}{', ...' if len(selection.cells) > 6 else ''}")
+    return selection.cells[0]
+
+
+def place_of(target: str, runs: Path) -> Path:
+    """Return `target` if it is a folder or a path, else the directory of the run that it selects."""
+    return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
+
+
+def look(cells: list[RunCell]) -> tuple[list[Row], Queue]:
+    """Collect all that is known of these runs now."""
+    queue = rundir.queue_of([cell.directory for cell in cells])
+    names = short_names(cells)
+    return [row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
+
+
+def short_names(cells: list[RunCell]) -> list[str]:
+    """Return the cells' names without hashes, or their own overrides if they have no names or the same ones."""
+    overrides = [list(filter(tells, cell.overrides)) for cell in cells]
+    if all(cell.name == " ".join(cell.overrides) for cell in cells):
+        return [" ".join(changes) or cell.name for cell, changes in zip(cells, differing(overrides), strict=True)]
+    names = [cell.name.removesuffix("-" + cell.directory.name.rpartition("-")[2]) for cell in cells]
+    twins: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        twins.setdefault(name, []).append(index)
+    for same in twins.values():
+        if len(same) > 1:
+            for index, changes in zip(same, map(" ".join, differing([overrides[index] for index in same])), strict=True):
+                names[index] = (changes or names[index]) if len(twins) == 1 else f"{names[index]} {changes}".rstrip()
+    return names
+
+
+def tells(override: str) -> bool:
+    """Whether an override can distinguish experiments; one about where a run runs or what it logs cannot."""
+    key = override.lstrip("+~").partition("=")[0]
+    return identities().get(key, True)
+
+
+@functools.cache
+def identities() -> dict[str, bool]:
+    """Return for each key and group whether it, or any key in it, is part of a run's identity."""
+    known, found = known_keys(), {}
+    groups = {name.rpartition(".")[0] for name in known}
+    for name in reversed(known):  # keys before their groups
+        found[name] = found.get(name, False) if name in groups else known[name].metadata["identity"]
+        group = name.rpartition(".")[0]
+        found[group] = found.get(group, False) or found[name]
+    return found
+
+
+def row(cell: str, directory: Path, state: State) -> Row:
+    """Read the few files that show the progress of a run."""
+    if state.kind in ("new", "damaged"):
+        return Row(cell, directory, state)
+    attempt = directory / "attempts" / str(state.attempt)
+    result = (read_json(directory / "result.json") if state.kind == "done" else None) or {}
+    last = last_record(directory / "metrics.jsonl")
+    told = read_json(attempt / "status.json") or {}
+    rank = read_json(attempt / "rank_0.json") or {}
+    config = read_json(directory / "config.json") or {}
+    steps, step = config.get("steps"), result.get("steps", told.get("step") or last.get("step"))
+    now, phase, silent, to_go = time.time(), None, None, None
+    if state.kind == "running":
+        beat = read_json(attempt / "beat_0.json") or {}
+        logged = directory / "metrics.jsonl"
+        steady = bool(last.get("step_seconds")) and logged.stat().st_mtime > rank.get("started", now)  # this attempt has done a step
+        silent = silence(beat, now, last["step_seconds"] if steady else None)
+        phase = beat.get("phase", "start")
+        if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
+            phase = "step"
+        to_go = (steps - step) * last["step_seconds"] if steady and steps and step is not None else None
+    return Row(
+        cell, directory, state, steps, step, result.get("tokens_per_second", last.get("tokens_per_second")),
+        result.get("final_loss") or last.get("loss"), where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
+        phase, (read_json(attempt / "cancelled") or {}).get("by") if state.kind in ("interrupted", "queued", "running") else None,
+    )
+
+
+def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
+    """Return the seconds since rank 0 last made progress, if that is longer than expected from its beats (one a second) and its step times.
+    None if it makes progress, or is in a phase without a limit.
+    """
+    if not beat:
+        return None
+    if now - beat["time"] > SILENT:
+        return now - beat["time"]
+    patience = FIRST_STEP if step_seconds is None else max(SILENT, STEPS_SILENT * step_seconds)
+    still = now - beat["since"]
+    return still if beat["phase"] not in LASTING and still > patience else None
+
+
+def where(state: State, rank: dict, config: dict) -> str | None:
+    """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it waits."""
+    if state.kind == "queued":
+        return None
+    if named := state.host or (state.job.nodes if state.job else None):
+        return named
+    ranks, per_node = config.get("gpus"), config.get("cluster", {}).get("gpus_per_node")
+    more = math.ceil(ranks / per_node) - 1 if ranks and per_node else 0
+    return f"{rank['host']} +{more}" if more and "host" in rank else rank.get("host")
+
+
+def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) -> float | None:
+    """Return how long the newest attempt has waited (queued), has been running, or took."""
+    claimed = (read_json(attempt / "attempt.json") or {}).get("started")
+    if state.kind == "queued":
+        began = rank.get("ended", claimed)  # requeued
+    else:
+        began = rank.get("started") or (moment(state.job.start) if state.job else None) or claimed
+    ended = now if state.kind in ACTIVE else rank.get("ended") or beat.get("time")
+    return max(ended - began, 0.0) if began and ended else None
+
+
+def moment(written: str) -> float | None:
+    """Parse a time as SLURM writes it; None for N/A and the like."""
+    try:
+        return datetime.fromisoformat(written).timestamp()
+    except ValueError:
+        return None

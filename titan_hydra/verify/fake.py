@@ -1,0 +1,80 @@
+"""`comm=fake`: build and step one rank of any world in this process, without other ranks, without a GPU and with almost no memory.
+
+The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data (FakeTensorMode) and
+collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked on a laptop in a minute.
+"""
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_hydra.base.run import Run
+from titan_hydra.config import world_size
+from titan_hydra.config.schema import Job
+from titan_hydra.data.loader import Batch
+from titan_hydra.parallel.pipeline import Pipeline
+from titan_hydra.train.trainer import Trainer, assemble, write_result
+from titan_hydra.train.world import set_determinism
+
+DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch has no CUDA
+
+
+def train(job: Job, run: Run) -> None:
+    """Run one step as rank `comm.rank` of the job's world, and print the rank's share of the parameters."""
+    began = time.perf_counter()
+    set_determinism(job)
+    dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
+    try:
+        trainer = step(job)
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())  # whole ones, of this rank's stages
+        seconds = time.perf_counter() - began
+        print(f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
+              f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed", flush=True)
+        write_result(job, run.directory, {
+            "steps": 1, "final_loss": None, "validation_loss": None, "tokens_per_second": None, "tokens_per_second_iqr": None,
+            "measured_steps": 0, "memory_gib": None, "mfu": None, "seconds": seconds, "gpu_hours": None, "world_size": world_size(job),
+            "parameters": parameters,
+        })
+    finally:
+        dist.destroy_process_group()
+
+
+def step(job: Job) -> Trainer:
+    """Return a trainer on this rank of the fake world, after one step. Requires the fake process group.
+
+    Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for Float8.
+    """
+    job = copy.deepcopy(job)
+    job.compile.name, job.parallelism.async_tp = "off", False
+    job.precision.emulate = job.precision.converter == "float8"
+    parts = assemble(job, DEVICE)  # outside FakeTensorMode, which would make meshes fake too
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for stage in parts.stages:
+            stage.to_empty(device=DEVICE)
+        trainer = parts.trainer(DEVICE)
+        if isinstance(trainer.step, Pipeline):
+            skip_vote(trainer.step)
+        samples = job.data.global_batch // trainer.mesh.data_ranks
+        tokens = torch.zeros(samples, job.data.seq_len, dtype=torch.int64)
+        share = trainer.forward_backward(Batch(tokens, tokens))
+        trainer.update(trainer.agree(share, trainer.measure()))
+    return trainer
+
+
+def skip_vote(pipeline: Pipeline) -> None:
+    """Replace the vote of torch 2.13's stages on whether all know their shapes: torch reads its result, and fake tensors have no data. All
+    stages here know them.
+    """
+    if hasattr(pipeline.schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def settled(stages: list, *_: bool) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        pipeline.schedule._warmup_p2p = settled

@@ -1,0 +1,102 @@
+"""Random legal jobs: combinations of degrees, schedules, odd shapes, masks and optimizers that no hand-written matrix covers. Imports no
+torch.
+"""
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import compose_job
+
+from .matrix import BASE, SCHEDULES, Case, later_wins
+
+# A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose
+# rounding grows over the steps: one process alone was up to 8e-5 from the reference in its loss.
+EXACT = {"loss": 2e-6, "norm": 5e-5, "gradients": 1e-5, "weights": 2e-3, "reference": "float64"}
+MUON = EXACT | {"loss": 3e-4, "norm": 1e-3, "weights": 0.3}
+# bfloat16 against one process in bfloat16, or, coarsely, against float64, which shows what is biased in both.
+BF16 = {"loss": 2e-4, "norm": 2e-3, "gradients": 2e-2, "weights": 0.3}
+BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "reference": "float64"}
+
+
+def draw(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Iterator[Case]:
+    """Yield `number` random cases. A job that breaks a rule is drawn again. A seed gives the same cases again, in the same version."""
+    dice = random.Random(seed)
+    for index in range(number):
+        while not legal(case := one(dice, index, dice.choice(ranks))):
+            pass
+        yield case
+
+
+def legal(case: Case) -> bool:
+    """Whether the case's job passes the rules."""
+    try:
+        compose_job(*later_wins(*BASE, *case.base, *case.overrides))
+    except ConfigError:
+        return False
+    return True
+
+
+def one(dice: random.Random, index: int, ranks: int) -> Case:
+    """Draw a case that may break a rule."""
+    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp"), 1)
+    while (left := ranks // math.prod(degrees.values())) > 1:
+        degrees[dice.choice(list(degrees))] *= next(factor for factor in (2, 3) if left % factor == 0)
+    local_batch = dice.choice((1, 2, 4, 6, 8))
+    global_batch = min(local_batch * degrees["dp_replicate"] * degrees["dp_shard"] * dice.choice((1, 1, 2, 3)), 48)
+    optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
+    layout = (f"gpus={ranks}", "parallelism=single", *(f"parallelism.{name}={degree}" for name, degree in degrees.items() if degree > 1),
+              *technique(dice, degrees), f"data.local_batch={local_batch}")
+    base = (*shape(dice), *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
+    tolerances = dice.choice((BF16, BF16_COARSE)) if precision == "bf16" else MUON if optimizer == "muon" else EXACT
+    maskable = degrees["cp"] == 1 or "parallelism.cp_rotate=ulysses" in layout
+    return Case(f"random {index}", ranks, layout, base, uneven_mask=dice.random() < 0.5,
+                documents=maskable and dice.random() < 0.3, **tolerances)
+
+
+def shape(dice: random.Random) -> tuple[str, ...]:
+    """Draw a model and a sequence length, most of them odd."""
+    heads, shared = dice.choice(((6, 2), (8, 4), (12, 4), (4, 1), (4, 4)))
+    return (
+        f"model.n_heads={heads}", f"model.n_kv_heads={shared}", f"model.dim={heads * dice.choice((4, 8, 12, 16))}",
+        f"model.n_layers={dice.choice((2, 4, 5, 8))}", f"model.vocab_size={dice.choice((97, 256, 331, 512))}",
+        f"model.multiple_of={dice.choice((1, 4, 24, 32))}", f"model.tie_embeddings={dice.choice((True, False))}",
+        f"model.rope_scaling.factor={dice.choice((1.0, 8.0))}", "model.rope_scaling.original_max_seq_len=32",
+        f"data.seq_len={dice.choice((24, 48, 64, 72, 96))}",
+    )
+
+
+def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
+    """Draw an optimizer and its schedule."""
+    return (
+        f"optimizer={optimizer}", f"optimizer.max_norm={dice.choice((0.1, 1.0, 0.0))}",
+        f"optimizer.lr={'0.05' if optimizer == 'sgd' else '0.002'}", *["optimizer.sgd_momentum=0.9"] * (optimizer == "sgd"),
+        f"optimizer.weight_decay={dice.choice((0.0, 0.1, 0.5))}", f"optimizer.decay_matrices_only={dice.choice((True, False))}",
+        f"lr_scheduler={dice.choice(('wsd', 'cosine', 'constant'))}", f"lr_scheduler.warmup_steps={dice.choice((0, 1, 2))}",
+        f"seed={dice.randrange(1000)}",
+    )
+
+
+def technique(dice: random.Random, degrees: dict[str, int]) -> Iterator[str]:
+    """Draw the techniques that carry out the degrees."""
+    yield f"parallelism.backend={dice.choice(('fsdp2', 'fsdp2', 'simple_fsdp'))}"
+    yield f"parallelism.reshard_after_forward={dice.choice(('default', 'default', 'always', 'never'))}"
+    yield f"ac={dice.choice(('none', 'none', 'full', 'layer', 'op', 'lean'))}"
+    if dice.random() < 0.15:
+        yield from ("compile=block", "compile.backend=aot_eager")
+    if dice.random() < 0.4:
+        yield from ("loss=linear_cross_entropy", f"loss.chunk_tokens={dice.choice((7, 50, 100))}")
+    if degrees["tp"] > 1:
+        yield from (f"parallelism.{name}={dice.choice((True, False))}" for name in ("sequence_parallel", "loss_parallel"))
+    if degrees["cp"] > 1:
+        yield from (f"parallelism.cp_rotate={dice.choice(('allgather', 'alltoall', 'ulysses'))}",
+                    f"parallelism.cp_load_balance={dice.choice((True, False))}")
+    if degrees["pp"] > 1:
+        name = dice.choice(SCHEDULES)
+        yield f"pp_schedule={name}"
+        if name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb"):
+            yield f"pp_schedule.stages_per_rank={dice.choice((2, 3))}"
+        if dice.random() < 0.3:
+            yield f"pp_schedule.microbatches={dice.choice((2, 4, 6, 8))}"

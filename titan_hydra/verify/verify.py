@@ -1,0 +1,333 @@
+"""Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a one-process run.
+
+The cases are in acceptance.py, one line each. All cases of one size share one set of gloo ranks and use the same `build` and step as a
+training run.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titan_hydra.base.run import Run
+from titan_hydra.config import Job, compose_job, from_dict, to_dict
+from titan_hydra.config.rules import pipeline as layout
+from titan_hydra.data.loader import Batch
+from titan_hydra.models.init import init_weights, local_box
+from titan_hydra.models.llama3 import document_positions
+from titan_hydra.parallel.mesh import local_part
+from titan_hydra.train.loss import IGNORED
+from titan_hydra.train.optimizer import set_lr
+from titan_hydra.train.spec import spec_of
+from titan_hydra.train.trainer import Trainer, build
+from titan_hydra.train.world import world
+
+from . import reference
+from .matrix import BASE, Case, later_wins
+
+STEPS = 10
+# Imported once in the fork server instead of once for each rank.
+PRELOADED = ["titan_hydra.verify.verify", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
+NOTE = "in the case"
+
+
+def job_of(case: Case, steps: int = STEPS) -> Job:
+    """Return the layout's job."""
+    return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides))
+
+
+def reference_of(case: Case, steps: int = STEPS) -> Job:
+    """Return the same job in one process, with its global batch in one piece."""
+    job = compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1"))
+    job.data.local_batch = job.data.global_batch
+    return job
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The differences of a layout from the reference: the largest relative ones, infinite if anything is not finite."""
+
+    case: Case
+    loss: float
+    norm: float
+    gradients: float  # of the worst parameter at the first step
+    weights: float  # of the worst parameter after the last step, relative to how far it has moved
+    worst: str  # the parameters that these two are of
+    start: int  # initial tensors that differ in any bit
+    drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
+    rounded: int  # parameters whose summed gradient has no bit beyond bfloat16: it was summed in that
+
+    @property
+    def passed(self) -> bool:
+        """Whether all differences are within the case's tolerances."""
+        case = self.case
+        close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
+        return close and self.start == self.drift == self.rounded == 0
+
+
+@dataclass
+class Trace:
+    """The record of a run: loss and gradient norm of each step, whole gradients of the first step, whole weights before it and at the end.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    start: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    drift: int = 0  # as `Outcome.drift`
+    rounded: int = 0  # as `Outcome.rounded`
+
+
+def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
+    """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets whole tensors."""
+    trainer = build(job, device)
+    result = Trace([], [], {}, _of_all_stages(trainer, lambda parameter: parameter.detach()), {})
+    loader = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
+    for step in range(1, job.steps + 1):
+        batch = loader.next()
+        if case is not None:
+            batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * len(batch.labels))
+        set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
+        share = trainer.forward_backward(batch)
+        if step == 1:
+            result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
+        agreement = trainer.agree(share, trainer.measure())
+        trainer.update(agreement)
+        loss, norm, *_ = agreement.read()
+        result.losses.append(loss)
+        result.norms.append(norm)
+    loader.close()
+    result.weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
+    result.drift, result.rounded = drift(trainer), rounded(trainer, result.gradients)
+    return result
+
+
+def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
+    """Count the parameters whose gradients were summed in bfloat16 although the job asks for float32: a float32 sum has bits that bfloat16
+    lacks.
+    """
+    job = trainer.job
+    parts = trainer.mesh.data_ranks * job.parallelism.cp * (layout.microbatches(job) if job.parallelism.pp > 1 else 1)
+    parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
+    if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
+        return 0
+    return sum(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients.values())
+
+
+def drift(trainer: Trainer) -> int:
+    """Count the shards of weights that differ between the ranks that hold copies of them. This is a collective."""
+    own = {}
+    for name, parameter in trainer.masters.weights.named_parameters():
+        local = local_part(parameter)
+        part = (name, *map(tuple, local_box(parameter)))
+        own[part] = hashlib.sha256(local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+    everyone: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    values = defaultdict(set)
+    for parts in everyone:
+        for part, digest in parts.items():
+            values[part].add(digest)
+    return sum(len(digests) > 1 for digests in values.values())
+
+
+def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a whole tensor for each parameter of the whole model, by name. This is a collective."""
+    own = {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()}
+    if trainer.mesh.pipeline is None:
+        return own
+    parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
+    dist.all_gather_object(parts, own, group=trainer.mesh.pipeline)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def exact(job: Job, case: Case) -> Trace:
+    """Return the trace of a job in float64 by reference.py, from the same initial weights and batches. Runs in one process."""
+    with torch.device("meta"):
+        model = spec_of(job).model(job.model, job.data.seq_len)
+    model.to_empty(device="cpu")
+    init_weights(model, job.model, job.seed)
+    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loader = spec_of(job).build_data(job, 0, 1)
+    losses, norms, gradients, weights = reference.train(
+        job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
+    loader.close()
+    return Trace(losses, norms, gradients, start, weights)
+
+
+def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
+    """Apply the case's mask and documents to a batch. Both depend only on slot and step; the first sample is in slot `first` of `slots`.
+
+    Up to 80 % of a sample's labels are ignored, so that no two microbatches count the same number. In the first quarter of the slots at
+    step 1, and the first half at step 2, no label counts, so that whole ranks have none.
+    """
+    shape = batch.labels.shape
+    documents = torch.zeros(shape, dtype=torch.int64)
+    for row in range(shape[0]):
+        slot = first + row
+        dice = torch.Generator().manual_seed(slot * 10007 + step)
+        share = 1.0 if (slot + 1) * 4 <= slots * (step if step < 3 else 0) else (slot * 37 + step * 61) % 81 / 100
+        if case.uneven_mask:
+            batch.labels[row, torch.rand(shape[1], generator=dice) < share] = IGNORED
+        documents[row] = (torch.rand(shape[1], generator=dice) < 0.1).cumsum(0)
+    return dataclasses.replace(batch, documents=documents, positions=document_positions(documents)) if case.documents else batch
+
+
+def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
+    """Return the relative differences of a run from its reference."""
+    gradients = {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()}
+    weights = {name: _relative(run.weights[name] - weight, weight - reference.start[name]) for name, weight in reference.weights.items()}
+    (worst, off), (last, moved) = (max(values.items(), key=lambda item: item[1]) for values in (gradients, weights))
+    start = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
+    return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off, moved,
+                   f"gradient of {worst}, weight {last}", start, run.drift, run.rounded)
+
+
+def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
+    """Run cases and their references, one set of processes for each number of ranks. Outcomes are in the order of the cases."""
+    cases = list(cases)
+    references: dict[str, tuple[Case, Job]] = {}
+    by_ranks: dict[int, list[tuple[int, Job]]] = defaultdict(list)
+    for number, case in enumerate(cases):
+        references.setdefault(_key(case), (case, reference_of(case, steps)))
+        job = job_of(case, steps)
+        by_ranks[case.ranks].append((number, job))
+    with tempfile.TemporaryDirectory() as folder:
+        _spawn(1, _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
+        for ranks, jobs in sorted(by_ranks.items()):
+            _run_all(ranks, folder, [(number, cases[number], to_dict(job)) for number, job in jobs])
+        return [Outcome(case=case, **json.loads(_file(folder, number).read_text())) for number, case in enumerate(cases)]
+
+
+def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
+    """Run cases of one number of ranks. A case that raises counts as failed, infinitely far from its reference; the cases after it still
+    run.
+    """
+    while jobs:
+        try:
+            _spawn(ranks, _run_cases, folder, jobs)
+            return
+        except Raised as error:
+            jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
+            if not jobs:
+                raise
+            number, case, _ = jobs.pop(0)
+            print(error, file=sys.stderr, flush=True)
+            lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
+            _write(folder, number, Outcome(case, *[math.inf] * 4, worst=lines[-1], start=0, drift=0, rounded=0))
+
+
+def _file(folder: str, number: int) -> Path:
+    return Path(folder, f"outcome_{number}.json")
+
+
+def _write(folder: str, number: int, outcome: Outcome) -> None:
+    fields = dataclasses.asdict(outcome)
+    del fields["case"]
+    _file(folder, number).write_text(json.dumps(fields))
+
+
+def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Case, dict]]) -> None:
+    for key, case, config in jobs:
+        job = from_dict(Job, config)
+        found = exact(job, case) if case.reference == "float64" else trace(job, device, case)
+        torch.save(dataclasses.asdict(found), f"{folder}/{key}.pt")
+
+
+def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
+    for number, case, job in jobs:
+        try:
+            run = trace(from_dict(Job, job), device, case)
+        except Exception as error:
+            error.add_note(f"{NOTE} {case.name}")
+            raise
+        torch.compiler.reset()  # blocks of another case are other blocks, and torch compiles the same code only so often
+        if dist.get_rank() == 0:
+            _write(folder, number, compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt"))))
+        dist.barrier()
+
+
+class Raised(RuntimeError):
+    """A rank has raised an exception; the message is its traceback."""
+
+
+class Crashed(RuntimeError):
+    """A rank was ended by a signal: from outside, for lack of memory, or by a fault in native code."""
+
+
+def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
+    """Run `function(device, folder, jobs)` on `ranks` gloo ranks.
+
+    Raises Crashed if one was killed by a signal, else Raised with the traceback of the first rank that failed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    store = tempfile.mktemp(dir=folder)
+    processes = [context.Process(target=_rank, args=(rank, ranks, store, function, folder, jobs)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    failed = False
+    for process in processes:  # a rank that fails takes the others with it, through the collectives' closed connections
+        while process.is_alive() and not failed:
+            process.join(0.2)
+            failed = any(peer.exitcode not in (None, 0) for peer in processes)
+    if failed:
+        crashed = []
+        for rank, process in enumerate(processes):
+            process.join(2)
+            if (process.exitcode or 0) < 0:
+                crashed.append(f"rank {rank} was killed by signal {-process.exitcode}")
+            process.kill()
+        if crashed:
+            raise Crashed(crashed[0])
+        errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime)
+        text = errors[0].read_text()
+        for path in errors:
+            path.unlink()
+        raise Raised(text)
+
+
+def _rank(rank: int, ranks: int, store: str, function: Callable, folder: str, jobs: list) -> None:
+    torch.set_num_threads(1)
+    run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
+    try:
+        with world(from_dict(Job, jobs[0][-1]), run) as device:
+            function(device, folder, jobs)
+    except BaseException:
+        Path(f"{folder}/error_{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+def _key(case: Case) -> str:
+    return hashlib.sha256(repr((case.base, case.uneven_mask, case.documents, case.reference)).encode()).hexdigest()[:16]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
+    return _finite((difference.double().norm() / reference.double().norm().clamp(min=1e-30)).item())
+
+
+def _largest(values: list[float], references: list[float]) -> float:
+    return max(_finite(abs(value - reference) / max(abs(reference), 1e-30)) for value, reference in zip(values, references, strict=True))
+
+
+def _finite(value: float) -> float:
+    """Return the value, or infinity if it is not finite: max() would drop a NaN."""
+    return value if math.isfinite(value) else math.inf
