@@ -25,7 +25,7 @@ FAULTS = {
     "FSDP sums gradients in the compute dtype": (
         "parallel/data.py", "reduce_dtype=_dtype(precision.reduce_dtype)", "reduce_dtype=_dtype(precision.compute_dtype)"),
     "another epsilon on all layouts": (
-        "models/llama3.py", "self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)",
+        "models/layers.py", "self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)",
         "self.attention_norm = nn.RMSNorm(config.dim, eps=1e-3)"),
     "the norm misses the last pipeline rank": (
         "parallel/gradients.py", "    dist.all_reduce(total)\n",

@@ -26,7 +26,7 @@ from titan_hydra.config import Job, compose_job, identity
 from titan_hydra.config.files import read_json
 from titan_hydra.launch import worker
 from titan_hydra.models.init import Normal, fill
-from titan_hydra.models.llama3 import SDPA
+from titan_hydra.models.layers import SDPA
 from titan_hydra.observe import health, memory, metrics
 from titan_hydra.runs import rundir
 from titan_hydra.verify.matrix import later_wins

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
-from titan_hydra.models.llama3 import SDPA, document_positions, rotary_frequencies, rotate
+from titan_hydra.models.layers import SDPA, document_positions, rotate
+from titan_hydra.models.llama3.model import rotary_frequencies
 
 
 def model_of(config, seq_len=32):

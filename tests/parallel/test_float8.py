@@ -9,6 +9,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.run import Run
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
+from titan_hydra.models import layers
 from titan_hydra.parallel import converters, float8
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
@@ -53,7 +54,7 @@ def test_the_linears_of_all_blocks_are_converted_and_the_report_says_so():
 def test_the_head_is_never_converted(overrides):
     model, (line,) = converted(job_of(*EMULATED, *overrides))
     assert len(float8_names(model)) == 28
-    assert type(model.output) in (nn.Linear, models.llama3.TiedOutput)
+    assert type(model.output) in (nn.Linear, layers.TiedOutput)
     assert "output (the head)" in line
 
 

@@ -18,8 +18,8 @@ from titan_hydra.config import to_dict
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model, RopeScaling
 from titan_hydra.models import build
-from titan_hydra.models.hf import from_hf_config, to_hf_config
 from titan_hydra.models.init import init_weights
+from titan_hydra.models.llama3.hf import from_hf_config, to_hf_config
 
 SHAPES = {
     "grouped": {},

@@ -21,7 +21,7 @@ from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.files import read_json
 from titan_hydra.config.schema import Model, Tokenizer
-from titan_hydra.models.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
+from titan_hydra.models.llama3.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
 from titan_hydra.runs.checkpoints import newest
 
 from . import safe

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model
-from titan_hydra.models.hf import from_hf_config, hf_name
+from titan_hydra.models.llama3.hf import from_hf_config, hf_name
 from titan_hydra.runs import checkpoints
 
 from . import state

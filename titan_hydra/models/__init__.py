@@ -7,7 +7,7 @@ from torch import nn
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
 
-from .llama3 import Llama3
+from .llama3.model import Llama3
 
 REGISTRY: dict[str, type[nn.Module]] = {"llama3": Llama3}
 

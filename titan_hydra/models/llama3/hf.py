@@ -9,7 +9,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model, RopeScaling
 
-from . import build
+from .. import build
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
