@@ -11,7 +11,7 @@ GROUND = {"base", "config"}
 ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a file
     "base": set(),
     "config": {"base"},
-    "models": GROUND,
+    "models": GROUND | {"parallel"},  # the styles of parallel in sharding.py alone
     "runs": GROUND,
     "parallel": GROUND,
     "data": GROUND,
@@ -24,7 +24,8 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "report": GROUND | {"runs"},
     "commands": GROUND | {"runs", "launch", "report", "data", "observe", "checkpoint", "train", "verify"},
 }
-NO_TORCH = ("base", "config", "runs", "launch", "report", "commands", "verify/matrix.py", "cli.py")
+NO_TORCH = ("base", "config", "runs", "launch", "report", "commands", "verify/matrix.py", "cli.py", "models/__init__.py",
+            *(f"models/{family}/{file}.py" for family in ("llama3", "qwen3") for file in ("__init__", "config")))
 
 
 def imported_rooms(file: Path) -> set[str]:
@@ -39,6 +40,14 @@ def imported_rooms(file: Path) -> set[str]:
             continue
         rooms |= {name.split(".")[1] for name in names if name.startswith("titan_hydra.")}
     return {room for room in rooms if (PACKAGE / room).is_dir()}
+
+
+def test_a_model_knows_nothing_of_ranks():
+    """Only a family's sharding does. Its keys and its record need no torch, as login nodes check cells."""
+    for file in (PACKAGE / "models").rglob("*.py"):
+        assert file.name == "sharding.py" or "parallel" not in imported_rooms(file), file
+        if file.name in ("model.py", "layers.py"):
+            assert "torch.distributed" not in file.read_text(), file
 
 
 @pytest.mark.parametrize("room", ALLOWED)

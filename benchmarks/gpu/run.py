@@ -109,7 +109,7 @@ def overrides(row: Row) -> list[str]:
         precision.append("precision.recipe=rowwise_with_gw_hp")
     wanted = [
         "cluster=inline", "parallelism=single", "data=synthetic", "checkpoint=off", "model=llama3_debug", f"model.dim={dim}",
-        f"model.n_layers={layers}", f"model.n_heads={heads}", f"model.n_kv_heads={kv_heads}", f"model.multiple_of={width}",
+        f"model.n_layers={layers}", f"model.n_heads={heads}", f"model.n_kv_heads={kv_heads}", f"model.ffn_dim={width}",
         f"model.vocab_size={vocabulary}", f"data.seq_len={row.seq_len}", f"data.local_batch={row.batch}", f"steps={row.steps}",
         f"metrics.log_every={row.window}", "lr_scheduler.warmup_steps=2", f"ac={row.ac}", *precision,
         *(["precision.emulate=true"] if emulated else []),

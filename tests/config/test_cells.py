@@ -40,8 +40,10 @@ GROUPS = {group: [file.stem for file in (CONF / group).glob("*.yaml")] for group
 ODD = [
     "+sweeps=own", "+sweeps=laptop_layouts", "experiment=llama3_8b_c4", "experiment=nested", "model=mine",
     "model=family/small", "optimizer=warm", "lr_scheduler=late", "+broken=file", "debug=tiny", "~experiment", "~debug", "~debug=off",
-    "~seed", "~model.extra", "+model.extra.width=3", "+model.extra={a: 1, b: [2]}", "++steps=8", "+steps=8", "+new=1", "+new.key=${seed}",
-    "steps=${seed}", "name=${model.name}-${oc.env:HOME}", "notes='${steps}, \\'quoted\\''", "seed=${nothing}", "data={name: synthetic}",
+    "~seed",
+    "~cluster.sbatch", "+model.rope_scaling.width=3", "+cluster.sbatch={a: 1, b: [2]}", "++steps=8", "+steps=8", "+new=1",
+    "+new.key=${seed}", "steps=${seed}",
+    "name=${model.name}-${oc.env:HOME}", "notes='${steps}, \\'quoted\\''", "seed=${nothing}", "data={name: synthetic}",
     "model.rope_scaling={factor: 16}", "metrics.trackers=[wandb]", "++cluster.environment={A: b}", "+cluster.sbatch.mem=0",
     "model=[llama3_1b]", "model@other=llama3_1b", "+model@other=llama3_1b", "hydra.job.name=x", "hydra.verbose=true", "steps=1,2",
     "hydra/job_logging=none", "model=nosuch", "stesp=3", "steps=x", "model.dim=null", "sweep.cell=a", "precision=fp32", "parallelism=tp",

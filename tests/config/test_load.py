@@ -15,7 +15,7 @@ def composed(*overrides):
 MISTAKES = [
     ("modle=x", "modle: no such key or group; did you mean model?"),
     ("model=llama3_8c", "did you mean llama3_8b"),
-    ("model=8b", "did you mean llama3_8b?"),
+    ("model=8b", "did you mean llama3_8b or qwen3_8b?"),
     ("model=Llama-3.1-70B", "did you mean llama3_70b?"),
     ("model.dmi=3", "did you mean model.dim"),
     ("tp=2", "did you mean parallelism.tp?"),
@@ -80,7 +80,6 @@ def test_options_of_a_folder_of_ones_own_are_known(tmp_path):
 @pytest.mark.parametrize(("overrides", "text"), [
     (["steps=1,2"], "steps=1,2: several values need -m, or brackets where they are a list"),
     (["steps=range(1,3)"], "steps=range(1,3): several values need -m"),
-    (["model.rope_scaling={factor: x}"], "model.rope_scaling={factor: x}: Value 'x' of type 'str' could not be converted to Float"),
     (["nothing=1"], "nothing: no such key or group"),
 ])
 def test_hydras_complaints_become_one_line(overrides, text):
@@ -95,6 +94,10 @@ def test_hydras_complaints_become_one_line(overrides, text):
     ("+model.dimm=1", "model.dimm=1: no such key; nearest legal: model.dim"),
     ("~steps", "steps=null: is needed"),
     ("~model", "MissingMandatoryValue"),
+    ("~model.dim", "model.dim=null: is needed"),
+    ("model.rope_scaling={factor: x}", "model.rope_scaling.factor=x: Value 'x' of type 'str' could not be converted to Float"),
+    ("model.rope_scaling={fator: 3}", "model.rope_scaling.fator=3: no such key; nearest legal: model.rope_scaling.factor"),
+    ("+model.head_dmi=3", "model.head_dmi=3: no such key; nearest legal: model.head_dim"),
     ("notes=${nothing}", "notes=${nothing}: Interpolation key 'nothing' not found"),
 ])
 def test_what_hydra_lets_pass_is_refused_after_composing(override, text):

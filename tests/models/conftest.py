@@ -1,7 +1,7 @@
 """What the tests of models share: small configs."""
 import pytest
 
-from titan_hydra.config.schema import Model, RopeScaling
+from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
 
 
 @pytest.fixture
@@ -11,6 +11,6 @@ def tiny():
     def make(factor=1.0, **changes):
         values = {"name": "tiny", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32,
                   "rope_scaling": RopeScaling(factor=factor, original_max_seq_len=32)}
-        return Model(**values | changes)
+        return Llama3Config(**values | changes)
 
     return make

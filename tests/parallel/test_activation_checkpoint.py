@@ -35,7 +35,7 @@ def build(**config):
     """A model of four blocks of seven matmuls, and one for the head."""
     with torch.device("meta"):
         model = models.build(JOB.model, 16)
-    activation_checkpoint.apply(model, ActivationCheckpoint(**config))
+    activation_checkpoint.apply(model.layers, ActivationCheckpoint(**config))
     model.to_empty(device="cpu")
     init_weights(model, JOB.model, seed=0)
     return model
@@ -91,7 +91,7 @@ def test_which_layers_are_checkpointed_does_not_depend_on_the_stage():
         model = models.build(JOB.model, 16)
     del model.layers["0"]
     kind = type(model.layers["1"])
-    activation_checkpoint.apply(model, ActivationCheckpoint(name="layer", every=2))
+    activation_checkpoint.apply(model.layers, ActivationCheckpoint(name="layer", every=2))
     assert [name for name, block in model.layers.items() if type(block) is not kind] == ["2"]
 
 

@@ -28,8 +28,8 @@ def build(ac, backend):
     with torch.device("meta"):
         model = models.build(JOB.model, 16)
     names = [name for name, _ in model.named_parameters()]
-    activation_checkpoint.apply(model, ActivationCheckpoint(name=ac))
-    compile.apply(model, ALONE, Compile("block", backend))
+    activation_checkpoint.apply(model.layers, ActivationCheckpoint(name=ac))
+    compile.apply(model.layers, ALONE, Compile("block", backend))
     model.to_empty(device="cpu")
     init_weights(model, JOB.model, seed=0)
     assert [name for name, _ in model.named_parameters()] == names

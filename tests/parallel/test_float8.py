@@ -10,10 +10,11 @@ from titan_hydra.base.run import Run
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
 from titan_hydra.models import layers
+from titan_hydra.models.llama3 import sharding
 from titan_hydra.parallel import converters, float8
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
-from titan_hydra.parallel.plans import PLANS, Linears
+from titan_hydra.parallel.plans import Linears
 from titan_hydra.train.trainer import Agreement, build
 from titan_hydra.verify.matrix import BASE, later_wins
 from titan_hydra.verify.verify import trace
@@ -71,7 +72,7 @@ def test_a_name_to_skip_that_no_linear_has_is_refused():
 
 
 def test_dimensions_that_are_not_in_steps_of_16_stay_as_they_are():
-    model, (line,) = converted(job_of(*EMULATED, "model.multiple_of=34"))
+    model, (line,) = converted(job_of(*EMULATED, "model.ffn_dim=170"))
     assert len(float8_names(model)) == 16
     assert "layers.*.feed_forward.w1 x4" in line and "64 x 170 is not in steps of 16" in line
 
@@ -114,7 +115,7 @@ def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
     job = job_of("precision=float8_tensorwise", "parallelism=tp")
-    plan = PLANS["llama3"](job.parallelism, Norm(True, torch.float32), float8.linears(job))
+    plan = sharding.plan(job.parallelism, Norm(True, torch.float32), float8.linears(job))
     styles = {name: type(style) for name, style in plan.block.items()}
     assert {styles[f"attention.{name}"] for name in ("wq", "wk", "wv")} == {Float8ColwiseParallel}
     assert {styles[f"feed_forward.{name}"] for name in ("w1", "w3")} == {Float8ColwiseParallel}

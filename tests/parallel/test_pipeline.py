@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_hydra import models
 from titan_hydra.config import check, compose_job
 from titan_hydra.config.compose import CONF
+from titan_hydra.config.family import family_of
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.parallel import build_mesh, stages
 from titan_hydra.parallel.gradients import gradient_norm
@@ -63,7 +64,7 @@ def test_a_split_by_names_or_by_number_is_what_was_asked_for():
     by_number.model.n_layers = 7
     assert layout.blocks_of_stages(by_number) == [2, 2, 2, 1]
     for job in (by_names, by_number, job_with("zbv", pp=3)):
-        assert [name for names in layout.modules_of_stages(job) for name in names] == layout.module_names(job.model)
+        assert [name for names in layout.modules_of_stages(job) for name in names] == family_of(job.model).modules(job.model)
 
 
 def test_stages_lie_in_a_loop_or_in_a_v():

@@ -15,11 +15,10 @@ from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.checkpoint import convert
 from titan_hydra.commands import convert as convert_cli
 from titan_hydra.config import to_dict
-from titan_hydra.config.load import ffn_width
-from titan_hydra.config.schema import Model, RopeScaling
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
-from titan_hydra.models.llama3.hf import from_hf_config, to_hf_config
+from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
+from titan_hydra.models.llama3.hf import from_config, to_config
 
 SHAPES = {
     "grouped": {},
@@ -32,7 +31,7 @@ SHAPES = {
 def tiny(**changes):
     values = {"name": "tiny", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 40,
               "max_seq_len": 256, "norm_eps": 1e-4, "rope_scaling": RopeScaling(factor=1.0)}
-    return Model(**values | changes)
+    return Llama3Config(**values | changes)
 
 
 def loud_model(config):
@@ -91,7 +90,7 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
     assert (tmp_path / "hf/model.safetensors.index.json").exists()
     assert titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint") == 0
     config = convert.read_model_config(tmp_path / "checkpoint")
-    assert ffn_width(config) == 100
+    assert config.ffn_width == 100
     model = build(config, 128)
     state = {"model": {name: torch.empty_like(value) for name, value in model.state_dict().items()}}  # as the trainer loads it
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "checkpoint"), no_dist=True)
@@ -228,9 +227,9 @@ def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("model_type", "mistral", "model_type=mistral: only llama"),
+    ("model_type", "mistral", "model_type=mistral: only llama, qwen3 can be"),
     ("attention_bias", True, "attention_bias=True"),
-    ("head_dim", 32, "head_dim=32"),
+    ("head_dim", 32, r"q_proj.weight is \(64, 64\); config.json asks for \(128, 64\)"),
     ("rope_scaling", {"rope_type": "yarn"}, "rope_type=yarn: only llama3 or default"),
     ("num_hidden_layers", 4, "has no model.layers.3.self_attn.q_proj.weight"),
     ("vocab_size", 100, r"model.embed_tokens.weight is \(99, 64\); config.json asks for \(100, 64\)"),
@@ -250,5 +249,5 @@ def test_imports_that_cannot_be_are_refused(key, value, message, a_run, tmp_path
 
 @pytest.mark.parametrize("width", [100, 171, 8192])
 def test_any_feed_forward_width_survives(width, tmp_path):
-    data = to_hf_config(tiny(), torch.float32) | {"intermediate_size": width}
-    assert ffn_width(from_hf_config(data, tmp_path / "config.json")) == width
+    data = to_config(tiny(), torch.float32) | {"intermediate_size": width}
+    assert from_config(data, tmp_path / "config.json").ffn_width == width

@@ -11,16 +11,16 @@ import torch.distributed.checkpoint as dcp
 
 from titan_hydra import cli
 from titan_hydra.config import schema, to_dict
-from titan_hydra.config.schema import Model, RopeScaling
 from titan_hydra.data import tokenizer
 from titan_hydra.data.embedded import Embedded
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
+from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
 from titan_hydra.train import generate
 
 transformers = pytest.importorskip("transformers")
 EMBEDDED = schema.Tokenizer(name="embedded")
-MODEL = Model(name="tiny", vocab_size=4096, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=40, max_seq_len=256,
+MODEL = Llama3Config(name="tiny", vocab_size=4096, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=40, max_seq_len=256,
               rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=32))
 
 

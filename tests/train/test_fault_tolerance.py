@@ -56,7 +56,8 @@ def test_fragments_take_turns_and_all_meet_at_the_end():
     ("tok_embeddings.weight", 0), ("layers.0.attention.wq.weight", 0), ("layers.2.feed_forward.w1.weight", 0), ("layers.3.ffn.w", 1),
     ("layers.5.attention_norm.weight", 1), ("norm.weight", 1), ("output.weight", 1)])
 def test_a_fragment_is_neighbouring_layers(name, fragment):
-    assert fragment_of(name, 6, 2) == fragment
+    modules = ["tok_embeddings", *(f"layers.{block}" for block in range(6)), "norm", "output"]
+    assert fragment_of(name, modules, 2) == fragment
 
 
 SGD = ("optimizer=sgd", "optimizer.max_norm=0", "steps=4", "data.global_batch=8", "data.local_batch=2")

@@ -8,7 +8,7 @@ import torch
 from tests import wandb_file
 from titan_hydra import data
 from titan_hydra.config import compose_job
-from titan_hydra.models.flops import flops_per_token
+from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
 from titan_hydra.runs.checkpoints import complete
 from titan_hydra.train.loss import cross_entropy
@@ -33,7 +33,7 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
         assert row.keys() >= ROW
         rate = 8 * 64 / row["step_seconds"] / 2
         assert row["tokens_per_second"] == pytest.approx(rate)
-        assert row["tflops"] == pytest.approx(flops_per_token(job.model, 64) * rate / 1e12)
+        assert row["tflops"] == pytest.approx(decoder_flops(job.model, 64, decoder_parameters(job.model)) * rate / 1e12)
         assert row["tokens_seen"] == row["step"] * 8 * 64
         assert 0 <= row["data_seconds"] <= row["step_seconds"]
         assert row["mfu"] is row["memory_gib"] is row["memory_reserved_gib"] is None, "unknown on a CPU"

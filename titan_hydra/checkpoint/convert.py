@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.config import from_dict, to_dict
+from titan_hydra.config.family import families
 from titan_hydra.config.files import read_json
 from titan_hydra.config.schema import Model, Tokenizer
-from titan_hydra.models.llama3.hf import from_hf_config, hf_name, parameter_shapes, to_hf_config
+from titan_hydra.config.user_code import load_user_modules
+from titan_hydra.models.hf import HuggingFace, hf_of, parameter_shapes
 from titan_hydra.runs.checkpoints import newest
 
 from . import safe
@@ -32,27 +34,27 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: float = 5.0, config_file: Path | None = None) -> list[str]:
-    """Write the model of a checkpoint or run as Hugging Face's LlamaForCausalLM. Returns the names of the weight files."""
+    """Write the model of a checkpoint or run in its family's Hugging Face format. Returns the names of the weight files."""
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
-    shapes = parameter_shapes(config)
+    hf, shapes = hf_of(config), parameter_shapes(config)
     reader = Reader(checkpoint)
     _check_stored(reader.metadata, shapes, checkpoint)
     shards = _plan_shards({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_shard_gb * 1e9)
     _make_target(target)
     files = [_shard_name(i, len(shards)) for i in range(len(shards))]
     for file, names in zip(files, shards, strict=True):
-        tensors = {hf_name(name): reader.tensor(name, shapes[name], dtype) for name in names}
+        tensors = {hf.name(name): reader.tensor(name, shapes[name], dtype) for name in names}
         (target / file).touch()
         mode = (target / file).stat().st_mode  # the umask's; safetensors would make the file readable only to its owner
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:
-        weight_map = {hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        weight_map = {hf.name(name): file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         _write_json(target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
     ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len)
-    _write_json(target / "config.json", to_hf_config(config, dtype) | ids)
+    _write_json(target / "config.json", hf.to_config(config, dtype) | ids)
     return files
 
 
@@ -67,29 +69,50 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     return ids
 
 
-def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face Llama folder as a checkpoint of `model.*` only, with the model section as its config.json."""
+def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, imports: Sequence[str] = ()) -> None:
+    """Write a Hugging Face folder as a checkpoint of `model.*` only, with the model section as its config.json; `imports` are the user's
+    modules, which may bring the family.
+    """
+    import_modules(imports)
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     config_file = source / "config.json"
     try:
-        config = from_hf_config(_read_json(config_file), config_file)
+        content = _read_json(config_file)
+        hf = side_of(content, config_file)
+        config = hf.from_config(content, config_file)
     except KeyError as error:
         raise ConfigError(f"{config_file}: lacks {error}") from error
     shapes = parameter_shapes(config)
     files = _weight_files(source)
-    state = {PREFIX + name: _meta_tensor(name, shape, dtype, files, source) for name, shape in shapes.items()}
+    state = {PREFIX + name: _meta_tensor(hf.name(name), shape, dtype, files, source) for name, shape in shapes.items()}
 
     def read(key: str) -> Tensor:
-        name = hf_name(key.removeprefix(PREFIX))
+        name = hf.name(key.removeprefix(PREFIX))
         with safe_open(files[name], framework="pt") as file:
             return file.get_tensor(name).to(state[key].dtype)
 
     _make_target(target)
     words = source / "tokenizer.json"
     tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
-    _write_json(target / "config.json", {"model": to_dict(config)} | tokenizer)
+    _write_json(target / "config.json", {"model": to_dict(config), "train": {"imports": list(imports)}} | tokenizer)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
+
+
+def side_of(content: dict, file: Path) -> HuggingFace:
+    """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family has it."""
+    sides = [side for family in families().values() if (side := family.part("hf"))]
+    kind = content.get("model_type")
+    found = next((side for side in sides if side.model_type == kind), None)
+    if found is None:
+        raise ConfigError(f"{file}: model_type={kind}: only {', '.join(side.model_type for side in sides)} can be converted")
+    return found
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import the user's modules. Raises ConfigError for those that cannot be imported."""
+    if faults := load_user_modules(list(modules)):
+        raise ConfigError("\n".join(map(str, faults)))
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -107,13 +130,17 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
-    """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's)."""
+    """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's), and import the
+    modules that its family may come from.
+    """
     candidates = [config_file] if config_file else [checkpoint / "config.json", checkpoint.absolute().parents[1] / "config.json"]
     file = next((file for file in candidates if file.is_file()), None)
     if file is None:
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
     try:
-        return from_dict(Model, _read_json(file)["model"])
+        content = _read_json(file)
+        import_modules(content.get("train", {}).get("imports", []))
+        return from_dict(Model, content["model"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
 
@@ -211,11 +238,10 @@ def _weight_files(source: Path) -> dict[str, Path]:
         raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
 
 
-def _meta_tensor(name: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
-    """Return a meta tensor with the shape and dtype of parameter `name` in the checkpoint. Raises ConfigError if the folder holds something
+def _meta_tensor(theirs: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
+    """Return a meta tensor with the shape and dtype that a tensor has in the checkpoint. Raises ConfigError if the folder holds something
     else.
     """
-    theirs = hf_name(name)
     if theirs not in files:
         raise ConfigError(f"{source}: has no {theirs}, which its config.json asks for")
     try:

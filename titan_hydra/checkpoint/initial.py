@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -11,14 +10,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError, ConfigError
-from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model
-from titan_hydra.models.llama3.hf import from_hf_config, hf_name
+from titan_hydra.models.hf import hf_of
 from titan_hydra.runs import checkpoints
 
 from . import state
-
-SAME = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 
 
 def find(path: str) -> Path:
@@ -38,10 +34,10 @@ def is_hf(source: Path) -> bool:
 
 
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
-    """Read the weights of a Hugging Face Llama: each rank its own slices, one tensor at a time, converted while reading."""
+    """Read the weights of a Hugging Face folder: each rank its own slices, one tensor at a time, converted while reading."""
     _check(config, source)
-    weights = state.weights(model)
-    renamed = {hf_name(name): tensor for name, tensor in weights.items()}
+    hf, weights = hf_of(config), state.weights(model)
+    renamed = {hf.name(name): tensor for name, tensor in weights.items()}
     try:
         reader = dcp.HuggingFaceStorageReader(str(source))
         stored = reader.read_metadata().state_dict_metadata
@@ -52,23 +48,16 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
         dcp.load(renamed, storage_reader=reader)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"{source} cannot be loaded: {error}") from error
-    set_model_state_dict(model, {name: renamed[hf_name(name)] for name in weights})
+    set_model_state_dict(model, {name: renamed[hf.name(name)] for name in weights})
 
 
 def _check(config: Model, source: Path) -> None:
     """Raise ConfigError if the models compute differently (RoPE, norms): the weights would load and give nonsense."""
     file = source / "config.json"
     try:
-        theirs = from_hf_config(json.loads(file.read_text()), file)
+        theirs = hf_of(config).from_config(json.loads(file.read_text()), file).arithmetic()
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{file}: cannot be read as a Llama's config.json ({error})") from error
-    ours, others = (_shape(model) for model in (config, theirs))
-    for key in (*SAME, "the feed-forward width"):
-        if ours[key] != others[key]:
-            name = f"model.{key}" if key in SAME else key
-            raise ConfigError(f"checkpoint.initial_load_path={source}: {name} is {ours[key]} here and {others[key]} there")
-
-
-def _shape(model: Model) -> dict:
-    scaling = asdict(model.rope_scaling) if model.rope_scaling.factor != 1 else None
-    return {**asdict(model), "rope_scaling": scaling, "the feed-forward width": ffn_width(model)}
+        raise ConfigError(f"{file}: cannot be read as a config.json of {config.family} ({error})") from error
+    for key, ours in config.arithmetic().items():
+        if ours != theirs[key]:
+            raise ConfigError(f"checkpoint.initial_load_path={source}: model.{key} is {ours} here and {theirs[key]} there")

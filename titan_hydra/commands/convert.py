@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="number format; default bfloat16 (--to), unchanged (--from)")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
     parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
+    parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help="with --from: modules of your own that bring the family")
     add_runs(parser)
 
 
@@ -32,6 +33,6 @@ def main(args: argparse.Namespace) -> int:
         files = convert.export_hf(source, args.target, convert.DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
         print(f"{args.target}: {counted(len(files), 'file')} of weights; load with AutoModelForCausalLM.from_pretrained")
     else:
-        convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype))
+        convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype), args.imports)
         print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")
     return 0

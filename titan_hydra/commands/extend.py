@@ -76,9 +76,9 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
 
 def same_rates(old: Job, new: Job) -> int:
     """Return the last step up to which both jobs have the same learning rates."""
-    from titan_hydra.train.spec import spec_of
+    from titan_hydra.train.optimizer import lr_factor as factor
 
-    factor, last = spec_of(old).lr_factor, min(old.steps, new.steps)
+    last = min(old.steps, new.steps)
     differ = (step for step in range(1, last + 1)
               if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler))
     return next(differ, last + 1) - 1

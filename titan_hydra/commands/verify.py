@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -19,6 +20,7 @@ STEPS_OF_RANDOM = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan verify`."""
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every case and its reference, such as model=qwen3_debug")
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
     parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
@@ -41,6 +43,7 @@ def main(args: argparse.Namespace) -> int:
     cases = list(draw(args.random, args.seed)) if drawn else MATRIX
     if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
         raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
+    cases = [replace(case, base=(*case.base, *args.overrides)) for case in cases]
     chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
     if not chosen:
         names = [case.name for case in cases if args.ranks in (None, case.ranks)]

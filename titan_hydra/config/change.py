@@ -24,7 +24,7 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
     if lines := mistakes(values):
         raise ConfigError("\n".join(lines))
     for text in values:
-        key, value = _typed(text)
+        key, value = _typed(text, job)
         if known_keys()[key].metadata["identity"] and key not in experiment:
             raise ConfigError(str(Fault(key, text.partition("=")[2], "is part of the experiment, which stays the same; launch.py with "
                                         "checkpoint.initial_load_path starts another one from its checkpoint")))
@@ -35,13 +35,13 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
     return job
 
 
-def _typed(text: str) -> tuple[str, Any]:
+def _typed(text: str, job: Job) -> tuple[str, Any]:
     """Parse KEY=VALUE into the key and its value, in the type that the schema gives it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    override, schema = OverridesParser.create().parse_override(text), OmegaConf.structured(Job)
+    override, schema = OverridesParser.create().parse_override(text), OmegaConf.structured(job)
     key = override.key_or_group
     if override.is_delete() or override.is_sweep_override():
         raise ConfigError(f"{text}: only KEY=VALUE, with one value")

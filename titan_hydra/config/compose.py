@@ -26,13 +26,16 @@ def register_schema() -> None:
     """
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
+    from omegaconf import OmegaConf
 
     from .cells import Cells
 
     def sweeper(*, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> Cells:
         return Cells(hydra_context.config_loader, task_function, config)
 
-    ConfigStore.instance().store(name="schema", node=Job)
+    schema = OmegaConf.structured(Job)
+    OmegaConf.set_struct(schema.model, False)  # a family's own keys are typed by `read`, once the user's modules are imported
+    ConfigStore.instance().store(name="schema", node=schema)
     Plugins.instance().instantiate_sweeper = sweeper  # Hydra would take a sweeper of our own from a package called hydra_plugins only
 
 

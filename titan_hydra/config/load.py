@@ -12,9 +12,13 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from titan_hydra.base.errors import ConfigError
+
+from .family import families, family_named
 from .fault import Fault, suggest
 from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
+from .user_code import load_user_modules
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -25,12 +29,19 @@ def to_dict(job: Any) -> dict:
 
 
 def from_dict(cls: type, data: dict) -> Any:
-    """Build a dataclass from what `to_dict` returned.
+    """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and its model has the keys of its family.
 
-    Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by hand.
+    Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by hand. Raises
+    ConfigError if a module cannot be imported or the family is not registered.
     """
+    if cls is Job and (faults := load_user_modules(data["train"]["imports"])):
+        raise ConfigError("\n".join(map(str, faults)))
+    if cls is Model:
+        cls = family_named(data["family"]).config
     hints = _hints(cls)
     values = dict(data)
+    if issubclass(cls, Model):
+        values |= values.pop("extra", {})  # of version 0.1: the keys of a user's family
     for name, kind in hints.items():
         if dataclasses.is_dataclass(kind):
             values[name] = from_dict(kind, values[name])
@@ -51,12 +62,43 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
         data = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         return None, [Fault(error.full_key, _as_written(config, error.full_key), str(error).splitlines()[0])]
-    faults = list(_key_faults(Job, data, ""))
+    faults = list(_model_faults(data)) or list(_key_faults(Job, data, ""))
     if faults:
         return None, faults
     job = from_dict(Job, data)
     faults = list(values_are_what_the_schema_takes(job))
     return (None, faults) if faults else (job, [])
+
+
+def _model_faults(data: dict) -> Iterator[Fault]:
+    """Give the model's section the types and defaults of its family, in place. Yields a fault for what does not suit it.
+
+    Hydra composes the section before the user's modules are imported, so it takes any key there.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    train, section = data.get("train"), data.get("model")
+    if not isinstance(train, dict) or not isinstance(train.get("imports"), list) or not isinstance(section, dict):
+        return  # `_key_faults` names the key that is missing
+    if faults := load_user_modules(train["imports"]):
+        yield from faults
+        return
+    if (name := section.get("family")) not in families():
+        yield Fault("model.family", name, "no such model", legal=suggest(str(name), families()) or tuple(families()))
+        return
+    cls = families()[name].config
+    if faults := list(_key_faults(cls, section, "model.", needed=_hints(Model))):
+        yield from faults
+        return
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(cls), section)
+    except OmegaConfBaseException as error:
+        key = f"model.{error.full_key}"
+        value = functools.reduce(lambda node, part: node[part], error.full_key.split("."), section)
+        yield Fault(key, value, str(error).splitlines()[0])
+        return
+    data["model"] = OmegaConf.to_container(typed)
 
 
 def _as_written(config: Any, key: str) -> Any:
@@ -113,12 +155,6 @@ def data_parallel(job: Job) -> int:
     return job.parallelism.dp_replicate * job.parallelism.dp_shard
 
 
-def ffn_width(model: Model) -> int:
-    """Return the inner width of the feed-forward: 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple of multiple_of."""
-    width = int(model.ffn_dim_multiplier * int(8 * model.dim / 3))
-    return -(-width // model.multiple_of) * model.multiple_of
-
-
 def devices_here() -> int:
     """Count the CUDA devices of this machine that are visible to this user, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -133,7 +169,7 @@ def identity(job: Job) -> str:
 
 
 def _identity_part(node: Any) -> dict:
-    part = {}
+    part = {"extra": {}} if isinstance(node, Model) else {}  # a key of version 0.1, hashed empty
     for spec in dataclasses.fields(node):
         value = getattr(node, spec.name)
         if isinstance(value, dict):
@@ -145,24 +181,42 @@ def _identity_part(node: Any) -> dict:
     return part
 
 
+def known_keys() -> dict[str, dataclasses.Field]:
+    """Return every dotted key of the schema, in order, with its field; of the model those of every family. The result is cached: do not
+    change it.
+    """
+    return _keys(Job, "", _model_classes())
+
+
 @functools.cache
-def known_keys(cls: type = Job, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Return every dotted key of the schema, in order, with its field. The result is cached: do not change it."""
+def _keys(cls: type, prefix: str, models: tuple[type[Model], ...]) -> dict[str, dataclasses.Field]:
     keys = {}
     for spec in dataclasses.fields(cls):
         keys[prefix + spec.name] = spec
         kind = _hints(cls)[spec.name]
         if dataclasses.is_dataclass(kind):
-            keys |= known_keys(kind, f"{prefix}{spec.name}.")
+            for inner in models if kind is Model else (kind,):
+                keys = keys | (_keys(inner, f"{prefix}{spec.name}.", models) | keys)  # what all families share is said once
     return keys
 
 
-@functools.cache
+def _model_classes() -> tuple[type[Model], ...]:
+    """Return the keys that all families share, then those of each."""
+    return (Model, *dict.fromkeys(family.config for family in families().values()))
+
+
 def kind_of(key: str) -> Any:
     """Return the type of a dotted key, also of one below a name of the user's own; None if there is no such key."""
+    return _kind(key, _model_classes())
+
+
+@functools.cache
+def _kind(key: str, models: tuple[type[Model], ...]) -> Any:
     kind: Any = Job
     for part in key.split("."):
-        if dataclasses.is_dataclass(kind):
+        if kind is Model:
+            kind = next((hints[part] for hints in map(_hints, models) if part in hints), None)
+        elif dataclasses.is_dataclass(kind):
             kind = _hints(kind).get(part)
         elif typing.get_origin(kind) is dict:
             kind = typing.get_args(kind)[1]
@@ -224,14 +278,16 @@ def _entry(kind: Any) -> type | None:
     return next((value for value in values if dataclasses.is_dataclass(value)), None)
 
 
-def _key_faults(cls: type, data: dict, prefix: str) -> Iterator[Fault]:
+def _key_faults(cls: type, data: dict, prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
     """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value."""
     hints = _hints(cls)
     for name, value in data.items():
         if name not in hints:
-            yield Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
+            own = (f"{prefix}{name}" for name in hints)  # of a model's family, which need not be those of other families
+            yield Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, own if issubclass(cls, Model) else known_keys()))
         elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
-            yield from _key_faults(hints[name], value, f"{prefix}{name}.")
+            inner = families()[value["family"]].config if hints[name] is Model else hints[name]
+            yield from _key_faults(inner, value, f"{prefix}{name}.")
         elif dataclasses.is_dataclass(hints[name]):
             yield Fault(prefix + name, value, "needs its keys; it cannot be a single value")
         elif (entry := _entry(hints[name])) and isinstance(value, dict):
@@ -239,5 +295,5 @@ def _key_faults(cls: type, data: dict, prefix: str) -> Iterator[Fault]:
                 yield from _key_faults(entry, inner, f"{prefix}{name}.{key}.")
         elif value == "???":
             yield Fault(prefix + name, value, "no value given")
-    for name in hints.keys() - data.keys():
+    for name in (hints if needed is None else needed).keys() - data.keys():
         yield Fault(prefix + name, None, "is needed and cannot be deleted")

@@ -10,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from .family import families
 from .fault import Fault, shown, suggest
 from .files import CONF, default_options
 from .load import kind_of, known_keys
 from .ranges import range_of
-from .schema import Job
+from .schema import Job, Model
 
 LONGEST = 20_000  # characters of an override; more takes Hydra's parser seconds, or ends it
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}
@@ -42,11 +43,12 @@ NOT_OURS = {  # Hydra's keys that would do what this program does in another way
 
 def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
     """Return one line for each wrong override. Options are looked up in `folders`; syntax that only Hydra understands is not checked."""
-    found = (_mistake(text, folders) for text in overrides)
+    own = len(folders) > 1 or any("train.imports" in text for text in overrides)  # may bring a family with keys of its own
+    found = (_mistake(text, folders, own) for text in overrides)
     return [line for line in found if line]
 
 
-def _mistake(text: str, folders: Sequence[Path]) -> str | None:
+def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -70,8 +72,8 @@ def _mistake(text: str, folders: Sequence[Path]) -> str | None:
         values = [getattr(value, "text", value) for value in islice(override.sweep_iterator(), 1000)]
     else:
         values = []
-    if override.package is not None:
-        return None
+    if override.package is not None or (own and key.startswith("model.") and kind_of(key) is None):
+        return None  # `read` knows the keys of the family that was chosen
     if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
             return f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
@@ -180,15 +182,21 @@ def _fits(key: str, value: Any) -> bool:
     if kind_of(key) is bool and isinstance(value, int) and value not in (0, 1):
         return False
     try:
-        OmegaConf.update(_scratch(), key, value, force_add=True)
+        OmegaConf.update(_scratch(key), key, value, force_add=True)
     except (OmegaConfBaseException, ValueError):
         return False
     return True
 
 
+def _scratch(key: str) -> Any:
+    """Return a typed configuration for trying values; the model is of a family that has the key."""
+    name = key.split(".")[1] if key.startswith("model.") else "name"
+    classes = (Model, *(family.config for family in families().values()))
+    return _structured(next(cls for cls in classes if name in (spec.name for spec in dataclasses.fields(cls))))
+
+
 @functools.cache
-def _scratch() -> Any:
-    """Return a typed configuration for trying values; the schema is built once."""
+def _structured(model: type[Model]) -> Any:
     from omegaconf import OmegaConf
 
-    return OmegaConf.structured(Job)
+    return OmegaConf.structured(Job(model=model()) if model is not Model else Job)

@@ -78,7 +78,8 @@ Range = Interval | Text
 
 def range_of(spec: Any) -> Range | None:
     """Return the range of a key, given its field; None if its type or its choices already define its values."""
-    return spec.metadata["range"] or (LINE if "str" in spec.type and not spec.metadata["choices"] and "Part" not in spec.type else None)
+    kind = str(spec.type)  # text where its module has annotations from __future__, else a type
+    return spec.metadata["range"] or (LINE if "str" in kind and not spec.metadata["choices"] and "Part" not in kind else None)
 
 COUNT = Interval(1, LARGEST)
 NATURAL = Interval(0, LARGEST)

@@ -7,54 +7,12 @@ the hash that names the run directory.
 """
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Any
 
-from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WIDTH, WORD, Interval, Range
-
-
-def key(default: Any, help: str, range: Range | None = None, only: tuple[str, ...] = (), identity: bool = True,
-        choices: tuple[str, ...] = (), late: bool = False) -> Any:
-    """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the value.
-
-    Range and choices apply to each element where the key is a list or a table. `late` fields were added after the first release: they are
-    not hashed while at their default, so that earlier runs keep their identity.
-    """
-    metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "late": late}
-    if default is ...:
-        return field(default="???", metadata=metadata)
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass
-class RopeScaling:
-    factor: float = key(8.0, "stretch the low frequencies by this factor (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off", Interval(1))
-    low_freq_factor: float = key(1.0, "wavelengths above original_max_seq_len / this are stretched fully", POSITIVE)
-    high_freq_factor: float = key(4.0, "wavelengths below original_max_seq_len / this are left alone", POSITIVE)
-    original_max_seq_len: int = key(8192, "sequence length before the stretch", COUNT)
-
-
-@dataclass
-class Model:
-    name: str = key(..., "which option of conf/model this is", NAME)
-    family: str = key("llama3", "model class, a name in titan_hydra.models.REGISTRY", WORD)
-    vocab_size: int = key(..., "rows of the embedding and of the output head", Interval(1, 2**24))
-    dim: int = key(..., "width of the residual stream", WIDTH)
-    n_layers: int = key(..., "number of transformer blocks", Interval(1, 10_000))
-    n_heads: int = key(..., "query heads", WIDTH)
-    n_kv_heads: int = key(..., "key/value heads; fewer than n_heads is grouped-query attention", WIDTH)
-    ffn_dim_multiplier: float = key(1.0, "multiplies the feed-forward width 8/3 * dim", Interval(0, 1000, open_low=True))
-    multiple_of: int = key(256, "the feed-forward width is rounded up to a multiple of this", WIDTH)
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm", Interval(0, 1, open_low=True))
-    rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
-    rope_scaling: RopeScaling = key(RopeScaling, "Llama 3.1's stretch of the rotary frequencies")
-    max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
-    tie_embeddings: bool = key(False, "the output head uses the embedding's weight (Llama 3.2 1B and 3B)")
-    extra: dict[str, Any] = key(dict, "keys of a model family of your own (train.imports): +model.extra.KEY=VALUE", ANY)
-    attention: str = key("auto", "SDPA back end", choices=("auto", "cudnn", "flash", "efficient", "math"))
-
+from .field import key
+from .model import Model
+from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
 
 DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 

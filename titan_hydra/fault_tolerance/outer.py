@@ -6,7 +6,6 @@ on the host in float32: the outer state takes no device memory, and weights in b
 """
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_hydra.config.family import place_of
 from titan_hydra.config.schema import FaultTolerance
 from titan_hydra.parallel import float8
 
@@ -67,25 +67,26 @@ def shards(content: dict[str, Any]) -> list[Tensor]:
     return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
 
 
-def cut(model: nn.Module, layers: int, config: FaultTolerance) -> list[Fragment]:
-    """Divide this rank's parameters, of a model with `layers` layers in all, into fragments."""
+def cut(model: nn.Module, modules: list[str], config: FaultTolerance) -> list[Fragment]:
+    """Divide this rank's parameters, of a model with these modules in running order, into fragments."""
     fragments = [Fragment([]) for _ in range(config.fragments)]
     for name, parameter in model.named_parameters():
-        fragments[fragment_of(name, layers, config.fragments)].parameters.append(parameter)
+        fragments[fragment_of(name, modules, config.fragments)].parameters.append(parameter)
     for fragment in fragments if config.name == "diloco" else []:
         size = sum(local(parameter).numel() for parameter in fragment.parameters)
         fragment.anchor, fragment.momentum = torch.zeros(size), torch.zeros(size)
     return fragments
 
 
-def fragment_of(name: str, layers: int, fragments: int) -> int:
-    """Return a parameter's fragment by its name alone, the same on every layout: equal parts of the blocks; the embedding belongs to the
-    first fragment, norm and head to the last.
+def fragment_of(name: str, modules: list[str], fragments: int) -> int:
+    """Return a parameter's fragment by its name alone, the same on every layout: equal parts of the blocks; what runs before them (the
+    embedding) belongs to the first fragment, what follows (norm and head) to the last.
     """
-    block = re.search(r"layers\.(\d+)\.", name)
-    if block:
-        return int(block[1]) * fragments // layers
-    return 0 if "embed" in name else fragments - 1
+    blocks = [place for place, module in enumerate(modules) if "." in module]
+    place = place_of(name, modules)
+    if place is None or place > blocks[-1]:
+        return fragments - 1
+    return max(place - blocks[0], 0) * fragments // len(blocks)
 
 
 def due(step: int, last_step: int, config: FaultTolerance) -> list[int]:

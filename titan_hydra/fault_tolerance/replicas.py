@@ -18,6 +18,7 @@ from torch import Tensor
 from titan_hydra.base.errors import RunError, Stopped
 from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
+from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel import converters
 from titan_hydra.train.world import open_store
@@ -38,7 +39,7 @@ class Replicas:
         self.stop: Callable[[], bool] = lambda: bool(stop)
         self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
         self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
-        self.fragments = cut(model, job.model.n_layers, self.config)
+        self.fragments = cut(model, family_of(job.model).modules(job.model), self.config)
         self.last = torch.zeros((), dtype=torch.int64)  # step of the last meeting
         self.peers = Peers(run.replica, run.rank, self.config.timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=LONGEST)

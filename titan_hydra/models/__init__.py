@@ -1,20 +1,21 @@
-"""Model families by the name in `model.family`. A new model is one file here and one row in `REGISTRY`.
-
-A family is a class built as `Family(config, seq_len)` with `initial_distribution(fqn, config)`, which init.py uses to draw weights.
+"""Model families, a folder each: config.py (its keys, no torch), model.py (the module on one device), sharding.py (how tensor parallelism
+splits it), hf.py (Hugging Face's names). What families share is in layers.py, init.py and hf.py.
 """
-from torch import nn
+from __future__ import annotations
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.schema import Model
+from typing import TYPE_CHECKING
 
-from .llama3.model import Llama3
+from titan_hydra.config.family import Family, decoder_flops, decoder_modules, decoder_parameters, family_of, register
+from titan_hydra.config.schema import Model, key
 
-REGISTRY: dict[str, type[nn.Module]] = {"llama3": Llama3}
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Family", "Model", "build", "decoder_flops", "decoder_modules", "decoder_parameters", "family_of", "key", "register"]
 
 
 def build(config: Model, seq_len: int) -> nn.Module:
     """Build the model of `config` for sequences of up to `seq_len` tokens, on the current default device (use `with torch.device("meta")`).
+    Raises ConfigError if its family is not registered.
     """
-    if config.family not in REGISTRY:
-        raise ConfigError(f"model.family={config.family}: no such model family; legal: {', '.join(REGISTRY)}")
-    return REGISTRY[config.family](config, seq_len)
+    return family_of(config).part("model")(config, seq_len)

@@ -1,25 +1,99 @@
-"""Layers of decoder-only transformers: attention, feed-forward, a tied head, rotary positions, masks of packed documents.
+"""A decoder-only transformer and its layers: attention, feed-forward, a tied head, rotary positions, masks of packed documents.
 
-They run on one device and know nothing of ranks. Rotary positions pair the two halves of a head as Hugging Face does, so weights need no
-permutation to or from its format.
+They run on one device and know nothing of meshes, sharding or stages. Parameters have the names of Llama's reference code, which survive
+any split: layers are in a ModuleDict, and a pipeline stage is the model with layers deleted and `tok_embeddings`, `norm` or `output` set to
+None. Rotary positions pair the two halves of a head as Hugging Face does, so weights need no permutation to or from its format.
 """
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.load import ffn_width
 from titan_hydra.config.schema import Model
+
+from .init import Normal
+
+
+class Decoder(nn.Module):
+    """Decoder-only transformer: token ids [batch, seq] to logits [batch, seq, vocab] in the compute dtype (the loss up-casts)."""
+
+    def __init__(self, config: Model, seq_len: int, qk_norm: bool = False):
+        super().__init__()
+        self.config, self.seq_len = config, seq_len
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config, qk_norm) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        if config.tie_embeddings:
+            self.output = TiedOutput(self.tok_embeddings)
+        else:
+            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("rotary", self.rotary_table(), persistent=False)
+
+    def rotary_table(self, device: torch.device | None = None) -> Tensor:
+        """Return cosines and sines [seq_len, 2, head_width / 2] in fp32."""
+        angles = torch.outer(torch.arange(self.seq_len, device=device, dtype=torch.float32), self.frequencies(device))
+        return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Return the radians per position of each pair [head_width / 2]."""
+        width = self.config.head_width
+        return 1.0 / self.config.rope_theta ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+
+    def reset_buffers(self) -> None:
+        """Recompute the rotary table, which is uninitialized after `to_empty`."""
+        self.rotary.copy_(self.rotary_table(self.rotary.device))
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, targets: Tensor | None = None,
+    ) -> Tensor:
+        """Compute logits, the hidden state (a stage without head) or the loss. Without an embedding, `tokens` is the hidden state [batch,
+        seq, dim].
+
+        `positions` [batch, seq] replace 0, 1, ... if the sequence is split or reordered. `documents` [batch, seq] are ids of packed
+        documents: attention stays within one, and positions restart with each unless given. `targets` [batch, seq] are passed to an
+        `output` that accepts them, which then returns the loss.
+        """
+        mask = None
+        if documents is not None:
+            mask = document_mask(documents)
+            positions = document_positions(documents) if positions is None else positions
+        rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            h = block(h, rotary, mask)
+        h = h if self.norm is None else self.norm(h)
+        if self.output is None:
+            return h
+        return self.output(h) if targets is None else self.output(h, targets=targets)  # by name: hooks take only the first by place
+
+    @staticmethod
+    def initial_distribution(fqn: str, config: Model) -> Normal | float:
+        """Return the initial distribution of a parameter, or its constant; TorchTitan's choices, which follow the paper's.
+
+        Linears are normal with std 0.02 (TorchTitan truncates them at 100 sigma, which has no effect); the matrices that write to the
+        residual stream, and w3, shrink with depth. A tied embedding starts as the head does: N(0, 1) would give huge logits.
+        """
+        head = Normal(config.dim**-0.5, cut=3.0)
+        if "norm" in fqn:
+            return 1.0
+        if fqn.startswith("tok_embeddings."):
+            return head if config.tie_embeddings else Normal(1.0)
+        if fqn.startswith("output."):
+            return head
+        _, layer, _, matrix, _ = fqn.split(".")
+        return Normal(0.02 / math.sqrt(2 * (int(layer) + 1))) if matrix in ("wo", "w2", "w3") else Normal(0.02)
 
 
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
-    def __init__(self, config: Model):
+    def __init__(self, config: Model, qk_norm: bool = False):
         super().__init__()
-        self.attention = Attention(config)
-        self.feed_forward = FeedForward(config.dim, ffn_width(config))
+        self.attention = Attention(config, qk_norm)
+        self.feed_forward = FeedForward(config.dim, config.ffn_width)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
@@ -30,25 +104,36 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head."""
+    """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head. With `qk_norm` each query and key
+    is normalized over its head's width before it is rotated.
+    """
 
-    def __init__(self, config: Model):
+    def __init__(self, config: Model, qk_norm: bool = False):
         super().__init__()
-        self.head_dim = config.dim // config.n_heads
+        self.head_dim = config.head_width
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.q_norm, self.k_norm = (HeadNorm(self.head_dim, eps=config.norm_eps) if qk_norm else None for _ in "qk")
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         # -1 heads: under tensor parallelism the linears return only this rank's.
-        q = rotate(self.wq(x).view(batch, seq, -1, self.head_dim), rotary)
-        k = rotate(self.wk(x).view(batch, seq, -1, self.head_dim), rotary)
-        v = self.wv(x).view(batch, seq, -1, self.head_dim)
+        q, k, v = (linear(x).view(batch, seq, -1, self.head_dim) for linear in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rotary), rotate(k, rotary)
         h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of single heads, in the dtype of its input: under autocast a weight in fp32 would leave the fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class SDPA(nn.Module):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_hydra.base.run import Run
-from titan_hydra.config.schema import Debug
+from titan_hydra.config.family import family_of, place_of
+from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import local_part
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
@@ -42,9 +42,10 @@ class Look(NamedTuple):
 class Probes:
     """What a rank observes in a step. Does nothing, and hooks nothing, unless the configuration asks for it."""
 
-    def __init__(self, config: Debug, run: Run, model: nn.Module, weights: nn.Module) -> None:
+    def __init__(self, job: Job, run: Run, model: nn.Module, weights: nn.Module) -> None:
         """Hook the modules of `model`; `weights` holds the parameters of the optimizers."""
-        self.config, self.run, self.weights = config, run, weights
+        self.config, self.run, self.weights, config = job.debug, run, weights, job.debug
+        self.modules = family_of(job.model).modules(job.model)
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.seen: dict[Look, Tensor] = {}
         if config.nan_hunt or config.trace_activations:
@@ -71,7 +72,7 @@ class Probes:
             for index, (look, (norm, high, low)) in enumerate(zip(looks, found, strict=True)):
                 row = {"step": step, "pass": look.when, "what": look.what, "module": look.name, "call": look.call,
                        "norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}",
-                       "order": order(look, index)}
+                       "order": order(look, index, self.modules)}
                 self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}  # clipping by NaN would make all NaN
@@ -85,7 +86,7 @@ class Probes:
         if not self.config.nan_hunt:
             return ""
         bad = {Look("parameter", "", name, 0): count(value) for name, value in self.weights.named_parameters()} | self.bad
-        first = min(((order(look, index), look, note) for index, (look, note) in enumerate(bad.items())
+        first = min(((order(look, index, self.modules), look, note) for index, (look, note) in enumerate(bad.items())
                      if note is not None), key=lambda one: one[0], default=None)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, first)
@@ -163,17 +164,12 @@ def marks(local: Tensor) -> Tensor:
     return torch.cat([norm.reshape(1).to(halves), halves])
 
 
-def order(look: Look, index: int) -> tuple:
+def order(look: Look, index: int, modules: list[str]) -> tuple:
     """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model, position on the rank."""
-    place = position(look.name)
+    place = place_of(look.name, modules)
+    place = LAST if place is None else place
     backwards = look.when in ("backward", "gradient")
     return PASSES.index(look.when), look.call, -place if backwards else place, -index if look.when == "gradient" else index
-
-
-def position(name: str) -> int:
-    """Return a module's position in the model: the embedding first, then the layers, then the rest."""
-    layer = re.match(r"layers\.(\d+)", name)
-    return int(layer[1]) if layer else -1 if name.startswith("tok_embeddings") else LAST
 
 
 def words(when: str, what: str, name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,8 @@ SAVED = (  # results that are expensive to recompute, or need communication
 )
 
 
-def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
-    """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that is no operator of this torch.
+def apply(blocks: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None:
+    """Checkpoint the blocks of a stage, by number, in place. Raises ConfigError for a name in ac.save_ops that this torch does not have.
 
     full saves only a block's input; layer does so for every n-th block of the model. lean saves the results of all listed operators; op
     does too, but only of every second matmul. memory_budget is the compiler's own choice within a share of the memory.
@@ -46,8 +46,8 @@ def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
         saved = operators(config.save_ops or SAVED)
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
     # One class for all equal blocks: the compiler compiles once for each class.
-    classes = {kind: checkpointed(kind, options) for kind in set(map(type, module.layers.values()))}
-    for name, block in module.layers.items():
+    classes = {kind: checkpointed(kind, options) for kind in set(map(type, blocks.values()))}
+    for name, block in blocks.items():
         if config.name != "layer" or int(name) % config.every == 0:
             block.__class__ = classes[type(block)]
 

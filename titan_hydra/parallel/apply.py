@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
 from . import activation_checkpoint, compile, context, data, float8, simple_fsdp, tensor
@@ -17,8 +18,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     The order is the paper's, and each step needs the one before. FSDP comes last: it shards the parameters that the techniques before it
     have left on this rank.
     """
+    blocks = family_of(job.model).blocks(module)
     tensor.apply(module, mesh, job, float8.linears(job))
     context.apply(module, mesh, job)
-    activation_checkpoint.apply(module, job.ac)
-    compile.apply(module, mesh, job.compile)
-    SHARDING[job.parallelism.backend](module, mesh, job.precision, job.parallelism)
+    activation_checkpoint.apply(blocks, job.ac)
+    compile.apply(blocks, mesh, job.compile)
+    SHARDING[job.parallelism.backend](module, mesh, job)

@@ -1,7 +1,7 @@
 """torch.compile for each transformer block separately: one compilation serves all equal blocks."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.compiler.config
@@ -12,7 +12,7 @@ from titan_hydra.config.schema import Compile
 from .mesh import Mesh
 
 
-def apply(module: nn.Module, mesh: Mesh, config: Compile) -> None:
+def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block.
 
     Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
@@ -21,7 +21,7 @@ def apply(module: nn.Module, mesh: Mesh, config: Compile) -> None:
     """
     torch.compiler.config.cache_key_tag = place(mesh)
     if config.name == "block":
-        for block in module.layers.values():
+        for block in blocks.values():
             block.compile(fullgraph=True, backend=config.backend)
 
 

@@ -20,13 +20,14 @@ from torch.distributed.tensor.experimental import _attention as ring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Replace the attention kernel of every block of a stage by one that covers the whole sequence, in place.
+    """Replace the attention kernel of every block of a stage by one that covers the whole sequence, in place: every child called `sdpa`.
 
     torch keeps the ring's options for the whole process, so every job sets them; one without context parallelism switches the ring off.
     """
@@ -36,9 +37,10 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     cp = mesh.world["cp"]
     if mesh.degrees.cp_rotate != "ulysses":
         enable_ring(job, cp.device_type)
-    for block in module.layers.values():
-        sdpa = block.attention.sdpa
-        block.attention.sdpa = Ulysses(sdpa, cp.get_group()) if mesh.degrees.cp_rotate == "ulysses" else Ring(sdpa, cp)
+    for block in family_of(job.model).blocks(module).values():
+        for attention in [part for part in block.modules() if hasattr(part, "sdpa")]:
+            ulysses = mesh.degrees.cp_rotate == "ulysses"
+            attention.sdpa = Ulysses(attention.sdpa, cp.get_group()) if ulysses else Ring(attention.sdpa, cp)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:

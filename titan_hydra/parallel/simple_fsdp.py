@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titan_hydra.config.schema import Parallelism, Precision
+from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
 
 
-def apply(module: nn.Module, mesh: Mesh, precision: Precision, parallelism: Parallelism) -> None:
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Shard every parameter of a meta-device stage over `mesh.fsdp`, in place, so that reading it gathers it."""
     if mesh.fsdp is None:
         return
-    gather = Gather(mesh.fsdp, getattr(torch, precision.compute_dtype), getattr(torch, precision.reduce_dtype))
+    gather = Gather(mesh.fsdp, getattr(torch, job.precision.compute_dtype), getattr(torch, job.precision.reduce_dtype))
     classes: dict[tuple[type, tuple[str, ...]], type] = {}
     for part in module.modules():
         names = tuple(name for name, parameter in part._parameters.items() if parameter is not None)

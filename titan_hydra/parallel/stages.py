@@ -5,6 +5,7 @@ import copy
 
 from torch import nn
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 
@@ -18,17 +19,18 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
     """
     if mesh.degrees.pp == 1:
         return [model]
-    names = layout.modules_of_stages(job)
-    return [cut(copy.deepcopy(model), names[stage]) for stage in layout.stages_of_ranks(job)[mesh.coordinate("pp")]]
+    names, every = layout.modules_of_stages(job), family_of(job.model).modules(job.model)
+    return [cut(copy.deepcopy(model), names[stage], every) for stage in layout.stages_of_ranks(job)[mesh.coordinate("pp")]]
 
 
-def cut(model: nn.Module, names: list[str]) -> nn.Module:
-    """Leave only the named modules in a model, in place: other blocks are deleted, other children become None."""
-    for block in list(model.layers):
-        if f"layers.{block}" not in names:
-            del model.layers[block]
-    for child in [child for child, _ in model.named_children() if child != "layers" and child not in names]:
-        setattr(model, child, None)
+def cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
+    """Leave only some of a model's named modules, in place: others of a container ("layers.3") are deleted, other children become None."""
+    for name in set(names) - set(kept):
+        container, _, member = name.rpartition(".")
+        if container:
+            del model.get_submodule(container)[member]
+        else:
+            setattr(model, name, None)
     return model
 
 
@@ -37,11 +39,10 @@ def whole(stages: list[nn.Module]) -> nn.Module:
     if len(stages) == 1:
         return stages[0]
     shell = nn.Module()
-    shell.layers = nn.ModuleDict()
-    for stage in stages:
-        for name, child in stage.named_children():
-            if name == "layers":
-                shell.layers.update(child)
-            else:
-                shell.add_module(name, child)
+    children = [child for stage in stages for child in stage.named_children()]
+    for name, child in sorted(children, key=lambda child: not isinstance(child[1], nn.ModuleDict)):  # blocks first: sums keep their order
+        if isinstance(child, nn.ModuleDict) and hasattr(shell, name):
+            getattr(shell, name).update(child)
+        else:
+            shell.add_module(name, nn.ModuleDict(child) if isinstance(child, nn.ModuleDict) else child)
     return shell

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: apply a model's plan (plans.py) to the tensor-parallel ranks."""
+"""Tensor and sequence parallelism: apply a family's plan (models/*/sharding.py) to the tensor-parallel ranks."""
 from __future__ import annotations
 
 import contextlib
@@ -11,10 +11,12 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
-from .plans import PLANS, Linears, Norm
+from .norm import Norm
+from .plans import Linears
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears()) -> None:  # noqa: B008 - frozen
@@ -28,14 +30,16 @@ def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears())
     norm = Norm(split=job.parallelism.sequence_parallel, reduce_dtype=getattr(torch, job.precision.reduce_dtype))
     # A head that returns the loss itself splits the vocabulary too, but has no split logits to return.
     logits_stay_split = job.parallelism.loss_parallel and job.loss.name == "cross_entropy"
-    plan = PLANS[job.model.family](replace(job.parallelism, loss_parallel=logits_stay_split), norm, linears)
+    family = family_of(job.model)
+    plan = family.part("sharding")(replace(job.parallelism, loss_parallel=logits_stay_split), norm, linears)
     parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
-    for block in module.layers.values():
+    for block in family.blocks(module).values():
         parallelize_module(block, tp, plan.block)
     # FSDP warns of a head whose logits are a view: nothing here changes logits in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    if module.tok_embeddings is not None:
-        module.tok_embeddings.register_forward_hook(_arrived)
+    for name in plan.around:
+        if isinstance(part := getattr(module, name), nn.Embedding):
+            part.register_forward_hook(_arrived)
     overlap(tp, job)
 
 

@@ -8,25 +8,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import DTYPES, Reader, find_section, read_model_config, read_tokenizer_config
-from titan_hydra.config import Job
-from titan_hydra.config.schema import Model, Train
-
-from .spec import TrainSpec, spec_of
+from titan_hydra.checkpoint.convert import DTYPES, Reader, read_model_config, read_tokenizer_config
+from titan_hydra.config.schema import Model
+from titan_hydra.data import tokenizer
 
 
 def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str) -> Iterator[str]:
     """Yield the continuation of a prompt, at most `max_tokens` tokens, in pieces of whole characters."""
     config = read_model_config(checkpoint)
-    _, train = find_section("train", checkpoint)
-    spec = spec_of(Job(model=config, train=Train(imports=train.get("imports", []))))
-    words = spec.tokenizer(read_tokenizer_config(checkpoint))
+    words = tokenizer.load(read_tokenizer_config(checkpoint))
     ids = words.document(prompt)[:-1] or [words.eos_id]  # without begin-of-text, the end of a document stands before the next
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
-    model = load(spec, config, seq_len, DTYPES[dtype], Reader(checkpoint))
+    model = load(config, seq_len, DTYPES[dtype], Reader(checkpoint))
     new: list[int] = []
     text = ""
     for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
@@ -39,11 +36,11 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     yield words.decode(new)[len(text):]
 
 
-def load(spec: TrainSpec, config: Model, seq_len: int, dtype: torch.dtype, reader: Reader) -> nn.Module:
+def load(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader) -> nn.Module:
     """Build the whole model in `dtype` with a checkpoint's weights, on the GPU if there is one, in eval mode."""
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):
-        model = spec.model(config, seq_len)
+        model = models.build(config, seq_len)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: positions are always float32
     model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from titan_hydra import data, models
 from titan_hydra.base.errors import NotFinite, Stopped
 from titan_hydra.base.run import Run, versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
@@ -26,7 +27,7 @@ from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
 
-from .optimizer import set_lr
+from .optimizer import lr_factor, set_lr
 from .trainer import Trainer, build
 from .world import GarbageCollection, refuse_stale, set_timeout, world
 
@@ -60,20 +61,21 @@ def train(job: Job, run: Run) -> None:
         if data_state is None and job.checkpoint.initial_load_path:
             start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
         first, ranks = run.replica * trainer.mesh.data_ranks, job.fault_tolerance.replicas * trainer.mesh.data_ranks
-        loader = trainer.spec.build_data(job, first + trainer.mesh.data_rank, ranks)
+        loader = data.build(job, first + trainer.mesh.data_rank, ranks)
         if data_state is not None:
             loader.load(data_state)
         if trainer.quorum is not None:
             trainer.quorum.data_ahead = loader.state()["step"] - start
         held_out = None
         if job.validation.name == "on":
-            held_out = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+            held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
         listen(trainer)
         if replicas is not None:
             start, missed = replicas.begin(start, resumed=checkpointer.saved >= 0)
             if missed:
                 raise Stopped("stopped before the first step")
-        metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
+        flops = models.family_of(job.model).flops(job.model, job.data.seq_len, trainer.parameters)
+        metrics = Metrics(job, run, device, start, flops)
         checkpointer.report = metrics.event
         if replicas is not None:
             replicas.report_to(metrics.event)
@@ -107,7 +109,7 @@ def loop(
 ) -> None:
     """Run the steps after `start`, up to the last."""
     job, clock = trainer.job, metrics.clock
-    garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model, trainer.masters.weights)
+    garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job, watch.run, trainer.model, trainer.masters.weights)
     profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
     step, first, batch = start, True, None
     while step < job.steps:
@@ -121,7 +123,7 @@ def loop(
         batch = loader.next() if trainer.quorum is None else batch_of(step + trainer.quorum.data_ahead, loader, batch)
         clock.has_data()
         watch.at("forward, backward")
-        lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
+        lr = set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
         probes.after_backward(step)
         agreement = trainer.agree(share, trainer.measure(), [*checkpointer.votes(), len(loader.news())])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_hydra import parallel
+from titan_hydra import models, parallel
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import IGNORED, Batch, Loader, onto
 from titan_hydra.models.init import init_weights
@@ -20,11 +20,11 @@ from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.masters import Masters, separate
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
-from titan_hydra.parallel.stages import whole
+from titan_hydra.parallel.stages import split, whole
 
-from .loss import TARGETS_IN_FORWARD
+from .loss import LOSSES, TARGETS_IN_FORWARD
+from .optimizer import build_optimizers
 from .optimizer import step as optimizer_step
-from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class Trainer:
     """The state of a step. `build` creates one; the equivalence harness steps it exactly as `train` does."""
 
     job: Job
-    spec: TrainSpec
     mesh: Mesh
     device: torch.device
     model: nn.Module  # the modules of all of this rank's stages, under the plain names
@@ -149,7 +148,6 @@ class Parts:
     """A rank's stages on the meta device, parallelized, with the other arguments of a Trainer."""
 
     job: Job
-    spec: TrainSpec
     mesh: Mesh
     stages: list[nn.Module]
     parameters: int
@@ -159,24 +157,23 @@ class Parts:
         """Build the trainer, once the stages have memory."""
         job, model = self.job, whole(self.stages).train()
         masters = separate(model, self.mesh, job.precision)
-        step = build_step(self.stages, self.mesh, job, device, self.spec.losses[job.loss.name])
-        optimizers = self.spec.optimizers(masters.weights, job.optimizer, self.mesh)
-        return Trainer(job, self.spec, self.mesh, device, model, masters, step, optimizers, self.parameters, self.notes)
+        step = build_step(self.stages, self.mesh, job, device, LOSSES[job.loss.name])
+        optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh)
+        return Trainer(job, self.mesh, device, model, masters, step, optimizers, self.parameters, self.notes)
 
 
 def assemble(job: Job, device: torch.device) -> Parts:
     """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in memory."""
-    spec = spec_of(job)
     mesh = parallel.build_mesh(job.parallelism, device.type)
     with torch.device("meta"):
-        model = spec.model(job.model, job.data.seq_len)
+        model = models.build(job.model, job.data.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(getattr(torch, job.precision.param_dtype))
     notes = converters.convert(model, job, mesh, device)
-    stages = spec.pipeline(model, mesh, job)  # [model] without pipeline parallelism
+    stages = split(model, mesh, job)  # [model] without pipeline parallelism
     for stage in stages:
-        spec.parallelize(stage, mesh, job)
-    return Parts(job, spec, mesh, stages, parameters, notes)
+        parallel.apply(stage, mesh, job)
+    return Parts(job, mesh, stages, parameters, notes)
 
 
 def build(job: Job, device: torch.device) -> Trainer:

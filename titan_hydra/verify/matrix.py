@@ -7,7 +7,7 @@ from typing import Literal
 from titan_hydra.config.compose import CONF
 
 # A model that trains in seconds with every feature that is split: grouped queries, several blocks, an uneven feed-forward width.
-BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.multiple_of=32",
+BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_dim=192",
         "model.vocab_size=512", "data=synthetic", "data.seq_len=32", "data.global_batch=16", "lr_scheduler.warmup_steps=2",
         "optimizer.lr=2e-3", "checkpoint=off")
 
@@ -56,6 +56,7 @@ MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.comput
 LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
 MUON = {"base": ("optimizer=muon",), "loss": 1e-6, "weights": 0.2}  # orthogonalized in bf16, and so are its weights rounded
 SAME = EVEN | {"norm": 1e-5}
+QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
 # Products and gradients round to 8 bits, differently where other ranks hold other tokens; sums do not round.
 BF16 = {"loss": 1e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 
@@ -243,6 +244,24 @@ MATRIX = [
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
          **BF16 | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
+
+    # Qwen3: norms of single heads, whose gradients are partial on every tensor-parallel rank
+    case("qwen3, single, against float64", 1, "parallelism=single", "data.local_batch=4", reference="float64", base=QWEN),
+    case("qwen3, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, "model.tie_embeddings=true")),
+    *(case(f"qwen3, tp 2, sequence parallel {sp}", 2, "parallelism=tp", f"parallelism.sequence_parallel={sp}", "data.local_batch=16",
+           base=QWEN) for sp in ("on", "off")),
+    case("qwen3, fsdp 4, tp 2, uneven mask", 4, "parallelism=fsdp_tp", "data.local_batch=8", **EVEN, base=QWEN),
+    case("qwen3, fsdp 4, tp 2, compile, ac op", 4, "parallelism=fsdp_tp", "compile=block", "compile.backend=aot_eager", "ac=op",
+         "data.local_batch=8", slow=True, base=QWEN),
+    case("qwen3, pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16", base=QWEN),
+    *(case(f"qwen3, cp 2, {rotate}", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=16", base=QWEN,
+           slow=rotate == "alltoall") for rotate in ("alltoall", "ulysses")),
+    case("qwen3, cp 2, tp 2, pp 2", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", slow=True,
+         base=QWEN),
+    case("qwen3, simple_fsdp 2", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True, base=QWEN),
+    *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
+           **BF16 | {"base": (*QWEN, "precision=bf16")}) for layout, batch in (("fsdp", 8), ("tp", 16))),
+    case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, *ROWWISE["base"])),
 
     # Head and loss in one, chunk by chunk
     case("linear_cross_entropy, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", *LINEAR, **SAME),

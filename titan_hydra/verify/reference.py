@@ -1,4 +1,4 @@
-"""An independent reference in float64: Llama 3, its loss, clipping, optimizers and learning rate, written from their papers alone.
+"""An independent reference in float64: Llama 3 and Qwen3, loss, clipping, optimizers and learning rate, written from their papers alone.
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
@@ -38,7 +38,7 @@ def train(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[li
     return losses, norms, first, {name: weight.detach() for name, weight in weights.items()}
 
 
-# --- model: arXiv 2407.21783, section 3.2; RMSNorm arXiv 1910.07467; SwiGLU 2002.05202; grouped queries 2305.13245 -----------------------
+# --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.13245 ----------
 
 def mean_loss(weights: Weights, batch: Batch, model: Model) -> Tensor:
     """Return the cross-entropy of the labels that count, divided by their number."""
@@ -74,12 +74,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model) -> Tensor:
     """Compute softmax attention head by head; a group of query heads shares one key/value head."""
-    width = model.dim // model.n_heads
+    width = model.head_width
     outputs = []
     for head in range(model.n_heads):
         shared = head // (model.n_heads // model.n_kv_heads)
         q, k, v = (x @ block[f"attention.{name}.weight"][index * width : (index + 1) * width].T
                    for name, index in (("wq", head), ("wk", shared), ("wv", shared)))
+        if "attention.q_norm.weight" in block:
+            q, k = (rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps) for name, one in (("q", q), ("k", k)))
         scores = rotate(q, positions, model) @ rotate(k, positions, model).transpose(1, 2) / math.sqrt(width)
         outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ v)
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
@@ -95,9 +97,9 @@ def rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
 
 def frequency(i: int, half: int, model: Model) -> float:
     """Return the radians per position of the i-th pair, with Llama 3.1's stretch of the low frequencies."""
-    value, scaling = model.rope_theta ** (-i / half), model.rope_scaling
+    value, scaling = model.rope_theta ** (-i / half), getattr(model, "rope_scaling", None)
     length = 2 * math.pi / value
-    if scaling.factor == 1 or length < scaling.original_max_seq_len / scaling.high_freq_factor:
+    if scaling is None or scaling.factor == 1 or length < scaling.original_max_seq_len / scaling.high_freq_factor:
         return value
     if length > scaling.original_max_seq_len / scaling.low_freq_factor:
         return value / scaling.factor

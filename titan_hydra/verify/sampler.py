@@ -62,7 +62,8 @@ def shape(dice: random.Random) -> tuple[str, ...]:
     return (
         f"model.n_heads={heads}", f"model.n_kv_heads={shared}", f"model.dim={heads * dice.choice((4, 8, 12, 16))}",
         f"model.n_layers={dice.choice((2, 4, 5, 8))}", f"model.vocab_size={dice.choice((97, 256, 331, 512))}",
-        f"model.multiple_of={dice.choice((1, 4, 24, 32))}", f"model.tie_embeddings={dice.choice((True, False))}",
+        "model.ffn_dim=null", f"model.multiple_of={dice.choice((1, 4, 24, 32))}",
+        f"model.tie_embeddings={dice.choice((True, False))}",
         f"model.rope_scaling.factor={dice.choice((1.0, 8.0))}", "model.rope_scaling.original_max_seq_len=32",
         f"data.seq_len={dice.choice((24, 48, 64, 72, 96))}",
     )

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titan_hydra import data, models
 from titan_hydra.base.run import Run
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
@@ -30,8 +31,7 @@ from titan_hydra.data.loader import IGNORED, Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.layers import document_positions
 from titan_hydra.parallel.mesh import local_part
-from titan_hydra.train.optimizer import set_lr
-from titan_hydra.train.spec import spec_of
+from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
@@ -96,12 +96,12 @@ def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
     """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets whole tensors."""
     trainer = build(job, device)
     result = Trace([], [], {}, _of_all_stages(trainer, lambda parameter: parameter.detach()), {})
-    loader = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
+    loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     for step in range(1, job.steps + 1):
         batch = loader.next()
         if case is not None:
             batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * len(batch.labels))
-        set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
+        set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
         share = trainer.forward_backward(batch)
         if step == 1:
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
@@ -157,11 +157,11 @@ def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch
 def exact(job: Job, case: Case) -> Trace:
     """Return the trace of a job in float64 by reference.py, from the same initial weights and batches. Runs in one process."""
     with torch.device("meta"):
-        model = spec_of(job).model(job.model, job.data.seq_len)
+        model = models.build(job.model, job.data.seq_len)
     model.to_empty(device="cpu")
     init_weights(model, job.model, job.seed)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    loader = spec_of(job).build_data(job, 0, 1)
+    loader = data.build(job, 0, 1)
     losses, norms, gradients, weights = reference.train(
         job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
     loader.close()

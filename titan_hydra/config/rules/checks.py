@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from math import lcm
 
 from titan_hydra.base import redact
 from titan_hydra.base.run import versions
-from titan_hydra.config.fault import Fault, counted, divisors
-from titan_hydra.config.load import DEGREES, data_parallel, devices_here, ffn_width, to_dict, values_are_what_the_schema_takes, world_size
+from titan_hydra.config.family import families, family_of
+from titan_hydra.config.fault import Fault, counted, divisors, suggest
+from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dict, values_are_what_the_schema_takes, world_size
 from titan_hydra.config.schema import Job
 
 from . import checkpoint, cluster, data, memory, pipeline, precision, replicas
@@ -96,12 +95,9 @@ def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(VALUES)
 def family_is_registered(job: Job) -> Iterator[Fault]:
-    """The model family is chosen by name. Families that a user's module adds are known only where it is imported, on the ranks."""
-    for module in job.train.imports:
-        if not PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]):
-            yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
-    if job.model.family != "llama3" and not job.train.imports:
-        yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
+    """The model family is chosen by name, from the package's own and those of the modules in train.imports."""
+    if (name := job.model.family) not in families():
+        yield Fault("model.family", name, "no such model", legal=suggest(name, families()) or tuple(families()))
 
 
 @rule(VALUES)
@@ -113,19 +109,9 @@ def cells_belong_to_a_sweep(job: Job) -> Iterator[Fault]:
 
 
 @rule(VALUES)
-def rotary_frequencies_are_stretched_between_two_wavelengths(job: Job) -> Iterator[Fault]:
-    """Llama 3.1 stretches the low frequencies, leaves the high ones unchanged, and interpolates between the two bounds."""
-    scaling = job.model.rope_scaling
-    if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
-        yield Fault("model.rope_scaling.low_freq_factor", scaling.low_freq_factor,
-                    f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}")
-
-
-@rule(VALUES)
-def feed_forward_has_a_width(job: Job) -> Iterator[Fault]:
-    """The feed-forward has a width of at least 1; a multiplier near 0 would round it to 0."""
-    if ffn_width(job.model) < 1:
-        yield Fault("model.ffn_dim_multiplier", job.model.ffn_dim_multiplier, "leaves no feed-forward")
+def family_takes_its_own_keys(job: Job) -> Iterator[Fault]:
+    """A family has rules for its own keys, beside their ranges."""
+    yield from job.model.faults()
 
 
 @rule(VALUES)
@@ -146,6 +132,13 @@ VALUES.extend(cluster.RULES)
 # --- degrees, model and batch against each other ------------------------------------------------------------------------------------
 
 @rule(LAYOUT)
+def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
+    """A family says how tensor parallelism splits its modules; nobody else can."""
+    if job.parallelism.tp > 1 and family_of(job.model).sharding is None:
+        yield Fault("parallelism.tp", job.parallelism.tp, f"family {job.model.family} has no tensor-parallel sharding", legal=(1,))
+
+
+@rule(LAYOUT)
 def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     """Each tensor-parallel rank holds whole query heads and whole key/value heads (Megatron-LM, section 3)."""
     tp, model = job.parallelism.tp, job.model
@@ -160,10 +153,10 @@ def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     """Each TP rank holds a column slice of w1/w3 and the matching row slice of w2. They are plain local tensors, so all slices need the
     same size.
     """
-    width, tp = ffn_width(job.model), job.parallelism.tp
+    width, tp = job.model.ffn_width, job.parallelism.tp
     if width % tp:
-        yield Fault("model.multiple_of", job.model.multiple_of, f"a feed-forward width of {width} cannot be split over parallelism.tp={tp}",
-                    legal=_multiples_around(job.model.multiple_of, tp))
+        yield Fault("model.ffn_dim", width, f"a feed-forward of this width cannot be split over parallelism.tp={tp}",
+                    legal=_multiples_around(width, tp))
 
 
 @rule(LAYOUT)
@@ -173,7 +166,9 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
     if model.n_heads % model.n_kv_heads:
         yield Fault("model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly",
                     legal=divisors(model.n_heads))
-    if model.dim % model.n_heads or model.dim // model.n_heads % 2:
+    if model.head_dim and model.head_dim % 2:
+        yield Fault("model.head_dim", model.head_dim, "must be even (RoPE turns pairs)", legal=(model.head_dim - 1, model.head_dim + 1))
+    elif not model.head_dim and (model.dim % model.n_heads or model.dim // model.n_heads % 2):
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
         yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)",
                     legal=legal)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
-from titan_hydra.config.load import data_parallel, devices_here, ffn_width, processes
+from titan_hydra.config.load import data_parallel, devices_here, processes
 from titan_hydra.config.schema import Job, Model
 
 from .pipeline import microbatches
@@ -22,12 +23,9 @@ PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past ever
 
 
 def parameters(model: Model) -> int | None:
-    """Count the parameters of a model of the package's own families; None for any other family."""
-    if model.family != "llama3":
-        return None
-    head = model.dim // model.n_heads
-    block = 2 * model.dim * head * (model.n_heads + model.n_kv_heads) + 3 * model.dim * ffn_width(model) + 2 * model.dim
-    return model.n_layers * block + model.dim + model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+    """Count the parameters of a model; None if its family cannot without torch."""
+    count = family_of(model).parameters
+    return count(model) if count else None
 
 
 def of_a_rank(job: Job) -> dict[str, float]:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors
 from titan_hydra.config.files import similar
-from titan_hydra.config.schema import Job, Model
+from titan_hydra.config.schema import Job
 
 FIXED_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipe_v": 2}  # stages on each rank, where the schedule leaves no choice
 V_SHAPED = ("zbv", "dualpipe_v")  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
@@ -38,19 +39,14 @@ def stages_of_ranks(job: Job) -> list[list[int]]:
     return [list(range(rank, stages, pp)) for rank in range(pp)]
 
 
-def module_names(model: Model) -> list[str]:
-    """Return the modules that a model can be split between, in forward order."""
-    return ["tok_embeddings", *(f"layers.{block}" for block in range(model.n_layers)), "norm", "output"]
-
-
 def modules_of_stages(job: Job) -> list[list[str]]:
     """Return the names of the modules of each stage, split by explicit names, by a number of blocks, or balanced."""
-    names = module_names(job.model)
+    names = family_of(job.model).modules(job.model)
     if job.pp_schedule.split:
         firsts = [names.index(name) for name in job.pp_schedule.split]
     else:
-        blocks = blocks_of_stages(job)
-        firsts = [1 + sum(blocks[: stage + 1]) for stage in range(len(blocks) - 1)]
+        blocks, first = blocks_of_stages(job), next(place for place, name in enumerate(names) if "." in name)
+        firsts = [first + sum(blocks[: stage + 1]) for stage in range(len(blocks) - 1)]
     return [names[first:last] for first, last in zip([0, *firsts], [*firsts, len(names)], strict=True)]
 
 
@@ -243,11 +239,11 @@ def split_covers_the_model(job: Job) -> Iterator[Fault]:
     """The stages follow each other in the order of the modules and cover the whole model."""
     schedule, stages, layers = job.pp_schedule, stage_count(job), job.model.n_layers
     if schedule.split:
-        names = module_names(job.model)
+        names = family_of(job.model).modules(job.model)
         for name in schedule.split:
             if name not in names[1:]:
-                yield Fault("pp_schedule.split", schedule.split, f"a later stage cannot begin with {name}; it can with layers.1 to "
-                            f"layers.{layers - 1}, norm or output")
+                yield Fault("pp_schedule.split", schedule.split, f"a later stage cannot begin with {name}; it can with "
+                            f"{names[1]} to {names[-3]}, {names[-2]} or {names[-1]}")
                 return
         if len(schedule.split) != stages - 1:
             yield Fault("pp_schedule.split", schedule.split, f"{stages} stages take {counted(stages - 1, 'name')}, the first module of "

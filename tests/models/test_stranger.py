@@ -1,0 +1,162 @@
+"""A stranger's family in an empty folder, as docs/extend.md says: refused where it must be, right on every layout, converted."""
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.commands import convert as convert_command
+from titan_hydra.config import compose_job, from_dict, identity, to_dict
+from titan_hydra.config.family import FAMILIES, Family, register
+from titan_hydra.config.schema import Job
+from titan_hydra.models import build
+from titan_hydra.models.init import init_weights
+from titan_hydra.verify.matrix import case
+from titan_hydra.verify.verify import verify
+
+ROOT = Path(__file__).parents[2]
+OF_SQUARED = ("train.imports=[squared]", "model=qwen3_debug", "model.family=squared")
+BARE = '''"""A family with nothing but a model."""
+from squared import SquaredConfig
+
+from titan_hydra.models import Family, register
+
+register(Family("bare", SquaredConfig, model="squared.model:Squared"))
+'''
+LAYOUTS = {
+    "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"), "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
+    "pp 2": (2, "parallelism=pp", "data.local_batch=16"), "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
+    "fsdp_tp 4": (4, "parallelism=fsdp_tp", "parallelism.tp=2", "data.local_batch=8"),
+    "fsdp_pp 4": (4, "parallelism=fsdp_pp", "data.local_batch=8"),
+    "tp 2 without sequence parallel": (2, "parallelism=tp", "parallelism.sequence_parallel=off", "data.local_batch=16"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with nothing in it but the files of docs/extend.md, on the path of Python, and a family that lacks most parts."""
+    folder = tmp_path_factory.mktemp("stranger")
+    text = (ROOT / "docs" / "extend.md").read_text()
+    blocks = re.findall(r"`(squared/\w+\.py)`.*?```python\n(.*?)```", text, re.S)
+    assert [name for name, _ in blocks] == [f"squared/{part}.py" for part in ("__init__", "model", "sharding", "hf")]
+    for name, code in blocks:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+    (folder / "bare.py").write_text(BARE)
+    known = dict(FAMILIES)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    FAMILIES.clear()
+    FAMILIES.update(known)
+
+
+def launched(folder, *words):
+    """The one line on which launch.py ends with status 2, before anything is written."""
+    run = subprocess.run([sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stdout + run.stderr
+    assert not (folder / "runs").exists()
+    return run.stderr
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["train.imports=[bare]", "model.family=bare", "parallelism=tp"], "parallelism.tp=2: family bare has no tensor-parallel sharding"),
+    (["train.imports=[squared]", "model.family=squared", "model.heda_dim=64"], "model.heda_dim=64: no such key; nearest legal: "
+                                                                               "model.head_dim"),
+    (["train.imports=[nowhere]"], "train.imports=[nowhere]: there is no module nowhere"),
+    (["train.imports=[squared]", "model.family=sqared"], "model.family=sqared: no such model; nearest legal: squared"),
+])
+def test_what_a_stranger_gets_wrong_is_one_line_before_the_start(folder, words, line):
+    assert line in launched(folder, "model=qwen3_debug", "gpus=2", *words)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("model.power=x", "model.power=x: "), ("model.power=9", "model.power=9.0: must be"),
+    ("model.multiple_of=9", "model.multiple_of=9: no such key"),
+    ("model.powr=2", "model.powr=2: no such key; nearest legal: model.power"),
+])
+def test_its_key_is_typed_and_bounded(folder, words, line):
+    with pytest.raises(ConfigError) as error:
+        compose_job(*OF_SQUARED, words)
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_its_key_is_part_of_the_run(folder):
+    jobs = [compose_job(*OF_SQUARED, f"model.power={power}") for power in ("2", "2.0", "3")]
+    assert [job.model.power for job in jobs] == [2.0, 2.0, 3.0]
+    hashes = [identity(job) for job in jobs]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert from_dict(Job, json.loads(json.dumps(to_dict(jobs[2])))) == jobs[2]
+
+
+@pytest.mark.parametrize(("code", "line"), [
+    ("import torch_of_another_name", "ModuleNotFoundError: No module named 'torch_of_another_name'"), ("1 / 0", "ZeroDivisionError"),
+    ("def", "SyntaxError"),
+])
+def test_a_module_that_cannot_be_imported_is_a_fault(folder, code, line):
+    name = f"broken_{len(code)}"
+    (folder / f"{name}.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"train.imports=\[{name}\]: {name} cannot be imported.*{re.escape(line)}") as error:
+        compose_job(f"train.imports=[{name}]")
+    assert "\n" not in str(error.value)
+    assert ("where torch may be missing" in str(error.value)) == ("torch" in code)
+
+
+def test_a_name_is_given_once():
+    register(FAMILIES["llama3"])
+    with pytest.raises(ConfigError, match="taken"):
+        register(Family("llama3", FAMILIES["llama3"].config, model="squared.model:Squared"))
+
+
+def test_six_layouts_learn_what_one_process_learns(folder):
+    cases = [case(name, ranks, *words, base=(*OF_SQUARED, "model.head_dim=16", "model.power=3"), gradients=2e-5)
+             for name, (ranks, *words) in LAYOUTS.items()]
+    for outcome in verify(cases, steps=2):
+        assert outcome.passed, outcome
+
+
+@pytest.mark.slow
+def test_it_trains_and_learns_on_two_ranks(folder, tmp_path):
+    words = [*OF_SQUARED, "precision=fp32", "gpus=2", "steps=20", "data.seq_len=64", "optimizer.lr=3e-3", f"paths.runs={tmp_path}"]
+    run = subprocess.run([sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_convert_goes_both_ways(folder, tmp_path):
+    job = compose_job(*OF_SQUARED, "model.n_layers=2", "model.dim=64", "model.power=3")
+    model = build(job.model, 8)
+    init_weights(model, job.model, seed=0)
+    step = tmp_path / "run/checkpoints/step-00000001"
+    dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
+    (tmp_path / "run/config.json").write_text(json.dumps(to_dict(job) | {"tokenizer": None}))
+    convert(tmp_path / "run", "--to", "hf", tmp_path / "hf", "--dtype", "float32")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["power"] == 3
+    convert(tmp_path / "hf", "--from", "hf", tmp_path / "back", "--imports", "squared")
+    state = {"model": {name: torch.empty_like(value) for name, value in model.state_dict().items()}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "back"), no_dist=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(state["model"][name], value), name
+    assert json.loads((tmp_path / "back/config.json").read_text())["model"]["power"] == 3
+
+
+def test_a_family_without_names_there_is_not_converted(folder, tmp_path):
+    job = compose_job("train.imports=[bare]", "model=qwen3_debug", "model.family=bare")
+    step = tmp_path / "checkpoints/step-00000001"
+    dcp.save({"model": {}}, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(job)))
+    with pytest.raises(ConfigError, match=r"model\.family=bare: has no Hugging Face format"):
+        convert(tmp_path, "--to", "hf", tmp_path / "hf")
+
+
+def convert(*words):
+    parser = argparse.ArgumentParser()
+    convert_command.add_arguments(parser)
+    assert convert_command.main(parser.parse_args([str(word) for word in words])) == 0

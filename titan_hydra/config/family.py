@@ -1,0 +1,102 @@
+"""Model families by name: the record of what each is made of, and the registry that `model.family` picks from. Imports no torch.
+
+The package's own families stand in folders of titan_hydra/models and register themselves as those of a user's module (`train.imports`) do.
+"""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_hydra.base.errors import ConfigError
+
+from .fault import suggest
+from .schema import Model
+
+OWN = ("titan_hydra.models.llama3", "titan_hydra.models.qwen3")
+FAMILIES: dict[str, Family] = {}
+
+
+def decoder_modules(config: Model) -> list[str]:
+    """Return the modules of a decoder in running order: the embedding, the blocks, the last norm, the head."""
+    return ["tok_embeddings", *(f"layers.{block}" for block in range(config.n_layers)), "norm", "output"]
+
+
+def decoder_blocks(module: Any) -> Mapping[str, Any]:
+    """Return the blocks of a decoder, or of one stage of it, by number."""
+    return module.layers
+
+
+def decoder_flops(config: Model, seq_len: int, parameters: int) -> int:
+    """Return the FLOPs of forward and backward for one token, counted as TorchTitan does: 6 per weight, 12 * layers * heads * head width *
+    seq_len for attention.
+
+    An embedding is a look-up and costs nothing, unless it is also the head. No causal discount, no recomputation.
+    """
+    lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    return 6 * (parameters - lookups) + 12 * config.n_layers * config.n_heads * config.head_width * seq_len
+
+
+def decoder_parameters(config: Model) -> int:
+    """Return the number of parameters of a decoder with gated feed-forwards and two norms a block; a tied weight counts once."""
+    attention = 2 * config.dim * config.head_width * (config.n_heads + config.n_kv_heads)
+    block = attention + 3 * config.dim * config.ffn_width + 2 * config.dim
+    return config.n_layers * block + config.dim + config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+
+
+def place_of(name: str, modules: list[str]) -> int | None:
+    """Return the place in the running order of the module that a parameter or a part belongs to, by name; None if it is in none of them."""
+    return next((place for place, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model family is made of. A part that needs torch may be given as "package.module:name" and is then imported where it is used.
+
+    All but the first three have defaults: those of a decoder with the modules tok_embeddings, layers, norm and output.
+    """
+
+    name: str  # what model.family says
+    config: type[Model]  # its keys
+    model: Callable | str  # (config, seq_len): the module, whole
+    sharding: Callable | str | None = None  # (Parallelism, Norm, Linears): its Plan; None: tensor parallelism is refused
+    hf: Any = None  # models.hf.HuggingFace: names there and its config.json; None: conversion is refused
+    modules: Callable[[Any], list[str]] = decoder_modules  # (config): names in running order; "layers.3" is block 3
+    blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks  # (module or stage): what FSDP, checkpointing and compile wrap, by number
+    parameters: Callable[[Any], int] | None = None  # (config): their number, where it is wanted without torch; None: not known
+    flops: Callable[[Any, int, int], int] = decoder_flops  # (config, seq_len, parameters): of a token, forward and backward
+
+    def part(self, name: str) -> Any:
+        """Return the model, the sharding or the Hugging Face side, imported if it was given by name."""
+        value = getattr(self, name)
+        if not isinstance(value, str):
+            return value
+        module, _, attribute = value.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+def register(family: Family) -> None:
+    """Add a family under the name that `model.family` gives. Raises ConfigError if another family has the name."""
+    if FAMILIES.setdefault(family.name, family) != family:
+        raise ConfigError(f"model.family={family.name}: this name is taken")
+
+
+def families() -> dict[str, Family]:
+    """Return all families that are registered, the package's own among them."""
+    for module in OWN:
+        importlib.import_module(module)
+    return FAMILIES
+
+
+def family_of(config: Model) -> Family:
+    """Return the family of a model. Raises ConfigError if there is none of that name."""
+    return family_named(config.family)
+
+
+def family_named(name: Any) -> Family:
+    """Return a family by its name. Raises ConfigError if there is none."""
+    known = families()
+    if name not in known:
+        raise ConfigError(f"model.family={name}: no such model; nearest legal: {' or '.join(suggest(str(name), known) or known)}")
+    return known[name]

@@ -1,0 +1,47 @@
+"""The keys of every model family. Those of one family alone stand in a dataclass that extends them (titan_hydra/models/*/config.py)."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .fault import Fault
+from .field import key
+from .ranges import COUNT, NAME, POSITIVE, WIDTH, WORD, Interval
+
+
+@dataclass
+class Model:
+    name: str = key(..., "which option of conf/model this is", NAME)
+    family: str = key("llama3", "model family: a folder of titan_hydra/models, or one that train.imports registers", WORD)
+    vocab_size: int = key(..., "rows of the embedding and of the output head", Interval(1, 2**24))
+    dim: int = key(..., "width of the residual stream", WIDTH)
+    n_layers: int = key(..., "number of transformer blocks", Interval(1, 10_000))
+    n_heads: int = key(..., "query heads", WIDTH)
+    n_kv_heads: int = key(..., "key/value heads; fewer than n_heads is grouped-query attention", WIDTH)
+    head_dim: int | None = key(None, "width of a head; null: dim / n_heads", WIDTH, late=True)
+    ffn_dim: int | None = key(None, "width of the feed-forward; null: the family's rule", WIDTH, late=True)
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm", Interval(0, 1, open_low=True))
+    rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
+    max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
+    tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
+    attention: str = key("auto", "SDPA back end", choices=("auto", "cudnn", "flash", "efficient", "math"))
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """The width of the feed-forward: 4 * dim, if neither the family nor ffn_dim says otherwise."""
+        return self.ffn_dim or 4 * self.dim
+
+    def arithmetic(self) -> dict[str, Any]:
+        """Return what decides which function the weights compute, by key: models that differ here cannot exchange weights."""
+        others = ("name", "family", "max_seq_len", "attention")
+        return {**vars(self), "head_dim": self.head_width, "ffn_dim": self.ffn_width} | dict.fromkeys(others)
+
+    def faults(self) -> Iterator[Fault]:
+        """Yield what is wrong with the family's own keys beyond their ranges."""
+        yield from ()

@@ -1,0 +1,104 @@
+"""Translate a family to and from Hugging Face: the names of its weights, and its config.json."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_hydra.base.errors import ConfigError
+
+from . import Model, build, family_of
+
+DECODER = {  # names of a decoder made of layers.py, there
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
+}
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A family's other side. Weights are exchanged one to one, unchanged."""
+
+    model_type: str  # in config.json
+    names: dict[str, str]  # of modules outside the blocks, and of those within one
+    to_config: Callable[[Any, torch.dtype], dict]  # (model section, dtype of the weights): config.json without token ids
+    from_config: Callable[[dict, Path], Model]  # (config.json, its file): the model section; raises ConfigError for what cannot be had
+
+    def name(self, fqn: str) -> str:
+        """Return Hugging Face's name of the parameter `fqn`."""
+        if not fqn.startswith("layers."):
+            return f"{self.names[fqn.removesuffix('.weight')]}.weight"
+        _, layer, part = fqn.removesuffix(".weight").split(".", 2)
+        return f"model.layers.{layer}.{self.names[part]}.weight"
+
+
+def hf_of(config: Model) -> HuggingFace:
+    """Return the Hugging Face side of a model's family. Raises ConfigError if it has none."""
+    side = family_of(config).part("hf")
+    if side is None:
+        raise ConfigError(f"model.family={config.family}: has no Hugging Face format")
+    return side
+
+
+def parameter_shapes(config: Model) -> dict[str, torch.Size]:
+    """Return the shape of every parameter by name, from the embedding to the head."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in build(config, 1).named_parameters()}
+
+
+def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
+    """Return what the config.json of every decoder has, without its type and token ids."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": config.max_seq_len,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of every decoder for a config.json (old and new spelling of RoPE). Raises ConfigError if it has another value than
+    `only`.
+    """
+    for key, value in {"hidden_act": "silu", "attention_bias": False, **only}.items():
+        if data.get(key, value) != value:
+            raise ConfigError(f"{file}: {key}={data[key]}: only {value} can be converted")
+    dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data)
+    head_dim = data.get("head_dim")
+    return {
+        "name": file.parent.name,
+        "vocab_size": data["vocab_size"],
+        "dim": dim,
+        "n_layers": data["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": data.get("num_key_value_heads") or heads,
+        "head_dim": None if head_dim and head_dim * heads == dim else head_dim,
+        "ffn_dim": data["intermediate_size"],
+        "norm_eps": data["rms_norm_eps"],
+        "rope_theta": float(data.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+        "max_seq_len": data["max_position_embeddings"],
+        "tie_embeddings": data.get("tie_word_embeddings", False),
+    }
+
+
+def rope_of(data: dict) -> dict:
+    """Return the part of a config.json about rotary positions, in the old or the new spelling."""
+    return data.get("rope_scaling") or data.get("rope_parameters") or {}

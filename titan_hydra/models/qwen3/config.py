@@ -1,0 +1,18 @@
+"""The keys of Qwen3: those of every family. Imports no torch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_hydra.config.ranges import WIDTH
+from titan_hydra.config.schema import Model, key
+from titan_hydra.models import decoder_parameters
+
+
+@dataclass
+class Qwen3Config(Model):
+    ffn_dim: int = key(..., "width of the feed-forward", WIDTH)
+
+
+def parameters(config: Qwen3Config) -> int:
+    """Return the number of parameters: a decoder's, and two norms of a head's width in each block."""
+    return decoder_parameters(config) + config.n_layers * 2 * config.head_width
