@@ -64,7 +64,7 @@ class Outcome:
     loss: float
     norm: float
     gradients: float  # of the worst parameter at the first step
-    weights: float  # of the worst parameter after the last step, relative to how far it has moved
+    weights: float  # of the worst parameter after the last step, less what rounding explains, relative to how far it has moved
     worst: str  # the parameters that these two are of
     start: int  # initial tensors that differ in any bit
     drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
@@ -189,11 +189,22 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     """Return the relative differences of a run from its reference."""
     gradients = {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()}
-    weights = {name: _relative(run.weights[name] - weight, weight - reference.start[name]) for name, weight in reference.weights.items()}
+    steps, start = len(run.losses), reference.start
+    weights = {name: _moved(run.weights[name], weight, start[name], steps) for name, weight in reference.weights.items()}
     (worst, off), (last, moved) = (max(values.items(), key=lambda item: item[1]) for values in (gradients, weights))
-    start = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
+    changed = sum(not torch.equal(run.start[name], weight) for name, weight in start.items())
     return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off, moved,
-                   f"gradient of {worst}, weight {last}", start, run.drift, run.rounded)
+                   f"gradient of {worst}, weight {last}", changed, run.drift, run.rounded)
+
+
+def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
+    """Return how far a weight is from the reference's, relative to how far that one has moved.
+
+    Every update rounds a float32 weight by up to 2**-24 of it. That is not counted: SGD moves a norm's weight of 1 by little more.
+    """
+    rounding = steps * 2.0**-24 * reference.double().norm()
+    difference = (weight.double() - reference.double()).norm()
+    return _relative((difference - rounding).clamp(min=0) if difference.isfinite() else difference, reference - start)
 
 
 def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
