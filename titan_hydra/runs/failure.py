@@ -13,8 +13,7 @@ from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
 from titan_hydra.base.run import rank_files
 from titan_hydra.config.files import read_json
 
-from . import accounting, hints
-from . import hang
+from . import accounting, hang, hints
 from .records import last_lines
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
