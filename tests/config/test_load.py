@@ -110,6 +110,18 @@ def test_an_error_of_ours_is_not_explained_away():
     assert explain(ZeroDivisionError("bug")) is None
 
 
+def test_a_config_json_of_version_0_1_is_the_same_job():
+    """It has an empty `model.extra`, which every hash of then contains, and no widths of heads and feed-forward."""
+    job = compose_job("model=llama3_8b", "gpus=8", "cluster.gpus_per_node=8", "cluster.executor=slurm")
+    data = to_dict(job)
+    data["model"]["extra"] = {}
+    del data["model"]["head_dim"], data["model"]["ffn_dim"]
+    assert from_dict(Job, data) == job
+    assert identity(job) == "9d8b153a"
+    data["model"]["extra"] = {"head_dim": 64}  # of a family of the user's own
+    assert from_dict(Job, data).model.head_dim == 64
+
+
 def test_config_json_holds_the_whole_job():
     job = compose_job()
     assert from_dict(Job, to_dict(job)) == job

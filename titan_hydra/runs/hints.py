@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_hydra.base.errors import Kind
+from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.files import read_json
@@ -61,8 +61,8 @@ def less_memory(job: Job) -> Iterator[str]:
 
 
 def job_of(directory: Path) -> Job | None:
-    """Return the job of a run directory; None if its config.json is missing or was written by another version."""
+    """Return the job of a run directory; None if its config.json is missing, was written by another version, or names modules not here."""
     try:
         return from_dict(Job, read_json(directory / "config.json"))
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, ConfigError):
         return None
