@@ -73,6 +73,7 @@ class Composer:
     def _with_options(self, overrides: list[Override]) -> DictConfig:
         """Compose the configuration with these options. The result is a copy that the caller may change."""
         from hydra.core.override_parser.types import OverrideType
+        from omegaconf import OmegaConf
 
         changes = {override.get_key_element(): override for override in overrides if override.type is OverrideType.CHANGE}  # the last ones
         overrides = [override for override in overrides if changes.get(override.get_key_element(), override) is override]
@@ -82,7 +83,10 @@ class Composer:
             return pickle.loads(self._by_hydra(overrides).pickled)
         config = pickle.loads(self._by_hydra(others).pickled)
         for group, override in plain.items():
-            config[group] = self._by_hydra([*others, override]).config[group]  # a copy
+            part = self._by_hydra([*others, override]).config[group]
+            config[group] = part  # a copy, but without its flags
+            if not OmegaConf.is_struct(part):
+                OmegaConf.set_struct(config[group], False)
         return config
 
     def _by_hydra(self, overrides: list[Override]) -> Composition:

@@ -81,6 +81,9 @@ def _model_faults(data: dict) -> Iterator[Fault]:
     train, section = data.get("train"), data.get("model")
     if not isinstance(train, dict) or not isinstance(train.get("imports"), list) or not isinstance(section, dict):
         return  # `_key_faults` names the key that is missing
+    if not all(isinstance(module, str) for module in train["imports"]):
+        yield Fault("train.imports", train["imports"], "must be a list of words, not of lists or tables")
+        return
     if faults := load_user_modules(train["imports"]):
         yield from faults
         return

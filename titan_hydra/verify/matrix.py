@@ -259,8 +259,9 @@ MATRIX = [
     case("qwen3, cp 2, tp 2, pp 2", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", slow=True,
          base=QWEN),
     case("qwen3, simple_fsdp 2", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True, base=QWEN),
+    # The gradient of a head's norm is a small sum of large terms, rounded on each rank before they are added: 1.03e-2 on two.
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
-           **BF16 | {"base": (*QWEN, "precision=bf16")}) for layout, batch in (("fsdp", 8), ("tp", 16))),
+           **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, *ROWWISE["base"])),
 
     # Head and loss in one, chunk by chunk
