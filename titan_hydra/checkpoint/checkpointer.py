@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError
+from titan_hydra.base.private import is_spent
 from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Checkpoint, Model
 from titan_hydra.runs import checkpoints
@@ -153,7 +154,7 @@ class Checkpointer:
                 flight.written.set_exception(error)
             flight.seconds = time.perf_counter() - flight.began
             return
-        if not self.stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 empties a stager after each copy
+        if is_spent(self.stager):
             self.stager.close()
             self.stager = self._new_stager()
         if torch.cuda.is_available():

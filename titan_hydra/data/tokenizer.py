@@ -48,11 +48,11 @@ class Tokenizer:
 
 def load(config: schema.Tokenizer) -> Tokenizer:
     """Load the tokenizer of a job. Raises ConfigError if its file is missing or is not of the kind in tokenizer.name."""
-    path, content = _read(config)
+    path, content = read_content(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
 
-def _read(config: schema.Tokenizer) -> tuple[Path, bytes]:
+def read_content(config: schema.Tokenizer) -> tuple[Path, bytes]:
     if config.name != "embedded" and not config.path:
         wanted = "tokenizer.json" if config.name == "hf" else "tokenizer.model"
         raise ConfigError(f"tokenizer.path=null: tokenizer={config.name} needs the path of a {wanted}")
@@ -66,7 +66,7 @@ def _read(config: schema.Tokenizer) -> tuple[Path, bytes]:
 def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
     import tiktoken
 
-    ranks = _ranks(path, content)
+    ranks = read_ranks(path, content)
     specials = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIALS)}
     encoding = tiktoken.Encoding(path.name, pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials)
 
@@ -79,7 +79,7 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
                      eos_id=specials["<|end_of_text|>"], sha256=hashlib.sha256(content).hexdigest())
 
 
-def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
+def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """Return the rank of every token's bytes. Ranks must be 0, 1, 2, ... so that the special tokens' ids follow."""
     try:
         lines = [line.split() for line in content.splitlines() if line]

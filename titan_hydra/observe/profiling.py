@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from titan_hydra.base.private import dump_memory_snapshot, record_memory_history
 from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Profiling
 
@@ -88,8 +89,8 @@ class Profiler:
         trace = self.folder / f"trace_{rank}.json.gz"
         profiler.export_chrome_trace(str(trace))
         if self.memory(False):
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory_snapshot(str(self.folder / f"memory_{rank}.pickle"))
+            record_memory_history(enabled=None)
         summary = self.folder / (f"summary_{rank}.txt" if rank else "summary.txt")
         # Started by path with -P, so that it is this file, wherever the rank's code is.
         self.summary = subprocess.Popen([sys.executable, "-P", str(Path(__file__).with_name("trace.py")), str(trace), str(summary)])
@@ -99,7 +100,7 @@ class Profiler:
         """Start or stop the history of allocations, on CUDA. Returns whether there is one."""
         wanted = self.config.memory and self.device.type == "cuda"
         if wanted and on:
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+            record_memory_history(max_entries=1_000_000, stacks="python")
         return wanted
 
 

@@ -16,12 +16,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _Action,
-    _ComputationType,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
 )
 
+from titan_hydra.base.private import Action, ComputationType, PipelineSchedule, PipelineScheduleRuntime, load_csv
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 
@@ -30,9 +27,9 @@ from .mesh import Mesh
 SCHEDULES = {
     "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble, "dualpipe_v": ScheduleDualPipeV,
-    "csv": _PipelineScheduleRuntime,
+    "csv": PipelineScheduleRuntime,
 }
-FORWARD = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV_F)
 
 
 class Stage(PipelineStage):
@@ -84,7 +81,7 @@ class Pipeline:
     def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
         """Return the summed loss of a local batch, 0 if another rank has the last stage. Call with gradients off."""
         self.tokens, losses = torch.ones((), device=self.device), []
-        with forward_only(self.schedule):
+        with forward_only(self.schedule, self.stages):
             self.schedule.eval(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
         return self._sum(losses)
 
@@ -98,7 +95,7 @@ class Pipeline:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
-def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> _PipelineSchedule:
+def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineSchedule:
     """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by the tokens of the global
     batch.
     """
@@ -106,23 +103,23 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
     single = name in ("gpipe", "1f1b")
     schedule = SCHEDULES[name](stages[0] if single else stages, n_microbatches=layout.microbatches(job), loss_fn=loss, scale_grads=False)
     if name == "csv":
-        schedule._load_csv(job.pp_schedule.csv)
+        load_csv(schedule, job.pp_schedule.csv)
     return schedule
 
 
 @contextlib.contextmanager
-def forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
+def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[None]:
     """Remove everything but the forward from a schedule while the block runs.
 
     torch's own eval also walks through the backward actions, which fails in a V schedule where two adjacent stages are on one rank. The
     remaining sends and receives still match, as those of a microbatch's backward are removed on both sides.
     """
-    if not isinstance(schedule, _PipelineScheduleRuntime):
+    if not isinstance(schedule, PipelineScheduleRuntime):
         yield
         return
     whole = schedule.pipeline_order_with_comms
-    own = sorted({stage.stage_index for stage in schedule._stages})
-    gather, free = ([_Action(stage, kind) for stage in own] for kind in (_ComputationType.UNSHARD, _ComputationType.RESHARD))
+    own = sorted({stage.stage_index for stage in stages})
+    gather, free = ([Action(stage, kind) for stage in own] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD))
     forward = [part for action in whole[schedule.rank] for part in action.sub_actions or (action,) if part.computation_type in FORWARD]
     schedule.pipeline_order_with_comms = whole | {schedule.rank: [*gather, *forward, *free]}
     try:
