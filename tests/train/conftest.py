@@ -69,7 +69,7 @@ def _rank(config: dict, directory: Path, attempt: Path, rank: int) -> None:
     import torch
 
     from titan_hydra.base.errors import RunError
-    from titan_hydra.train.trainer import train
+    from titan_hydra.train.loop import train
 
     torch.set_num_threads(1)
     job = from_dict(Job, config)

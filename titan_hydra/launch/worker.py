@@ -135,9 +135,9 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
         print("loading torch", flush=True)  # some seconds, on a busy machine many
     store = _rendezvous(folder / "rendezvous", group)
 
-    from titan_hydra.train import trainer
+    from titan_hydra.train.loop import train
 
-    trainer.train(job, Run(home, folder, group.rank, place.local_rank, group.ranks, store, replica))
+    train(job, Run(home, folder, group.rank, place.local_rank, group.ranks, store, replica))
 
 
 def _group_of(job: Job, place: Place, directory: Path) -> tuple[int, Place]:

@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.base.run import Run
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
-from titan_hydra.data.loader import Batch
+from titan_hydra.data.loader import IGNORED, Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.llama3 import document_positions
 from titan_hydra.parallel.mesh import local_part
-from titan_hydra.train.loss import IGNORED
 from titan_hydra.train.optimizer import set_lr
 from titan_hydra.train.spec import spec_of
 from titan_hydra.train.trainer import Trainer, build
