@@ -74,6 +74,7 @@ INHERITED = {
     ("launch/local.py", "_forward_signal"): "submitit.local.local:Controller",
     ("launch/local.py", "_submit_command"): "submitit.local.local:LocalExecutor",
     ("launch/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
+    ("parallel/norm.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
     ("parallel/pipeline.py", "_validate_fwd_outputs"): None,  # of torch 2.11 alone, as the next
     ("parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
     ("parallel/simple_fsdp.py", "_parameters"): None,  # of a module, not of its class

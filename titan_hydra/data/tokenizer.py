@@ -12,15 +12,11 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.files import tokenizer_file
+from titan_hydra.config.files import LLAMA3_SPECIALS, size_of_hf, tokenizer_file
 
-# How Llama 3 cuts text into words before it merges bytes, and the 256 special tokens that follow the ranks, in Meta's order.
+# How Llama 3 cuts text into words before it merges bytes.
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-LLAMA3_SPECIALS = [
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|reserved_special_token_2|>", "<|reserved_special_token_3|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|reserved_special_token_4|>", "<|eot_id|>", *(f"<|reserved_special_token_{i}|>" for i in range(5, 251))]
 
 # tiktoken's regular expression gives up (a Rust panic) on about a million blanks in a row; longer runs are cut here first.
 MANY_BLANKS = 400_000
@@ -109,7 +105,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
                           "and no eos_token in a tokenizer_config.json beside it")
     return Tokenizer(lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
                      lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-                     _size(spec["model"]["vocab"], spec.get("added_tokens", [])),
+                     size_of_hf(spec),
                      bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
                      eos_id=eos, sha256=hashlib.sha256(content).hexdigest())
 
@@ -133,9 +129,3 @@ def _json(path: Path, content: bytes) -> dict:
         raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json"
                           + ("; for a tokenizer.model take tokenizer=tiktoken" if path.suffix == ".model" else "")) from error
     return spec
-
-
-def _size(vocab: dict[str, int] | list, added: list[dict]) -> int:
-    """Return one more than the largest id; a unigram model's vocabulary is a list without ids."""
-    last = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
-    return max([last, *(token["id"] for token in added)]) + 1
