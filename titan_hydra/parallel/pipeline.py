@@ -107,6 +107,29 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
     return schedule
 
 
+def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[layout.Action]]:
+    """Return the computations of every pipeline rank in order, from torch's own list."""
+    if job.pp_schedule.name in ("gpipe", "1f1b"):
+        return [_one_stage(rank, job) for rank in range(job.parallelism.pp)]
+    order = schedule.pipeline_order
+    return [[action for step in order[rank] if step for action in _computations(step)] for rank in sorted(order)]
+
+
+def _one_stage(rank: int, job: Job) -> list[layout.Action]:
+    """Return the actions of ScheduleGPipe and Schedule1F1B. torch's own list of 1F1B has wrong microbatches on the last rank (2.13)."""
+    number = layout.microbatches(job)
+    ahead = number if job.pp_schedule.name == "gpipe" else min(number, job.parallelism.pp - rank)
+    forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
+    alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
+    return [*forward[:ahead], *alternating, *backward[number - ahead:]]
+
+
+def _computations(step: Action) -> list[layout.Action]:
+    """Return the computations of a step; one that overlaps a forward with a backward has both. What is left out is communication."""
+    parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
+    return [part for part in parts if part[1] in layout.TIME]
+
+
 @contextlib.contextmanager
 def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[None]:
     """Remove everything but the forward from a schedule while the block runs.
