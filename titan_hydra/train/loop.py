@@ -7,8 +7,8 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,85 +20,69 @@ from titan_hydra.config import identity
 from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.rules.pipeline import Action
 from titan_hydra.config.schema import Job
-from titan_hydra.data.loader import Batch, Loader
-from titan_hydra.fault_tolerance.replicas import Replicas
+from titan_hydra.data.loader import Loader
 from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel.pipeline import Pipeline, actions_of_ranks
 
+from .groups import Groups
 from .optimizer import set_lr
 from .trainer import Trainer, build
 from .world import GarbageCollection, refuse_stale, set_timeout, world
 
-if TYPE_CHECKING:
-    from titan_hydra.fault_tolerance.per_step import PerStep
 
-
-def train(job: Job, run: Run) -> None:
+def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups] = lambda *_: Groups()) -> None:
     """Train a job to its last step on this rank, resuming from the run's newest complete checkpoint if there is one.
 
     Raises NotFinite, Stopped or CheckpointError on all ranks alike.
     """
-    if job.comm.name == "fake":
-        from titan_hydra.verify import fake
-
-        fake.train(job, run)
-        return
-    with world(job, run) as device, Watchdog(job, run) as watch:
-        trainer = build(job, device)
-        watch.knows(trainer.mesh)
-        trainer.progress = watch.moves
-        replicas = None
-        if job.fault_tolerance.name == "torchft":
-            from titan_hydra.fault_tolerance.per_step import PerStep
-
-            replicas = trainer.quorum = PerStep(job, run, trainer.masters.weights, trainer.optimizers, trainer.stop_requested)
-        elif job.fault_tolerance.name != "off":
-            replicas = Replicas(job, run, trainer.masters.weights, trainer.optimizers, trainer.stop_requested)
-        checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, replicas.tensors if replicas else {})
-        start, data_state = checkpointer.resume()
-        if data_state is None and job.checkpoint.initial_load_path:
-            start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
-        first, ranks = run.replica * trainer.mesh.data_ranks, job.fault_tolerance.replicas * trainer.mesh.data_ranks
-        loader = trainer.spec.build_data(job, first + trainer.mesh.data_rank, ranks)
-        if data_state is not None:
-            loader.load(data_state)
-        if trainer.quorum is not None:
-            trainer.quorum.data_ahead = loader.state()["step"] - start
-        held_out = None
-        if job.validation.name == "on":
-            held_out = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-        listen(trainer)
-        if replicas is not None:
-            start, missed = replicas.begin(start, resumed=checkpointer.saved >= 0)
-            if missed:
-                raise Stopped("stopped before the first step")
-        metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
-        checkpointer.report = metrics.event
-        if replicas is not None:
-            replicas.report_to(metrics.event)
+    with contextlib.ExitStack() as opened:
+        loop = begin(job, run, open_groups, opened)
+        checkpointer = loop.checkpointer
+        loop.run()
+        if job.checkpoint.export_dtype:
+            checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
+        checkpointer.close()
         if run.rank == 0:
-            if isinstance(trainer.step, Pipeline):
-                record_schedule(run.home / "schedule.json", actions_of_ranks(trainer.step.schedule, job))
-            print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
-        try:
-            loop(trainer, loader, held_out, checkpointer, metrics, replicas, watch, start)
-            if job.checkpoint.export_dtype:
-                checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
-            checkpointer.close()
-            if run.rank == 0:
-                result = metrics.result(job.steps)
-                for directory in {run.directory, run.home if replicas and replicas.leads else run.directory}:
-                    write_result(job, directory, result)
-        finally:
-            if replicas is not None:
-                replicas.close()
-            for source in (loader, held_out):
-                if source is not None:
-                    source.close()
-            metrics.close()
+            result = loop.metrics.result(job.steps)
+            for directory in {run.directory, run.home if loop.groups.leads else run.directory}:
+                write_result(job, directory, result)
+
+
+def begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
+    """Build everything that the steps use, with the state of the step to continue from. `opened` closes it again."""
+    device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
+    trainer = build(job, device)
+    watch.knows(trainer.mesh)
+    trainer.progress = watch.moves
+    groups = trainer.groups = opened.enter_context(contextlib.closing(open_groups(trainer, run, watch)))
+    checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, groups.tensors)
+    start, data_state = checkpointer.resume()
+    if data_state is None and job.checkpoint.initial_load_path:
+        start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
+    rank, ranks = trainer.mesh.data_rank, trainer.mesh.data_ranks
+    loader = trainer.spec.build_data(job, run.replica * ranks + rank, job.fault_tolerance.replicas * ranks)
+    opened.enter_context(contextlib.closing(loader))
+    if data_state is not None:
+        loader.load(data_state)
+    held_out = None
+    if job.validation.name == "on":
+        held_out = opened.enter_context(contextlib.closing(trainer.spec.build_data(job, rank, ranks, split="validation")))
+    listen(trainer)
+    start, missed = groups.begin(start, loader.state()["step"], resumed=checkpointer.saved >= 0)
+    if missed:
+        raise Stopped("stopped before the first step")
+    metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
+    opened.enter_context(contextlib.closing(metrics))
+    checkpointer.report = metrics.event
+    groups.report_to(metrics.event)
+    if run.rank == 0:
+        if isinstance(trainer.step, Pipeline):
+            record_schedule(run.home / "schedule.json", actions_of_ranks(trainer.step.schedule, job))
+        print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
+    return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)
 
 
 def record_schedule(path: Path, ranks: list[list[Action]]) -> None:
@@ -108,87 +92,87 @@ def record_schedule(path: Path, ranks: list[list[Action]]) -> None:
     write_text(path, json.dumps(content) + "\n", durable=False)
 
 
-def loop(
-    trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics,
-    replicas: Replicas | PerStep | None, watch: Watchdog, start: int,
-) -> None:
-    """Run the steps after `start`, up to the last."""
-    job, clock = trainer.job, metrics.clock
-    garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model, trainer.masters.weights)
-    profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
-    step, first, batch = start, True, None
-    while step < job.steps:
-        if trainer.quorum is not None:
-            watch.at("meeting")
-            step = trainer.quorum.before_step(step)
-        step, missed = step + 1, False
-        profiler.begins(step)
-        clock.start()
-        watch.at("data", step)
-        batch = loader.next() if trainer.quorum is None else batch_of(step + trainer.quorum.data_ahead, loader, batch)
-        clock.has_data()
-        watch.at("forward, backward")
-        lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
-        share = trainer.forward_backward(batch)
-        probes.after_backward(step)
-        agreement = trainer.agree(share, trainer.measure(), [*checkpointer.votes(), len(loader.news())])
-        stop = None
-        if trainer.quorum is not None:
-            counts, stop = trainer.quorum.commits(agreement.read()[2])
-            if not counts:
-                checkpointer.wait_for_staging()  # the next quorum may replace the weights
+class Loop:
+    """The steps of a run on this rank, and all that they use."""
+
+    def __init__(self, trainer: Trainer, groups: Groups, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer,
+                 metrics: Metrics, watch: Watchdog, start: int) -> None:
+        """Take what `begin` has built; `start` is the step to continue from."""
+        self.trainer, self.groups, self.loader, self.held_out = trainer, groups, loader, held_out
+        self.checkpointer, self.metrics, self.watch, self.start, self.job = checkpointer, metrics, watch, start, trainer.job
+        self.garbage = GarbageCollection(self.job.train.gc_interval)
+        self.probes = Probes(self.job.debug, watch.run, trainer.model, trainer.masters.weights)
+        self.profiler = Profiler(self.job.profiling, watch.run, trainer.device, metrics, watch)
+        self.settled = False  # the first step of this process, which may be slow, is done
+
+    def run(self) -> None:
+        """Run the steps after `start`, up to the last."""
+        trainer, groups, watch, clock = self.trainer, self.groups, self.watch, self.metrics.clock
+        for step in groups.steps(self.start, self.job.steps):
+            self.profiler.begins(step)
+            clock.start()
+            watch.at("data", step)
+            batch = groups.batch(step, self.loader)
+            clock.has_data()
+            watch.at("forward, backward")
+            lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, self.job.steps, self.job.lr_scheduler))
+            share = trainer.forward_backward(batch)
+            self.probes.after_backward(step)
+            agreement = trainer.agree(share, trainer.measure(), [*self.checkpointer.votes(), len(self.loader.news())])
+            if not groups.commits(agreement):
+                self.checkpointer.wait_for_staging()  # the next quorum may replace the weights
                 trainer.drop_gradients()
-                step -= 1
                 continue
-        watch.at("optimizer")
-        clock.leave_out(checkpointer.wait_for_staging())
-        trainer.update(agreement)
-        loss, grad_norm, asked, (*votes, bad_shards) = agreement.read()
-        stop = asked if stop is None else stop
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            watch.at("checkpoint")
-            checkpointer.land()  # complete the pending save: it is the last one with finite weights
-            raise NotFinite(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made{probes.culprit()}")
-        clock.stop()
-        if bad_shards:
-            report_bad_shards(loader, metrics, step)
-        metrics.step(step, loss, grad_norm, lr)
-        if replicas is not None:
-            watch.at("meeting")
-            step, missed = replicas.after_step(step, loss)
-        if held_out is not None and (step % job.validation.interval == 0 or step == job.steps):
-            watch.at("validation")
-            validate(trainer, held_out, metrics, step)
+            watch.at("optimizer")
+            clock.leave_out(self.checkpointer.wait_for_staging())
+            trainer.update(agreement)
+            loss, norm, asked, (*votes, bad_shards) = agreement.read()
+            self.refuse_non_finite(step, loss, norm)
+            clock.stop()
+            if bad_shards:
+                report_bad_shards(self.loader, self.metrics, step)
+            self.metrics.step(step, loss, norm, lr)
+            step, missed = groups.after_step(step, loss)
+            self.validate(step)
+            self.save(step, votes, stop=groups.stops(asked), missed=missed)
+            self.settle()
+            self.garbage.step(step)
+        self.profiler.close()
+
+    def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
+        """Raise NotFinite, once the pending save is complete: it is the last one with finite weights."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.watch.at("checkpoint")
+            self.checkpointer.land()
+            raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
+
+    def validate(self, step: int) -> None:
+        """Measure held-out loss if it is due, always on the same samples, and record it with its own duration."""
+        config = self.job.validation
+        if self.held_out is None or (step % config.interval and step != self.job.steps):
+            return
+        self.watch.at("validation")
+        began = time.perf_counter()
+        loss = self.trainer.validate(self.held_out, config.steps)
+        self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
+        report_bad_shards(self.held_out, self.metrics, step)
+
+    def save(self, step: int, votes: list[float], stop: bool, missed: bool) -> None:
+        """Save if a checkpoint is due, or the run is to stop. Raises Stopped if it is; `missed`: a meeting of the groups was, too."""
         if stop or missed:
-            refuse_stale(watch.run)
-        watch.at("checkpoint")
-        checkpointer.after_step(step, votes, loader.state(), step == job.steps, stop or missed)
-        if missed or (stop and step < job.steps):
-            saved = "its checkpoint is written" if checkpointer.on else "nothing is saved, as checkpoint=off"
-            raise Stopped(f"stopped after step {step} of {job.steps}; {saved}")
-        if first:
-            set_timeout(job.comm.train_timeout_seconds)
-            watch.settle(job.comm.train_timeout_seconds)
-            first = False
-        garbage.step(step)
-    profiler.close()
+            refuse_stale(self.watch.run)
+        self.watch.at("checkpoint")
+        self.checkpointer.after_step(step, votes, self.loader.state(), step == self.job.steps, stop or missed)
+        if missed or (stop and step < self.job.steps):
+            saved = "its checkpoint is written" if self.checkpointer.on else "nothing is saved, as checkpoint=off"
+            raise Stopped(f"stopped after step {step} of {self.job.steps}; {saved}")
 
-
-def batch_of(step: int, loader: Loader, last: Batch | None) -> Batch:
-    """Return batch number `step`. After catching up from another replica group this may be the batch just used (the step is repeated) or
-    one further ahead (steps were skipped).
-    """
-    while last is None or loader.state()["step"] < step:
-        last = loader.next()
-    return last
-
-
-def validate(trainer: Trainer, held_out: Loader, metrics: Metrics, step: int) -> None:
-    """Measure held-out loss, always on the same samples, and record it with its own duration."""
-    began = time.perf_counter()
-    loss = trainer.validate(held_out, trainer.job.validation.steps)
-    metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
-    report_bad_shards(held_out, metrics, step)
+    def settle(self) -> None:
+        """After the first step, use the short time-outs."""
+        if not self.settled:
+            set_timeout(self.job.comm.train_timeout_seconds)
+            self.watch.settle(self.job.comm.train_timeout_seconds)
+            self.settled = True
 
 
 def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:

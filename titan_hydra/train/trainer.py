@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,11 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.stages import whole
 
+from .groups import Groups
 from .loss import TARGETS_IN_FORWARD
 from .optimizer import step as optimizer_step
 from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
-
-if TYPE_CHECKING:
-    from titan_hydra.fault_tolerance.per_step import PerStep
 
 
 class Agreement:
@@ -64,7 +61,7 @@ class Trainer:
     notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
     stop_requested: list[int] = field(default_factory=list)  # signals received
     progress: Callable[[], None] = lambda: None  # called for every local batch, for the watchdog
-    quorum: PerStep | None = None  # the other replica groups, where they learn every step together
+    groups: Groups = field(default_factory=Groups)  # the run's replica groups
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the mean loss.
@@ -76,8 +73,7 @@ class Trainer:
         tokens = onto(self.device, (batch.labels != IGNORED).sum())
         if self.mesh.batch is not None:
             dist.all_reduce(tokens, group=self.mesh.batch)
-        if self.quorum is not None:
-            self.quorum.add_up([tokens])
+        self.groups.add_up([tokens])
         tokens = tokens.clamp(min=1)
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
@@ -86,9 +82,8 @@ class Trainer:
             with tensor_parallel.loss_context(self.mesh):
                 total += self.step.forward_backward(inputs, labels, tokens, last=number == len(parts), **context)
         self.masters.take_gradients()
-        if self.quorum is not None:
-            self.quorum.add_up([total])
-            self.quorum.add_up_gradients()
+        self.groups.add_up([total])
+        self.groups.add_up_gradients()
         return total
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
