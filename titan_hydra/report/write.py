@@ -24,7 +24,7 @@ def terminal(report: Report) -> None:
         colour = dict.fromkeys(titles, "red" if flagged else "bold") if flagged or row.baseline else {}
         colours.append(colour | ({"difference": "dim"} if row.doubt else {}))
     lines = table(titles, report.texts, [title for title in titles if title not in WORDS], ("technique",), colours)
-    print(report.name, *lines, *filter(None, [report.caption]), *report.notes, sep="\n")
+    print(report.name, *lines, "", *filter(None, [report.caption]), *report.notes, sep="\n")
 
 
 def markdown(report: Report) -> str:
