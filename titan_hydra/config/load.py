@@ -15,6 +15,7 @@ from typing import Any
 from .fault import Fault, suggest
 from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
+from .user_code import digest, load_user_modules
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -70,11 +71,14 @@ def _as_written(config: Any, key: str) -> Any:
 
 
 def freeze(job: Job) -> Job:
-    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch.
+    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the digest of the user's
+    modules.
 
     Values that do not divide evenly are left as they are; `check` reports them.
     """
     job = copy.deepcopy(job)
+    if job.train.imports and job.train.sources is None:
+        job.train.sources = digest(job.train.imports)
     degrees = job.parallelism
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
     fixed = 1
@@ -185,7 +189,13 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 
 
 def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
-    """Values are within their ranges and choices, and a key is set only if the chosen option of its group reads it."""
+    """Values are within their ranges and choices, and a key is set only if the chosen option of its group reads it.
+
+    The user's modules are imported first, as they can add choices.
+    """
+    if faults := load_user_modules(job.train.imports):
+        yield from faults
+        return
     for key, spec, value, section in leaves(job):
         choices, range, only = spec.metadata["choices"], range_of(spec), spec.metadata["only"]
         for element in elements(value):

@@ -321,7 +321,10 @@ class Debug:
 
 @dataclass
 class Train:
-    imports: list[str] = key(list, "Python modules that add model families (docs/extend.md), imported on every rank", WORD)
+    imports: list[str] = key(list, "Python modules of your own that add families, data sources and more (docs/extend.md), imported before "
+                             "the checks and on every rank", WORD)
+    sources: str | None = key(None, "digest of the files of train.imports and of what they import from the same folder; filled in by "
+                              "launch.py", WORD, late=True)
     gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", COUNT,
                            identity=False)
 

@@ -20,6 +20,7 @@ from titan_hydra.base.errors import ConfigError, Exit, RunError, Stopped, Unheal
 from titan_hydra.base.run import Run, attempts_of, folders_of
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
+from titan_hydra.config.user_code import changed
 from titan_hydra.runs.failure import LAST_WORDS, describe
 from titan_hydra.runs.records import this_process
 
@@ -119,6 +120,8 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
     if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
         until_seen(attempt / "attempt.json")
     job = load_job(directory)
+    if fault := changed(job.train):
+        raise ConfigError(str(fault))
     replica, group = _group_of(job, place, directory)
     _check_claim(attempt, place)
     if (read_json(directory / "result.json") or {}).get("status") == "done":
@@ -181,7 +184,7 @@ def _check_claim(attempt: Path, place: Place) -> None:
     if submitted and place.local_rank == 0:
         from .snapshot import ROOT, copied, digest
 
-        code = digest(ROOT, copied(ROOT))
+        code = digest(copied(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
 

@@ -5,9 +5,6 @@ stays as it is. docs/extend.md shows it.
 """
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +13,7 @@ from torch import nn
 from titan_hydra import data, models, parallel
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Job
+from titan_hydra.config.user_code import load_user_modules
 from titan_hydra.data import tokenizer
 from titan_hydra.models.flops import flops_per_token
 from titan_hydra.observe.metrics import Metrics
@@ -58,15 +56,8 @@ def register(spec: TrainSpec) -> None:
 
 def spec_of(job: Job) -> TrainSpec:
     """Import the job's own modules and return the spec of its family. Raises ConfigError if there is none."""
-    if job.train.imports and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where `python launch.py` was typed; ranks start in the same folder
-    for module in job.train.imports:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module.partition(".")[0]:
-                raise
-            raise ConfigError(f"train.imports={module}: no such module on PYTHONPATH or in the folder of the command") from error
+    if faults := load_user_modules(job.train.imports):
+        raise ConfigError("\n".join(map(str, faults)))
     if job.model.family not in SPECS:
         raise ConfigError(f"model.family={job.model.family}: no such model; there are: {', '.join(SPECS)}")
     return SPECS[job.model.family]

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from math import lcm
 
 from titan_hydra.base import redact
 from titan_hydra.base.run import versions
+from titan_hydra.config import user_code
 from titan_hydra.config.fault import Fault, counted, divisors
 from titan_hydra.config.load import DEGREES, data_parallel, devices_here, ffn_width, to_dict, values_are_what_the_schema_takes, world_size
 from titan_hydra.config.schema import Job
@@ -97,11 +96,15 @@ def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
 @rule(VALUES)
 def family_is_registered(job: Job) -> Iterator[Fault]:
     """The model family is chosen by name. Families that a user's module adds are known only where it is imported, on the ranks."""
-    for module in job.train.imports:
-        if not PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]):
-            yield Fault("train.imports", job.train.imports, f"there is no module {module} on PYTHONPATH or in this folder")
     if job.model.family != "llama3" and not job.train.imports:
         yield Fault("model.family", job.model.family, "no such model", legal=("llama3",))
+
+
+@rule(VALUES)
+def user_modules_are_those_of_the_run(job: Job) -> Iterator[Fault]:
+    """The sources of the user's modules are part of the experiment: a run never continues with edited ones."""
+    if fault := user_code.changed(job.train):
+        yield fault
 
 
 @rule(VALUES)
