@@ -1,0 +1,1 @@
+"""The run directory: claims, states, failures, finding runs, manifests. Imports no torch."""
