@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.config.files import read_json
 from titan_hydra.runs import rundir
-from titan_hydra.runs.failure import LAST_WORDS
 from titan_hydra.runs.records import alive, last_record
 
 STOP_LIMIT = 30  # seconds for the ranks to reach the end of their step; while they write a checkpoint, no limit but a second Ctrl-C

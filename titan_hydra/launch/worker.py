@@ -16,12 +16,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_hydra.base.errors import ConfigError, Exit, RunError, Stopped, Unhealthy
+from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
 from titan_hydra.base.run import Run, attempts_of, folders_of
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
 from titan_hydra.config.user_code import changed
-from titan_hydra.runs.failure import LAST_WORDS, describe
+from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0

@@ -9,11 +9,12 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_hydra.config.files import read_json
+from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
 from titan_hydra.base.run import rank_files
-from titan_hydra.base.errors import KIND_OF, LAST_WORDS, Exit, Kind, RunError
+from titan_hydra.config.files import read_json
 
-from . import hang as flight, hints, accounting
+from . import accounting, hints
+from . import hang as flight
 from .records import last_lines
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import quoted, suggest
 from titan_hydra.config.files import read_json
-from titan_hydra.base.errors import ConfigError
 
 SWEEPS = "_sweeps"
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_hydra.config import Job, from_dict
-from titan_hydra.config.rules.checks import check
-from titan_hydra.config.files import read_json
 from titan_hydra.base.errors import Kind
+from titan_hydra.config import Job, from_dict
+from titan_hydra.config.files import read_json
+from titan_hydra.config.rules.checks import check
 
 if TYPE_CHECKING:
     from .failure import Failure

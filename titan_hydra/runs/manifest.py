@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+from titan_hydra.base.redact import redact
 from titan_hydra.config import identity
 from titan_hydra.config.files import read_json, write_json
-from titan_hydra.base.redact import redact
 
 from .find import SWEEPS
 

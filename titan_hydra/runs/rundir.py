@@ -22,11 +22,11 @@ from importlib import metadata
 from pathlib import Path
 
 import titan_hydra
-from titan_hydra.config import Job, identity, to_dict
-from titan_hydra.config.files import read_json, write_json, write_text
+from titan_hydra.base.errors import Exit
 from titan_hydra.base.redact import redact
 from titan_hydra.base.run import attempts_of, rank_files, versions
-from titan_hydra.base.errors import Exit
+from titan_hydra.config import Job, identity, to_dict
+from titan_hydra.config.files import read_json, write_json, write_text
 
 from . import slurm
 from .failure import Failure, guilty

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
-from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.sweep import differing
 
 from . import find, rundir
