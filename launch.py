@@ -2,4 +2,4 @@
 from titan_hydra.launch.main import launch
 
 if __name__ == "__main__":
-    launch()
+    launch(__file__)

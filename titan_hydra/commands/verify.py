@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
     parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the random jobs (default: 0)")
-    parser.add_argument("--write", type=Path, metavar="FILE", default=CONF.parent / "docs" / "acceptance.md",
+    docs = CONF.parent / "docs"  # of a checkout
+    parser.add_argument("--write", type=Path, metavar="FILE", default=(docs if docs.is_dir() else Path()) / "acceptance.md",
                         help="where the table is written when the whole matrix ran (default: docs/acceptance.md)")
 
 

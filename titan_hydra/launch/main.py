@@ -1,6 +1,7 @@
 """What launch.py does: compose every cell of its command line with Hydra, then check, place and start them together."""
 import os
 import sys
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,8 +28,13 @@ def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
     cells.extend(expand(config, overrides, faults))
 
 
-def launch() -> None:
-    """Run the command line in sys.argv, and exit with its status."""
+def launch(script: str) -> None:
+    """Run the command line in sys.argv, and exit with its status. The conf/ beside the script adds options to the package's own, as
+    --config-dir does.
+    """
+    own = Path(script).resolve().parent / "conf"
+    if own.is_dir() and own != CONF and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:]):
+        sys.argv[1:1] = [f"--config-dir={own}"]
     try:
         sys.exit(main())
     except KeyboardInterrupt:  # while composing; nothing has started yet

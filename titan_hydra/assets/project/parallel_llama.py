@@ -1,0 +1,19 @@
+"""Llama 3 whose blocks run attention and feed-forward side by side, as in GPT-J and PaLM."""
+from titan_hydra.models.llama3 import Block, Llama3
+from titan_hydra.train.spec import TrainSpec, register
+
+
+class ParallelBlock(Block):
+    def forward(self, x, rotary, mask=None):
+        h = self.attention_norm(x)
+        return x + self.attention(h, rotary, mask) + self.feed_forward(self.ffn_norm(x))
+
+
+class ParallelLlama(Llama3):
+    def __init__(self, config, seq_len):
+        super().__init__(config, seq_len)
+        for block in self.layers.values():
+            block.__class__ = ParallelBlock
+
+
+register(TrainSpec("parallel_llama", ParallelLlama))
