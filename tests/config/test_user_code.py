@@ -1,8 +1,10 @@
 """Which files belong to a user's module, read without executing any of them."""
 import sys
+from pathlib import Path
 
 import pytest
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import check, compose_job, identity, user_code
 from titan_hydra.config.user_code import digest, load_user_modules, sources
 
@@ -81,3 +83,13 @@ def test_a_module_that_cannot_be_imported_is_one_line(folder, module, text, word
 
 def test_what_is_read_needs_no_import(folder):
     assert user_code.folders(["mine", "parts.inner", "json"])[0] == str(folder)
+
+
+def test_a_job_is_composed_with_options_of_ones_own(folder):
+    options = folder / "conf" / "optimizer"
+    options.mkdir(parents=True)
+    (options / "fast.yaml").write_text("name: adamw\nlr: 1.5\n")
+    assert compose_job("optimizer=fast", "debug=tiny", config_dir=folder / "conf").optimizer.lr == 1.5
+    for wrong, words in (("nowhere", "--config-dir nowhere: no such folder"), (None, "optimizer=fast: no such option")):
+        with pytest.raises(ConfigError, match=words):
+            compose_job("optimizer=fast", config_dir=wrong and Path(wrong))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -19,6 +20,9 @@ STEPS_OF_RANDOM = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan verify`."""
+    parser.add_argument("values", nargs="*", metavar="OVERRIDE", help="overrides for all cases and what they are compared with, as "
+                        "model=mine: proves the layouts of a model of your own")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
     parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
@@ -46,6 +50,8 @@ def main(args: argparse.Namespace) -> int:
     if not chosen:
         names = [case.name for case in cases if args.ranks in (None, case.ranks)]
         raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only, names))))
+    if args.values or args.config_dir:
+        chosen = [replace(case, base=(*case.base, *args.values), config_dir=args.config_dir) for case in chosen]
     outcomes = verify(chosen, STEPS_OF_RANDOM if drawn else STEPS)
     header = ("case", "ranks", "loss", "norm", "gradient", "weights", "start", "copies", "rounded", "passed")
     rows = [

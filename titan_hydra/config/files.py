@@ -20,7 +20,6 @@ from .shapes import intact
 ASSETS = Path(__file__).parent.parent / "assets"
 CONF = next(folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf")  # in the wheel; in a checkout
             if (folder / "config.yaml").is_file())
-SUFFIXES = {"text_files": (".txt", ".md", ".jsonl", ".json", ".parquet"), "tokens": (".bin",)}  # of the files of a source; .gz too
 MOST_FILES = 1_000_000  # that one path may name
 LLAMA3_SPECIALS = 256  # appended to the ranks of every Llama 3 tokenizer.model
 

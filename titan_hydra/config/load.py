@@ -202,7 +202,8 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
             if isinstance(element, list | dict):
                 yield Fault(key, value, "must be a list of words, not of lists or tables")
             elif choices and element not in choices:
-                yield Fault(key, value, "not one of the choices" if element is value else f"{element} is not one of the choices", choices)
+                reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
+                yield Fault(key, value, reason, tuple(choices))
             elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
                 yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
         if only and section.name not in only and value != default_of(spec):

@@ -13,10 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from titan_hydra.config import Job, from_dict
+from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.rules.pipeline import Action
-
-from .pipeline import SCHEDULES
 
 KINDS = ("F", "B", "I", "W")  # what is left out is communication
 
@@ -29,7 +28,7 @@ def actions_of_ranks(job: Job) -> list[list[Action]]:
     if schedule.name in ("gpipe", "1f1b"):
         return [_one_stage(rank, job) for rank in range(job.parallelism.pp)]
     stages = [_stage(index, job) for index in layout.stages_of_ranks(job)[0]]
-    order = SCHEDULES[schedule.name](stages, n_microbatches=layout.microbatches(job)).pipeline_order
+    order = resolve(PIPELINE_SCHEDULES[schedule.name].schedule)(stages, n_microbatches=layout.microbatches(job)).pipeline_order
     return [[action for step in order[rank] if step for action in _computations(step)] for rank in sorted(order)]
 
 

@@ -16,6 +16,7 @@ from titan_hydra.base.run import versions
 from titan_hydra.config import user_code
 from titan_hydra.config.fault import Fault, counted, divisors
 from titan_hydra.config.load import DEGREES, data_parallel, devices_here, ffn_width, to_dict, values_are_what_the_schema_takes, world_size
+from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
 
 from . import checkpoint, cluster, data, memory, pipeline, precision, replicas
@@ -322,10 +323,11 @@ def probes_see_modules(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
-def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
-    """torch's Muon orthogonalizes each matrix as a whole, and a bf16 master weight would lose its small updates."""
-    if job.optimizer.name == "muon" and job.precision.param_dtype != "float32":
-        yield Fault("precision.param_dtype", job.precision.param_dtype, "Muon is used with float32 parameters", legal=("float32",))
+def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
+    """Some optimizers need float32 parameters: a bf16 master weight would lose Muon's small updates."""
+    if OPTIMIZERS[job.optimizer.name].needs_float32 and job.precision.param_dtype != "float32":
+        yield Fault("precision.param_dtype", job.precision.param_dtype, f"optimizer.name={job.optimizer.name} needs float32 parameters",
+                    legal=("float32",))
 
 
 # --- the machine and its files ------------------------------------------------------------------------------------------------------
