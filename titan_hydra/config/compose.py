@@ -49,10 +49,8 @@ def own_composer(config_dir: Path | None = None) -> Composer:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
     if config_dir:
-        if not config_dir.is_dir():
-            raise ConfigError(f"--config-dir {config_dir}: no such folder")
         path = loader.get_search_path()
-        path.append("command-line", f"file://{config_dir.resolve()}")
+        path.prepend("command-line", f"file://{config_dir.resolve()}", anchor="schema")  # which must be the last
         loader = type(loader)(path)
     return Composer(loader)
 
@@ -67,6 +65,8 @@ def compose_job(*overrides: str, config_dir: Path | None = None) -> Job:
 
 def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
     """Compose and type one job without freezing or checking it. Raises ConfigError for keys and options that do not exist."""
+    if config_dir and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
     if lines := mistakes(overrides, [CONF, *([config_dir] if config_dir else [])]):
         raise ConfigError("\n".join(lines))
     try:

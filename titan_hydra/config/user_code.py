@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from .fault import Fault
 from .schema import Train
@@ -44,9 +45,9 @@ def load_user_modules(modules: list[str]) -> list[Fault]:
     return faults
 
 
-def is_name(module: str) -> bool:
-    """Whether a text has the form of a module's full name."""
-    return all(part.isidentifier() for part in module.split("."))
+def is_name(module: Any) -> bool:
+    """Whether a value has the form of a module's full name."""
+    return isinstance(module, str) and all(part.isidentifier() for part in module.split("."))
 
 
 def _failure(module: str) -> str:
