@@ -14,13 +14,13 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "models": GROUND,
     "runs": GROUND,
     "parallel": GROUND,
-    "data": GROUND | {"observe", "train"},  # to go: a report of bad files, and IGNORED
-    "observe": GROUND | {"parallel"},  # to go: the mesh's names
+    "data": GROUND,
+    "observe": GROUND | {"parallel"},
     "checkpoint": GROUND | {"models", "runs", "parallel", "data"},
-    "train": GROUND | {"models", "parallel", "data", "observe", "checkpoint", "fault_tolerance", "verify"},  # to go: the last two
+    "train": GROUND | {"models", "parallel", "data", "observe", "checkpoint"},
     "fault_tolerance": GROUND | {"parallel", "data", "observe", "checkpoint", "train"},
     "verify": GROUND | {"models", "parallel", "data", "train"},
-    "launch": GROUND | {"runs", "train"},  # train inside the worker's rank function alone: see NO_TORCH
+    "launch": GROUND | {"runs", "train", "fault_tolerance", "verify"},  # but runs inside the worker's rank function alone: NO_TORCH
     "report": GROUND | {"runs"},
     "commands": GROUND | {"runs", "launch", "report", "data", "observe", "checkpoint", "train", "verify"},
 }

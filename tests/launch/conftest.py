@@ -11,20 +11,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Runs code after the trainer has been imported, in the ranks of one test only.
+# Runs code after the training loop has been imported, in the ranks of one test only.
 SABOTAGE = """
 import importlib.util, os, sys
 class Finder:
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name != "titan_hydra.train.trainer":
+        if name != "titan_hydra.train.loop":
             return None
         sys.meta_path.remove(cls)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
         def exec_module(module):
             execute(module)
-            exec({code!r}, {{"trainer": module, "rank": int(os.environ["RANK"]), "os": os}})
+            trainer = sys.modules["titan_hydra.train.trainer"]
+            exec({code!r}, {{"loop": module, "trainer": trainer, "rank": int(os.environ["RANK"]), "os": os}})
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Finder)
@@ -64,7 +65,7 @@ class Launcher:
         return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=300)
 
     def sabotage(self, code: str) -> None:
-        """Run `code` in every rank once the trainer is imported; it sees `trainer`, `rank` and `os`."""
+        """Run `code` in every rank once the training loop is imported; it sees `loop`, `trainer`, `rank` and `os`."""
         folder = self.folder.parent / f"{self.folder.name}-sabotage"
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(SABOTAGE.format(code=code))

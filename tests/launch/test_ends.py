@@ -38,7 +38,7 @@ def test_first_interrupt_saves_and_the_same_line_resumes(launcher):
 
 
 def test_second_interrupt_kills(launcher):
-    launcher.sabotage("trainer.listen = lambda _: trainer.signal.signal(trainer.signal.SIGTERM, trainer.signal.SIG_IGN)")
+    launcher.sabotage("loop.listen = lambda _: loop.signal.signal(loop.signal.SIGTERM, loop.signal.SIG_IGN)")
     process = launcher.start(*launcher.ENDLESS, "gpus=2")
     launcher.wait_for_step()
     process.send_signal(signal.SIGINT)
@@ -86,7 +86,7 @@ def test_interrupt_ends_a_sweep(launcher):
     ("os.kill(os.getpid(), 9)", "rank 1 was killed by signal 9", 1),
     pytest.param("import ctypes; ctypes.string_at(0)", "rank 1 was killed by signal 11", 1, marks=pytest.mark.slow),
     ('import torch; raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")', "rank 1, step 3: OutOfMemoryError", 76),
-    ('raise trainer.NotFinite("step 3: loss nan")', "rank 1: step 3: loss nan", 78),
+    ('raise loop.NotFinite("step 3: loss nan")', "rank 1: step 3: loss nan", 78),
     pytest.param('raise RuntimeError("stage 1 failed") from MemoryError("no more")', "rank 1, step 3: RuntimeError: stage 1 failed", 76,
                  marks=pytest.mark.slow),
 ])

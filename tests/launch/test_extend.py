@@ -7,6 +7,7 @@ import torch
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import Reader
+from titan_hydra.commands.extend import same_rates
 from titan_hydra.config import compose_job, identity, to_dict
 from titan_hydra.config.change import change
 
@@ -24,6 +25,13 @@ def weights(step):
     reader = Reader(step)
     return {name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
             for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
+
+
+def test_the_default_run_leaves_a_checkpoint_from_which_a_longer_one_goes_on():
+    job, longer = compose_job(), compose_job("steps=160")
+    interval, last, kept = job.checkpoint.interval, same_rates(job, longer), job.checkpoint.keep_latest_k
+    saved = [*range(interval, job.steps, interval), job.steps][-kept:]
+    assert any(step <= last for step in saved)
 
 
 def test_an_extended_run_is_the_longer_run_bitwise(launcher):

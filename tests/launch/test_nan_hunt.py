@@ -2,13 +2,13 @@
 import pytest
 
 POISON_GRADIENT = """
-after = trainer.Probes.after_backward
+after = loop.Probes.after_backward
 def poisoned(self, step):
     if step == 3 and rank == 1:
         gradient = dict(self.weights.named_parameters())["{name}"].grad
         getattr(gradient, "_local_tensor", gradient)[0, 0] = float("nan")
     after(self, step)
-trainer.Probes.after_backward = poisoned
+loop.Probes.after_backward = poisoned
 """
 POISON_OUTPUT = """
 import torch

@@ -10,7 +10,7 @@ from .conftest import desk, running
 # process as data loaders have, forked after the trainer has taken its signals: signals reach the child too.
 SLOW = """
 import time
-update, listen = trainer.Trainer.update, trainer.listen
+update, listen = trainer.Trainer.update, loop.listen
 def slow(self, *given):
     time.sleep({seconds})
     update(self, *given)
@@ -19,7 +19,7 @@ def with_child(self):
     if 2 <= self.job.optimizer.max_norm % 100 < 3 and os.fork() == 0:
         time.sleep(300)
         os._exit(0)
-trainer.Trainer.update, trainer.listen = slow, with_child
+trainer.Trainer.update, loop.listen = slow, with_child
 """
 STEPS, INTERVAL = 120, 25
 # What is done to a cell. A cell's kind is its max_norm modulo 100: no gradient is that long, so it changes the identity and no loss.

@@ -22,7 +22,7 @@ def test_edits_while_the_job_waits_change_nothing(submit):
         (run,) = submit.cells()
         assert submit.job_id(run) in out and "_" not in submit.job_id(run)
         edit(submit.code / "conf/debug/tiny.yaml", "steps: 5", "steps: 7")
-        edit(submit.code / "titan_hydra/train/trainer.py", "def train(", "raise SystemExit('the edited file runs')\n\n\ndef train(")
+        edit(submit.code / "titan_hydra/train/loop.py", "def train(", "raise SystemExit('the edited file runs')\n\n\ndef train(")
         assert submit.status()[run]["state"] == "queued"
     submit.settle()
     assert submit.done(run) and len(submit.losses(run)) == 5, submit.story()

@@ -69,7 +69,8 @@ def _rank(config: dict, directory: Path, attempt: Path, rank: int) -> None:
     import torch
 
     from titan_hydra.base.errors import RunError
-    from titan_hydra.train.trainer import train
+    from titan_hydra.fault_tolerance import open_groups
+    from titan_hydra.train.loop import train
 
     torch.set_num_threads(1)
     job = from_dict(Job, config)
@@ -81,7 +82,8 @@ def _rank(config: dict, directory: Path, attempt: Path, rank: int) -> None:
     os.dup2(log.fileno(), 1)
     store = dist.FileStore(str(folder / "store"), size)
     try:
-        train(job, Run(home, folder, rank % size, rank, size, store, rank // size))
+        run = Run(home, folder, rank % size, rank, size, store, rank // size)
+        train(job, run, *[open_groups] * (job.fault_tolerance.name != "off"))
     except RunError as error:
         (attempt / f"error_{rank}").write_text(str(error))
         sys.exit(int(error.status))

@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import data, models
 from titan_hydra.config import compose_job
+from titan_hydra.data.loader import IGNORED
 from titan_hydra.parallel import converters, loss_head
 from titan_hydra.parallel.mesh import Mesh
-from titan_hydra.train.loss import IGNORED, LOSSES, cross_entropy
+from titan_hydra.train.loss import LOSSES, cross_entropy
 from titan_hydra.train.trainer import build
 from titan_hydra.verify.matrix import BASE, Case, later_wins
 from titan_hydra.verify.verify import job_of, trace

@@ -23,7 +23,7 @@ import ctypes, json, signal, sys, time
 from pathlib import Path
 from titan_hydra.config import compose_job
 from titan_hydra.base.run import Run
-from titan_hydra.train import watchdog
+from titan_hydra.observe import watchdog
 watchdog.TICK, watchdog.BLOCKED, watchdog.MARGIN = 0.1, 0.5, 0
 folder = Path(sys.argv[1])
 (folder / "rank_0.json").write_text('{"host": "node0"}')

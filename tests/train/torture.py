@@ -39,7 +39,7 @@ from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Job
 from titan_hydra.launch.worker import own_process
 from titan_hydra.runs import checkpoints
-from titan_hydra.train import trainer
+from titan_hydra.train import loop, trainer
 
 RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves at 3, 6, 9, 12; what happens, happens at 9 or behind it
 OVERRIDES = ("debug=tiny", "precision=fp32", "parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4", f"steps={STEPS}",
@@ -154,7 +154,7 @@ def be_rank(job: Job, directory: Path, attempt: Path, rank: int, before: Callabl
         own_process(attempt / f"rank_{rank}.log")
         before(rank)
         store = dist.FileStore(str(attempt / "store"), RANKS)
-        trainer.train(job, Run(directory, attempt, rank, rank, RANKS, store))
+        loop.train(job, Run(directory, attempt, rank, rank, RANKS, store))
         status = 0
     except RunError as error:
         print(error, flush=True)

@@ -77,7 +77,8 @@ def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], step
     lines = [
         "# Acceptance", "",
         f"Largest relative differences of each layout from the same job in one process, over {steps} steps: loss, gradient norm, the",
-        "gradient of the worst parameter at the first step, and the worst parameter after the last, relative to how far it has moved.",
+        "gradient of the worst parameter at the first step, and the worst parameter after the last, less what rounding explains,",
+        "relative to how far it has moved.",
         "`start` counts initial tensors that differ in any bit, `copies` parts of weights whose copies on several ranks differ in any bit",
         "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
         "overrides and tolerances stand in [acceptance.py](../titan_hydra/verify/matrix.py).", "",

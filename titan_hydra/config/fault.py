@@ -82,7 +82,7 @@ def nearest(value: Any, legal: Iterable) -> list:
 
 def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
     """Return up to three known words that `word` was probably meant to be, best first. A dotted key matches by its last part too."""
-    known = list(known)
+    known = list(dict.fromkeys(known))
     close = difflib.get_close_matches(word, known, n=2, cutoff=0.72)
     last = word.rsplit(".", 1)[-1]
     close += [key for key in known if key.rsplit(".", 1)[-1] == last and key not in close]

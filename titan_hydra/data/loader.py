@@ -5,19 +5,16 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.train.loss import IGNORED
 
 from .shards import BadShards
 
-if TYPE_CHECKING:
-    from titan_hydra.observe.metrics import Metrics
+IGNORED = -100  # the label of a token that does not count
 
 
 @dataclass
@@ -160,18 +157,6 @@ class Loader:
             self.thread.join(0.01)
             waited += 0.01
         self.thread = None
-
-
-def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
-    """Report the shards that some rank has left out since the last report, once each. This is a collective."""
-    parts: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, loader.news())
-    news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
-    for count, (shard, reason) in enumerate(news.items(), start=len(loader.told) + 1):
-        metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
-        if metrics.events:
-            print(f"warning: a shard is left out: {reason}", flush=True)
-    loader.hear(news)
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:

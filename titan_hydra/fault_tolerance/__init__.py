@@ -1,3 +1,16 @@
-"""Replica groups that survive each other's failures: they train separately and average every few steps (Local SGD, DiLoCo), or sum
-gradients at every step (torchft).
-"""
+"""Replica groups behind the interface that the loop knows (train/groups.py)."""
+from titan_hydra.base.run import Run
+from titan_hydra.observe.watchdog import Watchdog
+from titan_hydra.train.groups import Groups
+from titan_hydra.train.trainer import Trainer
+
+
+def open_groups(trainer: Trainer, run: Run, watch: Watchdog) -> Groups:
+    """Return the groups that the job's fault_tolerance names."""
+    if trainer.job.fault_tolerance.name == "torchft":
+        from .per_step import PerStep
+
+        return PerStep(trainer, run, watch)
+    from .replicas import Replicas
+
+    return Replicas(trainer, run, watch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,11 @@ from torchft.process_group import ProcessGroupGloo
 from titan_hydra.base.errors import RunError
 from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
-from titan_hydra.config.schema import Job
+from titan_hydra.data.loader import Batch, Loader
+from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import converters
+from titan_hydra.train.groups import Groups
+from titan_hydra.train.trainer import Agreement, Trainer
 from titan_hydra.train.world import open_store
 
 from .outer import local, shards
@@ -35,13 +38,15 @@ RETRIES = 100  # of asking a lighthouse that has died, while another takes its p
 COUNTS = ("step", "batches_committed")  # that torchft's manager keeps
 
 
-class PerStep:
+class PerStep(Groups):
     """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
 
-    def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
-        """Create the manager. `stop` lists the signals that asked this rank to stop."""
-        self.job, self.run, self.model, self.optimizers, self.stop = job, run, model, optimizers, stop
-        self.tensors: dict[str, Tensor] = {}  # nothing of its own in a checkpoint
+    def __init__(self, trainer: Trainer, run: Run, watch: Watchdog) -> None:
+        """Create the manager."""
+        job, self.job, self.run, self.watch = trainer.job, trainer.job, run, watch
+        self.model, self.optimizers, self.stop = trainer.masters.weights, trainer.optimizers, trainer.stop_requested
+        self.asked = self.counts = False  # whether any group was asked to stop; whether the step counts
+        self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # in the last quorum
         self.caught_up: int | None = None  # steps taken from another group in the quorum for the next step, once there is one
@@ -69,11 +74,12 @@ class PerStep:
         """Whether this group writes the run's result: the first of those in the last quorum."""
         return self.manager.participating_rank() == 0
 
-    def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
+    def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
         """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as `before_step` does.
 
         Returns the step that this group has reached, and whether a stop was requested meanwhile.
         """
+        self.data_ahead = data_step - step
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         if self.run.rank == 0:
             (self.run.meetings / f"came_{self.run.replica}").touch()
@@ -92,6 +98,22 @@ class PerStep:
     def report_to(self, event: Callable[..., None]) -> None:
         """Write changes of the quorum to the metrics from now on."""
         self.report = event
+
+    def steps(self, done: int, last: int) -> Iterator[int]:
+        """Yield the steps after `done`, up to the last, each once the groups have agreed on it; again if it did not count."""
+        while done < last:
+            self.watch.at("meeting")
+            done = self.before_step(done)
+            yield done + 1
+            done += self.counts
+
+    def batch(self, step: int, loader: Loader) -> Batch:
+        """Return the batch of a step. After catching up from another group this may be the batch just used (the step is repeated) or one
+        further ahead (steps were skipped).
+        """
+        while self.last is None or loader.state()["step"] < step + self.data_ahead:
+            self.last = loader.next()
+        return self.last
 
     def before_step(self, step: int) -> int:
         """Agree on the groups of the next step. Returns the step that this group has reached: a later one if it took another's state."""
@@ -125,18 +147,20 @@ class PerStep:
         """Sum this rank's shards of the gradients over the groups."""
         self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
 
-    def commits(self, stop: bool) -> tuple[bool, bool]:
-        """Return whether the step counts, and whether any group was asked to stop: then all stop after the same step."""
+    def commits(self, agreement: Agreement) -> bool:
+        """Return whether the step counts. All groups stop after the same step, if any was asked to."""
+        _, _, stop, _ = agreement.read()
         asked = torch.tensor([float(stop)])
         self.add_up([asked])
-        counts = self.manager.should_commit()
-        if counts:
+        self.counts = self.manager.should_commit()
+        if self.counts:
             self.exchange.timeout = timedelta(seconds=self.job.comm.train_timeout_seconds) / 2
-        return counts, stop or (counts and bool(asked))
+        self.asked = stop or (self.counts and bool(asked))
+        return self.counts
 
-    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Return the step unchanged: after a step that counted nothing remains to be done."""
-        return step, False
+    def stops(self, asked: bool) -> bool:
+        """Whether any group was asked to stop before it agreed on this step."""
+        return self.asked
 
     def close(self) -> None:
         """Leave the other groups, which notice it after `fault_tolerance.timeout_seconds`."""

@@ -18,8 +18,10 @@ from torch import Tensor
 from titan_hydra.base.errors import RunError, Stopped
 from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
-from titan_hydra.config.schema import Job
+from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import converters
+from titan_hydra.train.groups import Groups
+from titan_hydra.train.trainer import Trainer
 from titan_hydra.train.world import open_store
 
 from .exchange import Peers
@@ -29,13 +31,15 @@ from .quorum import Board, Meeting
 LONGEST = timedelta(days=7)  # time that ranks wait for their rank 0, which limits the wait itself
 
 
-class Replicas:
+class Replicas(Groups):
     """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
 
-    def __init__(self, job: Job, run: Run, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], stop: list[int]) -> None:
-        """Set up the fragments and, on rank 0, the board. `stop` lists the signals that asked this rank to stop."""
-        self.job, self.config, self.run, self.model, self.optimizers = job, job.fault_tolerance, run, model, optimizers
-        self.stop: Callable[[], bool] = lambda: bool(stop)
+    def __init__(self, trainer: Trainer, run: Run, watch: Watchdog) -> None:
+        """Set up the fragments and, on rank 0, the board."""
+        job, model = trainer.job, trainer.masters.weights
+        self.job, self.config, self.run, self.watch = job, job.fault_tolerance, run, watch
+        self.model, self.optimizers = model, trainer.optimizers
+        self.stop: Callable[[], bool] = lambda: bool(trainer.stop_requested)
         self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
         self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
         self.fragments = cut(model, job.model.n_layers, self.config)
@@ -61,7 +65,7 @@ class Replicas:
         """Whether this group writes the run's result: the first of those at the last meeting."""
         return self.run.replica == self.members[0]
 
-    def begin(self, step: int, resumed: bool) -> tuple[int, bool]:
+    def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
         """Join the other groups with the weights of this step. Returns the step to continue from, and whether a stop was requested
         meanwhile.
 
@@ -82,11 +86,22 @@ class Replicas:
         for step, values in self.unreported:
             event("meeting", step, **values)
 
+    def steps(self, done: int, last: int) -> Iterator[int]:
+        """Yield the steps after `done`, or after the one that a meeting led to, up to the last."""
+        self.done = done
+        while self.done < last:
+            self.done += 1
+            yield self.done
+
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
         """Exchange weights with the other groups if it is time. Returns the step to continue from, and whether a stop was requested
         meanwhile.
         """
-        return self.meet(step, loss) if due(step, self.job.steps, self.config) else (step, False)
+        self.watch.at("meeting")
+        if not due(step, self.job.steps, self.config):
+            return step, False
+        self.done, stop = self.meet(step, loss)
+        return self.done, stop
 
     @torch.no_grad()
     def meet(self, step: int, loss: float | None) -> tuple[int, bool]:

@@ -247,8 +247,8 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
         state = rundir.state(cell.directory)
         if state.kind == "running":
             if state.job or not state.here:
-                print(f"{cell.directory.name}: runs on {state.host}; attach to it there, or titan logs -f {cell.directory.name}",
-                      file=sys.stderr)
+                print(f"{cell.directory.name}: runs on {state.host}; attach to it there, or titan logs{show.where(cell)} -f "
+                      f"{cell.directory.name}", file=sys.stderr)
                 return state
             print(f"{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
             return watch(cell, cell.directory / "attempts" / str(state.attempt), interrupts)

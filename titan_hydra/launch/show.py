@@ -68,12 +68,12 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
     target = folder.name if folder else cells[0].directory.name
     for command, use in (("status", "how far they are"), ("logs -f", "what rank 0 says"), ("cancel", "stop them"), ("report", "the table")):
         if folder or command != "report":
-            print(f"  titan {command}{_where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
+            print(f"  titan {command}{where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
     if "failed" in kinds:
         print("  failed cells are not started again by themselves: launch.retry=failed, or titan retry")
 
 
-def _where(cell) -> str:
+def where(cell) -> str:
     """Return titan's option --runs for the folder of a cell's runs; "" if it is not needed."""
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
@@ -99,7 +99,7 @@ def result_line(directory: Path) -> str:
 def longer(cell) -> None:
     """Print the `titan extend` command for a finished run that has left a checkpoint."""
     if any(cell.directory.glob("checkpoints/step-*")) and cell.job.fault_tolerance.name == "off":
-        print(f"  train longer: titan extend{_where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}")
+        print(f"  train longer: titan extend{where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}")
 
 
 def last_word(directory: Path, state: State) -> str:

@@ -125,7 +125,7 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
     replica, group = _group_of(job, place, directory)
     _check_claim(attempt, place)
     if (read_json(directory / "result.json") or {}).get("status") == "done":
-        return  # requeued after its end
+        return None  # requeued after its end
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))
     # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
@@ -138,9 +138,18 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
         print("loading torch", flush=True)  # some seconds, on a busy machine many
     store = _rendezvous(folder / "rendezvous", group)
 
-    from titan_hydra.train import trainer
+    run = Run(home, folder, group.rank, place.local_rank, group.ranks, store, replica)
+    if job.comm.name == "fake":
+        from titan_hydra.verify import fake
 
-    trainer.train(job, Run(home, folder, group.rank, place.local_rank, group.ranks, store, replica))
+        return fake.train(job, run)
+    from titan_hydra.train.loop import train
+
+    if job.fault_tolerance.name == "off":
+        return train(job, run)
+    from titan_hydra.fault_tolerance import open_groups
+
+    return train(job, run, open_groups)
 
 
 def _group_of(job: Job, place: Place, directory: Path) -> tuple[int, Place]:

@@ -50,7 +50,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bar:
-    """One row's bar: its value, half its spread (quartiles or standard error), its label `text`, and a remark `said`."""
+    """One row's bar: its value, half its spread (of the quartiles, or the standard error), its label `text`, and a remark `said`."""
 
     row: int
     value: float | None
@@ -82,7 +82,7 @@ def bars(report: Report) -> Iterator[Bars]:
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
         memory.append(Bar(number, cell.memory, cell.word if cell.memory is None else f"{cell.memory:.1f}", change))
     if any(bar.value is not None and isfinite(bar.value) for bar in speeds):
-        spreads = "thin lines: " + ("standard errors" if report.over else "quartiles")
+        spreads = "thin lines: " + ("standard errors" if report.over else "half the IQR to each side")
         unit = "tokens/s per device" + (f" ({spreads})" if any(bar.spread for bar in speeds) else "")
         yield Bars("throughput", "Throughput", unit, speeds)
     if any(bar.value is not None and isfinite(bar.value) for bar in memory):

@@ -125,7 +125,7 @@ class Report:
     def origin(self) -> str:
         """Where the report is from, in one line, for a figure shown elsewhere."""
         sweep = self.selection.sweep
-        command = f"python launch.py {quoted(sweep['command'])}" if sweep else f"titan report {self.name}"
+        command = f"python launch.py {quoted(sweep['command'])}" if sweep else f"titan report {quoted([self.name])}"
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, command)))
 
     @cached_property

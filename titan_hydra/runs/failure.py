@@ -13,8 +13,7 @@ from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
 from titan_hydra.base.run import rank_files
 from titan_hydra.config.files import read_json
 
-from . import accounting, hints
-from . import hang as flight
+from . import accounting, hang, hints
 from .records import last_lines
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
@@ -129,7 +128,7 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
     """Return the failure of a time-out with the message of the rank that noticed it first; guilty is the rank that was behind all others.
     """
     failure = first.failure()
-    if (said := flight.verdict(attempt)) and said.rank is not None:
+    if (said := hang.verdict(attempt)) and said.rank is not None:
         return replace(failure, rank=said.rank, line=said.line, host=said.host, detail=said.text)
     beats = {rank.rank: beat for rank in ranks if (beat := read_json(attempt / f"beat_{rank.rank}.json"))}
     behind = min((beat["count"] for beat in beats.values()), default=0)
@@ -234,11 +233,11 @@ def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
     srun does not report ranks that ended with status 0. It ends ranks itself by SIGTERM, which they record in their beats, and then
     SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun unless its line is the first. srun sends no other signals.
     """
-    deaths, hang = accounting.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
+    deaths, hung = accounting.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
     seen = {}
     for rank, (status, host, order) in deaths.items():
         asked = (read_json(attempt / f"beat_{rank}.json") or {}).get("asked")
-        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hang or asked is None)))
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hung or asked is None)))
         seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
     noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
     for rank, said in records.items() if deaths and noticed else ():

@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import copy
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import Kind
 from titan_hydra.config import Job, from_dict
+from titan_hydra.config.fault import quoted
 from titan_hydra.config.files import read_json
 from titan_hydra.config.rules.checks import check
 
@@ -32,7 +32,7 @@ def hint(failure: Failure) -> str:
         case Kind.OUT_OF_MEMORY:
             return next(less_memory(job), "more ranks that share the parameters (parallelism.dp_shard) or the layers (parallelism.tp)")
         case Kind.HANG:
-            return f"titan flight {directory}"
+            return f"titan flight {quoted([str(directory)])}"
         case Kind.NOT_FINITE:
             return f"a lower optimizer.lr than {job.optimizer.lr:g}, or debug=anomaly to see which operation it was"
         case Kind.NODE if failure.host and job.cluster.executor == "slurm":
@@ -40,7 +40,7 @@ def hint(failure: Failure) -> str:
         case Kind.TIME_LIMIT if job.cluster.time_minutes:
             return f"{again} cluster.time_minutes={2 * job.cluster.time_minutes}"
         case Kind.DISK:
-            return f"room on the file system of {shlex.quote(str(directory))} (df -h, quota -s); then {again.removesuffix('; or')}"
+            return f"room on the file system of {quoted([str(directory)])} (df -h, quota -s); then {again.removesuffix('; or')}"
         case Kind.PREEMPTED:
             return f"{again} cluster.max_requeues={2 * job.cluster.max_requeues}"
     return ""

@@ -1,35 +1,17 @@
-"""The training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
+"""The state of a step: the model of a job on this rank, its gradients and its update."""
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from titan_hydra import parallel
-from titan_hydra.base.errors import NotFinite, Stopped
-from titan_hydra.base.run import Run, versions
-from titan_hydra.checkpoint.checkpointer import Checkpointer
-from titan_hydra.config import identity
-from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.schema import Job
-from titan_hydra.data.loader import Batch, Loader, onto, report_bad_shards
-from titan_hydra.fault_tolerance.replicas import Replicas
+from titan_hydra.data.loader import IGNORED, Batch, Loader, onto
 from titan_hydra.models.init import init_weights
-from titan_hydra.observe.metrics import Metrics
-from titan_hydra.observe.probes import Probes
-from titan_hydra.observe.profiling import Profiler
-from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import converters
 from titan_hydra.parallel import tensor as tensor_parallel
@@ -39,15 +21,11 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.stages import whole
 
-from .loss import IGNORED, TARGETS_IN_FORWARD
-from .optimizer import set_lr
+from .groups import Groups
+from .loss import TARGETS_IN_FORWARD
 from .optimizer import step as optimizer_step
 from .spec import TrainSpec, spec_of
 from .step import Plain, build_step
-from .world import GarbageCollection, refuse_stale, set_timeout, world
-
-if TYPE_CHECKING:
-    from titan_hydra.fault_tolerance.per_step import PerStep
 
 
 class Agreement:
@@ -83,7 +61,7 @@ class Trainer:
     notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
     stop_requested: list[int] = field(default_factory=list)  # signals received
     progress: Callable[[], None] = lambda: None  # called for every local batch, for the watchdog
-    quorum: PerStep | None = None  # the other replica groups, where they learn every step together
+    groups: Groups = field(default_factory=Groups)  # the run's replica groups
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the mean loss.
@@ -95,8 +73,7 @@ class Trainer:
         tokens = onto(self.device, (batch.labels != IGNORED).sum())
         if self.mesh.batch is not None:
             dist.all_reduce(tokens, group=self.mesh.batch)
-        if self.quorum is not None:
-            self.quorum.add_up([tokens])
+        self.groups.add_up([tokens])
         tokens = tokens.clamp(min=1)
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
@@ -105,9 +82,8 @@ class Trainer:
             with tensor_parallel.loss_context(self.mesh):
                 total += self.step.forward_backward(inputs, labels, tokens, last=number == len(parts), **context)
         self.masters.take_gradients()
-        if self.quorum is not None:
-            self.quorum.add_up([total])
-            self.quorum.add_up_gradients()
+        self.groups.add_up([total])
+        self.groups.add_up_gradients()
         return total
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -205,195 +181,3 @@ def build(job: Job, device: torch.device) -> Trainer:
         stage.to_empty(device=device)
         init_weights(stage, job.model, job.seed)
     return parts.trainer(device)
-
-
-def train(job: Job, run: Run) -> None:
-    """Train a job to its last step on this rank, resuming from the run's newest complete checkpoint if there is one.
-
-    Raises NotFinite, Stopped or CheckpointError on all ranks alike.
-    """
-    if job.comm.name == "fake":
-        from titan_hydra.verify import fake
-
-        fake.train(job, run)
-        return
-    with world(job, run) as device, Watchdog(job, run) as watch:
-        trainer = build(job, device)
-        watch.knows(trainer.mesh)
-        trainer.progress = watch.moves
-        replicas = None
-        if job.fault_tolerance.name == "torchft":
-            from titan_hydra.fault_tolerance.per_step import PerStep
-
-            replicas = trainer.quorum = PerStep(job, run, trainer.masters.weights, trainer.optimizers, trainer.stop_requested)
-        elif job.fault_tolerance.name != "off":
-            replicas = Replicas(job, run, trainer.masters.weights, trainer.optimizers, trainer.stop_requested)
-        checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, replicas.tensors if replicas else {})
-        start, data_state = checkpointer.resume()
-        if data_state is None and job.checkpoint.initial_load_path:
-            start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
-        first, ranks = run.replica * trainer.mesh.data_ranks, job.fault_tolerance.replicas * trainer.mesh.data_ranks
-        loader = trainer.spec.build_data(job, first + trainer.mesh.data_rank, ranks)
-        if data_state is not None:
-            loader.load(data_state)
-        if trainer.quorum is not None:
-            trainer.quorum.data_ahead = loader.state()["step"] - start
-        held_out = None
-        if job.validation.name == "on":
-            held_out = trainer.spec.build_data(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-        listen(trainer)
-        if replicas is not None:
-            start, missed = replicas.begin(start, resumed=checkpointer.saved >= 0)
-            if missed:
-                raise Stopped("stopped before the first step")
-        metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
-        checkpointer.report = metrics.event
-        if replicas is not None:
-            replicas.report_to(metrics.event)
-        if run.rank == 0:
-            print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
-        try:
-            seed = job.checkpoint.name == "seed"
-            if not seed:
-                loop(trainer, loader, held_out, checkpointer, metrics, replicas, watch, start)
-            else:
-                checkpointer.save_weights(checkpointer.folder / "step-00000000", job.model)
-            if job.checkpoint.export_dtype:
-                checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
-            checkpointer.close()
-            if run.rank == 0:
-                result = metrics.result(0 if seed else job.steps)
-                for directory in {run.directory, run.home if replicas and replicas.leads else run.directory}:
-                    write_result(job, directory, result)
-        finally:
-            if replicas is not None:
-                replicas.close()
-            for source in (loader, held_out):
-                if source is not None:
-                    source.close()
-            metrics.close()
-
-
-def loop(
-    trainer: Trainer, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer, metrics: Metrics,
-    replicas: Replicas | PerStep | None, watch: Watchdog, start: int,
-) -> None:
-    """Run the steps after `start`, up to the last."""
-    job, clock = trainer.job, metrics.clock
-    garbage, probes = GarbageCollection(job.train.gc_interval), Probes(job.debug, watch.run, trainer.model, trainer.masters.weights)
-    profiler = Profiler(job.profiling, watch.run, trainer.device, metrics, watch)
-    step, first, batch = start, True, None
-    while step < job.steps:
-        if trainer.quorum is not None:
-            watch.at("meeting")
-            step = trainer.quorum.before_step(step)
-        step, missed = step + 1, False
-        profiler.begins(step)
-        clock.start()
-        watch.at("data", step)
-        batch = loader.next() if trainer.quorum is None else batch_of(step + trainer.quorum.data_ahead, loader, batch)
-        clock.has_data()
-        watch.at("forward, backward")
-        lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
-        share = trainer.forward_backward(batch)
-        probes.after_backward(step)
-        agreement = trainer.agree(share, trainer.measure(), [*checkpointer.votes(), len(loader.news())])
-        stop = None
-        if trainer.quorum is not None:
-            counts, stop = trainer.quorum.commits(agreement.read()[2])
-            if not counts:
-                checkpointer.wait_for_staging()  # the next quorum may replace the weights
-                trainer.drop_gradients()
-                step -= 1
-                continue
-        watch.at("optimizer")
-        clock.leave_out(checkpointer.wait_for_staging())
-        trainer.update(agreement)
-        loss, grad_norm, asked, (*votes, bad_shards) = agreement.read()
-        stop = asked if stop is None else stop
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            watch.at("checkpoint")
-            checkpointer.land()  # complete the pending save: it is the last one with finite weights
-            raise NotFinite(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made{probes.culprit()}")
-        clock.stop()
-        if bad_shards:
-            report_bad_shards(loader, metrics, step)
-        metrics.step(step, loss, grad_norm, lr)
-        if replicas is not None:
-            watch.at("meeting")
-            step, missed = replicas.after_step(step, loss)
-        if held_out is not None and (step % job.validation.interval == 0 or step == job.steps):
-            watch.at("validation")
-            validate(trainer, held_out, metrics, step)
-        if stop or missed:
-            refuse_stale(watch.run)
-        watch.at("checkpoint")
-        checkpointer.after_step(step, votes, loader.state(), step == job.steps, stop or missed)
-        if missed or (stop and step < job.steps):
-            saved = "its checkpoint is written" if checkpointer.on else "nothing is saved, as checkpoint=off"
-            raise Stopped(f"stopped after step {step} of {job.steps}; {saved}")
-        if first:
-            set_timeout(job.comm.train_timeout_seconds)
-            watch.settle(job.comm.train_timeout_seconds)
-            first = False
-        garbage.step(step)
-    profiler.close()
-
-
-def batch_of(step: int, loader: Loader, last: Batch | None) -> Batch:
-    """Return batch number `step`. After catching up from another replica group this may be the batch just used (the step is repeated) or
-    one further ahead (steps were skipped).
-    """
-    while last is None or loader.state()["step"] < step:
-        last = loader.next()
-    return last
-
-
-def validate(trainer: Trainer, held_out: Loader, metrics: Metrics, step: int) -> None:
-    """Measure held-out loss, always on the same samples, and record it with its own duration."""
-    began = time.perf_counter()
-    loss = trainer.validate(held_out, trainer.job.validation.steps)
-    metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
-    report_bad_shards(held_out, metrics, step)
-
-
-def listen(trainer: Trainer) -> None:
-    """Record SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on the stop at the end of the next step.
-
-    A forked child (a data loader's) inherits this handler and must ignore the signals.
-    """
-    rank = os.getpid()
-    for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda received, _: trainer.stop_requested.append(received) if os.getpid() == rank else None)
-
-
-def start_line(job: Job, trainer: Trainer, start: int) -> str:
-    """Format the first line of the log: the model, the devices, the batch and the steps."""
-    groups = job.fault_tolerance.replicas
-    accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks * groups)
-    return (
-        f"{job.model.name}: {trainer.parameters:,} parameters on {f'{groups} x ' * (groups > 1)}{dist.get_world_size()} x "
-        f"{trainer.device.type}, {job.parallelism.name}, "
-        f"{job.precision.name}; global batch {job.data.global_batch} ({accumulation} accumulation), sequence {job.data.seq_len}; "
-        f"steps {start + 1} to {job.steps}"
-    )
-
-
-def slow_formats(job: Job, device: torch.device) -> list[str]:
-    """Return a note for a CPU without bfloat16 instructions, which emulates them."""
-    if device.type != "cpu" or job.precision.compute_dtype != "bfloat16":
-        return []
-    with contextlib.suppress(OSError):
-        features = set(Path("/proc/cpuinfo").read_text().split())
-        if not features & {"avx512_bf16", "amx_bf16", "bf16"}:
-            return ["note: this CPU has no bfloat16 instructions and emulates them; precision=fp32 is faster here"]
-    return []
-
-
-def write_result(job: Job, directory: Path, measured: dict) -> None:
-    """Write result.json, once the run is done."""
-    overrides = (directory / "overrides.txt").read_text(errors="replace").splitlines() if (directory / "overrides.txt").exists() else []
-    environment = read_json(directory / "env.json") or {}
-    result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
-    result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
-    write_text(directory / "result.json", json.dumps(result, indent=2) + "\n")

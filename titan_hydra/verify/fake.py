@@ -18,7 +18,8 @@ from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Batch
 from titan_hydra.parallel.pipeline import Pipeline
-from titan_hydra.train.trainer import Trainer, assemble, write_result
+from titan_hydra.train.loop import write_result
+from titan_hydra.train.trainer import Trainer, assemble
 from titan_hydra.train.world import set_determinism
 
 DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch has no CUDA

@@ -5,6 +5,7 @@ training run.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,9 +16,10 @@ import sys
 import tempfile
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,11 +28,10 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.base.run import Run
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
-from titan_hydra.data.loader import Batch
+from titan_hydra.data.loader import IGNORED, Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.llama3 import document_positions
 from titan_hydra.parallel.mesh import local_part
-from titan_hydra.train.loss import IGNORED
 from titan_hydra.train.optimizer import set_lr
 from titan_hydra.train.spec import spec_of
 from titan_hydra.train.trainer import Trainer, build
@@ -66,11 +67,11 @@ class Outcome:
     loss: float
     norm: float
     gradients: float  # of the worst parameter at the first step
-    weights: float  # of the worst parameter after the last step, relative to how far it has moved
+    weights: float  # of the worst parameter after the last step, less what rounding explains, relative to how far it has moved
     worst: str  # the parameters that these two are of
     start: int  # initial tensors that differ in any bit
     drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
-    rounded: int  # parameters whose summed gradient has no bit beyond bfloat16: it was summed in that
+    rounded: int  # parameters whose summed gradient has no bit beyond bfloat16, and reductions in another dtype than the job's
 
     @property
     def passed(self) -> bool:
@@ -104,8 +105,10 @@ def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
         if case is not None:
             batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * len(batch.labels))
         set_lr(trainer.optimizers, trainer.spec.lr_factor(step, job.steps, job.lr_scheduler))
-        share = trainer.forward_backward(batch)
+        with reductions() as dtypes:
+            share = trainer.forward_backward(batch)
         if step == 1:
+            result.rounded += sum(dtype != getattr(torch, job.precision.reduce_dtype) for dtype in dtypes)
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
         agreement = trainer.agree(share, trainer.measure())
         trainer.update(agreement)
@@ -114,8 +117,28 @@ def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
         result.norms.append(norm)
     loader.close()
     result.weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
-    result.drift, result.rounded = drift(trainer), rounded(trainer, result.gradients)
+    result.drift = drift(trainer)
+    result.rounded += rounded(trainer, result.gradients)
     return result
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[torch.dtype]]:
+    """Collect the dtypes of the tensors that FSDP2 reduces and scatters. A sum of bfloat16 sums has bits that bfloat16 lacks."""
+    found = []
+
+    def noting(reduce: Callable) -> Callable:
+        def noted(*given: object, **named: object) -> object:
+            found.append(next(value.dtype for value in (*given, *named.values()) if isinstance(value, torch.Tensor)))
+            return reduce(*given, **named)
+
+        return noted
+
+    with contextlib.ExitStack() as patched:
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # of torch 2.11, and of torch 2.13
+            if hasattr(dist, name):
+                patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name))))
+        yield found
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
@@ -191,11 +214,22 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     """Return the relative differences of a run from its reference."""
     gradients = {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()}
-    weights = {name: _relative(run.weights[name] - weight, weight - reference.start[name]) for name, weight in reference.weights.items()}
+    steps, start = len(run.losses), reference.start
+    weights = {name: _moved(run.weights[name], weight, start[name], steps) for name, weight in reference.weights.items()}
     (worst, off), (last, moved) = (max(values.items(), key=lambda item: item[1]) for values in (gradients, weights))
-    start = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
+    changed = sum(not torch.equal(run.start[name], weight) for name, weight in start.items())
     return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off, moved,
-                   f"gradient of {worst}, weight {last}", start, run.drift, run.rounded)
+                   f"gradient of {worst}, weight {last}", changed, run.drift, run.rounded)
+
+
+def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
+    """Return how far a weight is from the reference's, relative to how far that one has moved.
+
+    Every update rounds a float32 weight by up to 2**-24 of it. That is not counted: SGD moves a norm's weight of 1 by little more.
+    """
+    rounding = steps * 2.0**-24 * reference.double().norm()
+    difference = (weight.double() - reference.double()).norm()
+    return _relative((difference - rounding).clamp(min=0) if difference.isfinite() else difference, reference - start)
 
 
 def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:

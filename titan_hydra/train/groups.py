@@ -1,0 +1,65 @@
+"""The replica groups of a run, as the loop uses them. The package fault_tolerance has the real ones."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from titan_hydra.data.loader import Batch, Loader
+
+if TYPE_CHECKING:
+    from .trainer import Agreement
+
+
+class Groups:
+    """A run without replica groups: every step counts, and nothing is exchanged. All ranks must call the same methods in the same order."""
+
+    leads = True  # this group writes the run's result
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of these groups that a checkpoint of this rank holds, in its own memory."""
+        return {}
+
+    def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
+        """Join the other groups with the weights of `step`, and with the data of `data_step`.
+
+        Returns the step to continue from, and whether a stop was requested meanwhile.
+        """
+        return step, False
+
+    def report_to(self, event: Callable[..., None]) -> None:
+        """Write what happens to the groups to the metrics from now on."""
+
+    def steps(self, done: int, last: int) -> Iterator[int]:
+        """Yield the steps after `done`, up to the last. A step that did not count is yielded again."""
+        yield from range(done + 1, last + 1)
+
+    def batch(self, step: int, loader: Loader) -> Batch:
+        """Return the batch of a step."""
+        return loader.next()
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Sum tensors over the groups, in place."""
+
+    def add_up_gradients(self) -> None:
+        """Sum this rank's shards of the gradients over the groups."""
+
+    def commits(self, agreement: Agreement) -> bool:
+        """Whether the step counts. If not, its gradients are dropped and it is made again."""
+        return True
+
+    def stops(self, asked: bool) -> bool:
+        """Whether to stop after this step: if any rank, of any group that knows of it, was asked to."""
+        return asked
+
+    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
+        """Exchange weights with the other groups if it is time.
+
+        Returns the step to continue from, and whether a stop was requested meanwhile.
+        """
+        return step, False
+
+    def close(self) -> None:
+        """Leave the other groups."""

@@ -1,0 +1,221 @@
+"""The training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_hydra.base.errors import NotFinite, Stopped
+from titan_hydra.base.run import Run, versions
+from titan_hydra.checkpoint.checkpointer import Checkpointer
+from titan_hydra.config import identity
+from titan_hydra.config.files import read_json, write_text
+from titan_hydra.config.schema import Job
+from titan_hydra.data.loader import Loader
+from titan_hydra.observe.metrics import Metrics
+from titan_hydra.observe.probes import Probes
+from titan_hydra.observe.profiling import Profiler
+from titan_hydra.observe.watchdog import Watchdog
+
+from .groups import Groups
+from .optimizer import set_lr
+from .trainer import Trainer, build
+from .world import GarbageCollection, refuse_stale, set_timeout, world
+
+
+def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups] = lambda *_: Groups()) -> None:
+    """Train a job to its last step on this rank, resuming from the run's newest complete checkpoint if there is one.
+
+    Raises NotFinite, Stopped or CheckpointError on all ranks alike.
+    """
+    with contextlib.ExitStack() as opened:
+        loop = begin(job, run, open_groups, opened)
+        checkpointer, seed = loop.checkpointer, job.checkpoint.name == "seed"
+        if not seed:
+            loop.run()
+        else:
+            checkpointer.save_weights(checkpointer.folder / "step-00000000", job.model)
+        if job.checkpoint.export_dtype:
+            checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
+        checkpointer.close()
+        if run.rank == 0:
+            result = loop.metrics.result(0 if seed else job.steps)
+            for directory in {run.directory, run.home if loop.groups.leads else run.directory}:
+                write_result(job, directory, result)
+
+
+def begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
+    """Build everything that the steps use, with the state of the step to continue from. `opened` closes it again."""
+    device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
+    trainer = build(job, device)
+    watch.knows(trainer.mesh)
+    trainer.progress = watch.moves
+    groups = trainer.groups = opened.enter_context(contextlib.closing(open_groups(trainer, run, watch)))
+    checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, groups.tensors)
+    start, data_state = checkpointer.resume()
+    if data_state is None and job.checkpoint.initial_load_path:
+        start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
+    rank, ranks = trainer.mesh.data_rank, trainer.mesh.data_ranks
+    loader = trainer.spec.build_data(job, run.replica * ranks + rank, job.fault_tolerance.replicas * ranks)
+    opened.enter_context(contextlib.closing(loader))
+    if data_state is not None:
+        loader.load(data_state)
+    held_out = None
+    if job.validation.name == "on":
+        held_out = opened.enter_context(contextlib.closing(trainer.spec.build_data(job, rank, ranks, split="validation")))
+    listen(trainer)
+    start, missed = groups.begin(start, loader.state()["step"], resumed=checkpointer.saved >= 0)
+    if missed:
+        raise Stopped("stopped before the first step")
+    metrics = trainer.spec.metrics(job, run, device, start, trainer.spec.flops_per_token(job.model, job.data.seq_len))
+    opened.enter_context(contextlib.closing(metrics))
+    checkpointer.report = metrics.event
+    groups.report_to(metrics.event)
+    if run.rank == 0:
+        print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
+    return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)
+
+
+class Loop:
+    """The steps of a run on this rank, and all that they use."""
+
+    def __init__(self, trainer: Trainer, groups: Groups, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer,
+                 metrics: Metrics, watch: Watchdog, start: int) -> None:
+        """Take what `begin` has built; `start` is the step to continue from."""
+        self.trainer, self.groups, self.loader, self.held_out = trainer, groups, loader, held_out
+        self.checkpointer, self.metrics, self.watch, self.start, self.job = checkpointer, metrics, watch, start, trainer.job
+        self.garbage = GarbageCollection(self.job.train.gc_interval)
+        self.probes = Probes(self.job.debug, watch.run, trainer.model, trainer.masters.weights)
+        self.profiler = Profiler(self.job.profiling, watch.run, trainer.device, metrics, watch)
+        self.settled = False  # the first step of this process, which may be slow, is done
+
+    def run(self) -> None:
+        """Run the steps after `start`, up to the last."""
+        trainer, groups, watch, clock = self.trainer, self.groups, self.watch, self.metrics.clock
+        for step in groups.steps(self.start, self.job.steps):
+            self.profiler.begins(step)
+            clock.start()
+            watch.at("data", step)
+            batch = groups.batch(step, self.loader)
+            clock.has_data()
+            watch.at("forward, backward")
+            lr = set_lr(trainer.optimizers, trainer.spec.lr_factor(step, self.job.steps, self.job.lr_scheduler))
+            share = trainer.forward_backward(batch)
+            self.probes.after_backward(step)
+            agreement = trainer.agree(share, trainer.measure(), [*self.checkpointer.votes(), len(self.loader.news())])
+            if not groups.commits(agreement):
+                self.checkpointer.wait_for_staging()  # the next quorum may replace the weights
+                trainer.drop_gradients()
+                continue
+            watch.at("optimizer")
+            clock.leave_out(self.checkpointer.wait_for_staging())
+            trainer.update(agreement)
+            loss, norm, asked, (*votes, bad_shards) = agreement.read()
+            self.refuse_non_finite(step, loss, norm)
+            clock.stop()
+            if bad_shards:
+                report_bad_shards(self.loader, self.metrics, step)
+            self.metrics.step(step, loss, norm, lr)
+            step, missed = groups.after_step(step, loss)
+            self.validate(step)
+            self.save(step, votes, stop=groups.stops(asked), missed=missed)
+            self.settle()
+            self.garbage.step(step)
+        self.profiler.close()
+
+    def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
+        """Raise NotFinite, once the pending save is complete: it is the last one with finite weights."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.watch.at("checkpoint")
+            self.checkpointer.land()
+            raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
+
+    def validate(self, step: int) -> None:
+        """Measure held-out loss if it is due, always on the same samples, and record it with its own duration."""
+        config = self.job.validation
+        if self.held_out is None or (step % config.interval and step != self.job.steps):
+            return
+        self.watch.at("validation")
+        began = time.perf_counter()
+        loss = self.trainer.validate(self.held_out, config.steps)
+        self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
+        report_bad_shards(self.held_out, self.metrics, step)
+
+    def save(self, step: int, votes: list[float], stop: bool, missed: bool) -> None:
+        """Save if a checkpoint is due, or the run is to stop. Raises Stopped if it is; `missed`: a meeting of the groups was, too."""
+        if stop or missed:
+            refuse_stale(self.watch.run)
+        self.watch.at("checkpoint")
+        self.checkpointer.after_step(step, votes, self.loader.state(), step == self.job.steps, stop or missed)
+        if missed or (stop and step < self.job.steps):
+            saved = "its checkpoint is written" if self.checkpointer.on else "nothing is saved, as checkpoint=off"
+            raise Stopped(f"stopped after step {step} of {self.job.steps}; {saved}")
+
+    def settle(self) -> None:
+        """After the first step, use the short time-outs."""
+        if not self.settled:
+            set_timeout(self.job.comm.train_timeout_seconds)
+            self.watch.settle(self.job.comm.train_timeout_seconds)
+            self.settled = True
+
+
+def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
+    """Report the shards that some rank has left out since the last report, once each. This is a collective."""
+    parts: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, loader.news())
+    news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
+    for count, (shard, reason) in enumerate(news.items(), start=len(loader.told) + 1):
+        metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
+        if metrics.events:
+            print(f"warning: a shard is left out: {reason}", flush=True)
+    loader.hear(news)
+
+
+def listen(trainer: Trainer) -> None:
+    """Record SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on the stop at the end of the next step.
+
+    A forked child (a data loader's) inherits this handler and must ignore the signals.
+    """
+    rank = os.getpid()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda received, _: trainer.stop_requested.append(received) if os.getpid() == rank else None)
+
+
+def start_line(job: Job, trainer: Trainer, start: int) -> str:
+    """Format the first line of the log: the model, the devices, the batch and the steps."""
+    groups = job.fault_tolerance.replicas
+    accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks * groups)
+    return (
+        f"{job.model.name}: {trainer.parameters:,} parameters on {f'{groups} x ' * (groups > 1)}{dist.get_world_size()} x "
+        f"{trainer.device.type}, {job.parallelism.name}, "
+        f"{job.precision.name}; global batch {job.data.global_batch} ({accumulation} accumulation), sequence {job.data.seq_len}; "
+        f"steps {start + 1} to {job.steps}"
+    )
+
+
+def slow_formats(job: Job, device: torch.device) -> list[str]:
+    """Return a note for a CPU without bfloat16 instructions, which emulates them."""
+    if device.type != "cpu" or job.precision.compute_dtype != "bfloat16":
+        return []
+    with contextlib.suppress(OSError):
+        features = set(Path("/proc/cpuinfo").read_text().split())
+        if not features & {"avx512_bf16", "amx_bf16", "bf16"}:
+            return ["note: this CPU has no bfloat16 instructions and emulates them; precision=fp32 is faster here"]
+    return []
+
+
+def write_result(job: Job, directory: Path, measured: dict) -> None:
+    """Write result.json, once the run is done."""
+    overrides = (directory / "overrides.txt").read_text(errors="replace").splitlines() if (directory / "overrides.txt").exists() else []
+    environment = read_json(directory / "env.json") or {}
+    result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
+    result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
+    write_text(directory / "result.json", json.dumps(result, indent=2) + "\n")
