@@ -58,12 +58,15 @@ def test_a_project_of_ones_own_runs_with_the_installed_package_alone(site, tmp_p
 
 
 @pytest.mark.slow
-def test_the_test_and_the_sweep_of_a_new_project_pass(site, tmp_path):
+def test_the_test_and_the_sweep_of_a_new_project_pass_and_its_model_is_verified(site, tmp_path):
     site(tmp_path, "-m", "titan_hydra.cli", "init", "mylab")
     test = site(tmp_path / "mylab", "-m", "pytest", "-q", "tests")
     assert test.returncode == 0 and "1 passed" in test.stdout, test.stdout
     sweep = site(tmp_path / "mylab", "launch.py", "+sweeps=blocks")
     assert sweep.returncode == 0 and sweep.stdout.count("done, 20 steps") == 2, sweep.stdout + sweep.stderr
+    proof = site(tmp_path / "mylab", "-m", "titan_hydra.cli", "verify", "--only", "fsdp 2, tied", "--ranks", "2", "--config-dir", "conf",
+                 "model=parallel_llama")
+    assert proof.returncode == 0 and "simple_fsdp 2, tied embeddings" in proof.stdout, proof.stdout + proof.stderr
 
 
 def test_init_writes_into_a_new_or_empty_folder_only(tmp_path, capsys):
