@@ -32,8 +32,10 @@ def load_user_modules(modules: list[str]) -> list[Fault]:
 
     They are looked up on sys.path and then in the current folder, the folder in which launch.py was started; ranks start in the same one.
     """
-    faults = []
-    if modules and os.getcwd() not in sys.path:
+    faults: list[Fault] = []
+    if not modules:
+        return faults
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     importlib.invalidate_caches()
     for module in modules:
