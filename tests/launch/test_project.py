@@ -64,7 +64,7 @@ def test_the_test_and_the_sweep_of_a_new_project_pass_and_its_model_is_verified(
     assert test.returncode == 0 and "1 passed" in test.stdout, test.stdout
     sweep = site(tmp_path / "mylab", "launch.py", "+sweeps=blocks")
     assert sweep.returncode == 0 and sweep.stdout.count("done, 20 steps") == 2, sweep.stdout + sweep.stderr
-    proof = site(tmp_path / "mylab", "-m", "titan_hydra.cli", "verify", "--only", "fsdp 2, tied", "--ranks", "2", "--config-dir", "conf",
+    proof = site(tmp_path / "mylab", "-m", "titan_hydra.cli", "verify", "--only", "simple_fsdp 2, tied", "--config-dir", "conf",
                  "model=parallel_llama")
     assert proof.returncode == 0 and "simple_fsdp 2, tied embeddings" in proof.stdout, proof.stdout + proof.stderr
 
