@@ -1,5 +1,7 @@
 """The walls of the house: which package may import which, and where torch may not be imported at all."""
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +67,78 @@ for module in {modules}:
 def test_files_stay_short():
     for file in [*PACKAGE.rglob("*.py"), PACKAGE.parent / "launch.py"]:
         assert len(file.read_text().splitlines()) <= 400, file
+
+
+# What a syntax tree cannot tell from our own: members that our subclasses of foreign classes override or use, and public ones of Python.
+INHERITED = {
+    ("launch/local.py", "_forward_signal"): "submitit.local.local:Controller",
+    ("launch/local.py", "_submit_command"): "submitit.local.local:LocalExecutor",
+    ("launch/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
+    ("parallel/norm.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
+    ("parallel/pipeline.py", "_validate_fwd_outputs"): None,  # of torch 2.11 alone, as the next
+    ("parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
+    ("parallel/simple_fsdp.py", "_parameters"): None,  # of a module, not of its class
+    ("train/muon.py", "_step_supports_amp_scaling"): None,  # read by `getattr`
+}
+PYTHON = {"os._exit", "sys._current_frames"}  # documented
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """The functions, classes and attributes that a file defines itself, so that `self._x` and `module._x` may be its own."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+            names.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def foreign_privates(tree: ast.AST) -> set[str]:
+    """The private members that a file imports or reads, as `torch.x._y` or `_y`, without those that it defines itself."""
+    own, found = own_names(tree), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module.partition(".")[0] not in ("titan_hydra", "__future__"):
+            found |= {name for alias in node.names if is_private(name := f"{node.module}.{alias.name}")}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if is_private(alias.name)}
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node) not in PYTHON:
+            found |= {node.attr} - (own if ast.unparse(node.value) in ("self", "cls", "super()") else set())
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
+            name = node.args[1]
+            found |= {name.value} if isinstance(name, ast.Constant) and is_private(name.value) else set()
+    return found
+
+
+@pytest.mark.parametrize("source", [
+    "import torch._dynamo", "from torch.optim import _muon", "from hydra._internal.utils import get_args_parser", "mesh._flatten('x')",
+    "getattr(weight, '_tensor', None)", "torch._foreach_norm(x)", "self._stages", "job._process",
+])
+def test_private_members_are_seen(source):
+    assert foreign_privates(ast.parse(source))
+
+
+def test_private_members_of_libraries_stand_in_one_file():
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(PACKAGE).as_posix()
+        if name != "base/private.py":
+            known = {member for place, member in INHERITED if place == name}
+            assert foreign_privates(ast.parse(file.read_text())) <= known, file
+
+
+def test_private_members_exist_and_are_used():
+    from titan_hydra.base import private
+
+    used = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py") if file.name != "private.py")
+    for name in private.MEMBERS:
+        assert getattr(private, name) is not None and re.search(rf"\b{name}\b", used), name
+    for (_, member), place in INHERITED.items():
+        if place:
+            module, _, kind = place.partition(":")
+            assert hasattr(getattr(importlib.import_module(module), kind), member), member

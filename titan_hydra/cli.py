@@ -25,7 +25,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "sync": ("titan_hydra.commands.sync", "send wandb's offline files to its server"),
     "cluster": ("titan_hydra.commands.cluster", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
-    "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify, prune and convert the checkpoints of a run"),
+    "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),

@@ -1,7 +1,7 @@
 """Split a step of a list's rows into matmul, attention, casts, optimizer, loss, gaps: python benchmarks/gpu/profile.py LIST [--only TEXT]
 
 Runs the rows of run.py with torch's profiler over their last two steps, for both tools, and reads both traces with
-titan_hydra/observe/trace.py: milliseconds a step, each moment counted once. Writes FOLDER/profile.jsonl at once, one line a row. A
+trace_summary.py: milliseconds a step, each moment counted once. Writes FOLDER/profile.jsonl at once, one line a row. A
 profiler slows steps down (most where a CPU is what limits them): rates are run.py's.
 """
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import run
-
-from titan_hydra.observe import trace
+import trace_summary as trace
 
 COLUMNS = ("matmul", "attention", "casts", "optimizer", "loss", "other", "communication", "idle")
 

@@ -56,7 +56,3 @@ def test_prune_keeps_what_it_is_told_and_the_newest_intact_one(run, capsys):
     (run / "checkpoints/step-00000020/.metadata").unlink()
     assert "no checkpoint is intact" in titan(capsys, "prune", run, "--keep", "1", status=2)
     assert "keeps at least one" in titan(capsys, "prune", run, "--keep", "0", status=2)
-
-
-def test_convert_is_titan_convert(run, capsys):
-    assert "no such folder" in titan(capsys, "convert", run / "nowhere", "--to", "hf", run / "out", status=2)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.base.columns import layout
+from titan_hydra.base.text import table
 from titan_hydra.commands import diff, sync
 from titan_hydra.config.fault import quoted
 from titan_hydra.runs import view
@@ -166,14 +166,14 @@ def test_cancel_stops_a_running_cell_as_ctrl_c_would(launcher, monkeypatch, caps
 def test_tables_fit_into_the_terminal(monkeypatch):
     rows = [["a cell with a long name", "running", "1/10", "silent for 4 min"], ["b", "done", "10/10", ""]]
     arguments = (["cell", "state", "step", ""], rows, {"step"}, ("cell", ""), [{"state": "cyan"}, {"state": "green"}])
-    assert layout(*arguments)[1] == "a cell with a long name  running   1/10  silent for 4 min"
+    assert table(*arguments)[1] == "a cell with a long name  running   1/10  silent for 4 min"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "45")
     monkeypatch.setenv("NO_COLOR", "1")
     cut = ["cell          state     step", "a cell with…  running   1/10  silent for 4 m…", "b             done     10/10"]
-    assert layout(*arguments) == cut
+    assert table(*arguments) == cut
     monkeypatch.delenv("NO_COLOR")
-    assert "\x1b[36mrunning\x1b[0m" in layout(*arguments)[1]
+    assert "\x1b[36mrunning\x1b[0m" in table(*arguments)[1]
 
 
 def test_copies_beside_attempts_and_ranks_are_no_attempts_and_no_ranks(swept, titan):

@@ -109,7 +109,7 @@ def attend(rotate, balance):
             expected = F.scaled_dot_product_attention(*whole, mask, is_causal=mask is None, enable_gqa=True)
             (expected * weight).sum().backward()
             parts = [x.detach()[:, :, index].to(dtype).requires_grad_() for x in whole]
-            with Counted("_templated_ring_attention") as forwards, Counted("_templated_ring_attention_backward") as backwards:
+            with Counted("ring_forward") as forwards, Counted("ring_backward") as backwards:
                 h = sdpa(*parts, mask)
                 (h * weight[:, :, index]).sum().backward()
             assert forwards == backwards == ([] if rotate == "ulysses" else [dtype])
@@ -123,18 +123,18 @@ class Counted:
     """The dtypes of the queries of all calls of one of torch's functions."""
 
     def __init__(self, name):
-        self.name, self.calls, self.original = name, [], getattr(ring_cpu.ring, name)
+        self.name, self.calls, self.original = name, [], getattr(ring_cpu.private, name)
 
     def __enter__(self):
         def count(*args, query, **kwargs):
             self.calls.append(query.dtype)
             return self.original(*args, query=query, **kwargs)
 
-        setattr(ring_cpu.ring, self.name, count)
+        setattr(ring_cpu.private, self.name, count)
         return self.calls
 
     def __exit__(self, *error):
-        setattr(ring_cpu.ring, self.name, self.original)
+        setattr(ring_cpu.private, self.name, self.original)
 
 
 def test_no_job_inherits_the_ring_of_the_one_before(world):

@@ -20,8 +20,10 @@ class Sweep:
     def __init__(self, runs: Path, base: dict, name: str = "table") -> None:
         self.runs, self.base, self.name, self.cells = runs, base, name, []
 
-    def cell(self, name, changes=None, losses=None, result=None, rates=(), env=None, swept=True, repeat=False, failure=None):
-        """Add a cell. `changes` are dotted keys; `losses` and `rates` become rows; without `result` the run is not done."""
+    def cell(self, name, changes=None, losses=None, result=None, rates=(), env=None, swept=True, repeat=False, failure=None,
+             pipelined=False):
+        """Add a cell. `changes` are dotted keys; `losses` and `rates` become rows; without `result` the run is not done; `pipelined` with
+        a recorded schedule of two ranks."""
         config, directory = copy.deepcopy(self.base), self.runs / f"{name.replace(' ', '_').replace(',', '')}-{self._hash(name)}"
         for key, value in (changes or {}).items():
             *path, last = key.split(".")
@@ -40,6 +42,9 @@ class Sweep:
         rows = [{"step": step, "loss": loss, "tokens_per_second": rate, "memory_reserved_gib": None, "mfu": None} for step, (loss, rate) in
                 enumerate(zip(losses or [5.0] * len(rates), rates or [100.0] * len(losses or ()), strict=True), start=1)]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if pipelined:
+            ranks = [[{"stage": stage, "kind": kind, "microbatch": 0} for kind in "FB"] for stage in range(2)]
+            self._write(directory / "schedule.json", {"ranks": ranks})
         if result is not None:
             self._write(directory / "result.json", {
                 "status": "done", "tokens_per_second_iqr": None, "measured_steps": None, "memory_gib": None, "mfu": None, "versions": {},

@@ -43,7 +43,8 @@ def more_columns(directory):
 
 def test_the_page_has_everything_and_fetches_nothing(sweep, capsys, tmp_path):
     sweep.cell("a <b> & c", losses=CURVE, result=RESULT)
-    sweep.cell("pipelined", {"parallelism.pp": 2, "data.local_batch": 4}, losses=CURVE, result=RESULT | {"tokens_per_second": 120.0})
+    sweep.cell("pipelined", {"parallelism.pp": 2, "data.local_batch": 4}, losses=CURVE, result=RESULT | {"tokens_per_second": 120.0},
+               pipelined=True)
     status, out, _ = sweep.report(capsys, "--html", "-o", str(tmp_path))
     assert (status, out) == (0, f"{tmp_path / 'report.html'}\n")
     page = (tmp_path / "report.html").read_text()

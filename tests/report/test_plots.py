@@ -2,15 +2,16 @@
 import math
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from titan_hydra.config import compose_job
 from titan_hydra.config.compose import CONF
-from titan_hydra.config.rules.pipeline import stage_count, wrong_with
-from titan_hydra.parallel.order import actions_of_ranks
+from titan_hydra.config.rules.pipeline import stage_count, stages_of_ranks, wrong_with
+from titan_hydra.parallel import pipeline
 from titan_hydra.report.style import LINES, line
-from titan_hydra.report.timeline import TIME, Pipeline, ask, play
+from titan_hydra.report.timeline import TIME, Pipeline, play
 
 RESULT = {"tokens_per_second": 100.0, "tokens_per_second_iqr": 5.0, "memory_gib": 10.0, "device": "H100"}
 CURVE = [3 + math.exp(-step / 10) for step in range(40)]
@@ -89,6 +90,14 @@ def test_a_single_cell_is_drawn_well_formed(sweep, capsys, tmp_path):
         ElementTree.parse(tmp_path / file)
 
 
+def recorded(job):
+    """What a run of a job records of its schedule, without its ranks: a schedule looks at few attributes of a stage before it runs."""
+    stages = [SimpleNamespace(stage_index=index, num_stages=stage_count(job), group_size=job.parallelism.pp, group_rank=0, group=None,
+                              is_first=index == 0, is_last=index == stage_count(job) - 1, submod=None, has_backward=True)
+              for index in stages_of_ranks(job)[0]]
+    return pipeline.actions_of_ranks(pipeline.build_schedule(stages, job, None), job)
+
+
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb": 2, "zbv": 2, "dualpipe_v": 2}
 
 
@@ -96,26 +105,29 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "looped_bfs": 2, "interleaved_1f1b": 2, "int
 def test_every_schedule_is_played_to_its_end(name):
     ranks = ["parallelism.pp=2", f"pp_schedule.csv={CONF / 'pp_schedule' / 'zb_h1.csv'}"] if name == "csv" else ["parallelism.pp=4"]
     job = compose_job("parallelism=pp", f"pp_schedule={name}", "data.local_batch=8", "model.n_layers=8", *ranks)
-    actions = actions_of_ranks(job)
+    actions = recorded(job)
     assert wrong_with(actions, job) is None
-    pipeline = Pipeline(name, stage_count(job), play(actions, stage_count(job)))
-    for own, played in zip(actions, pipeline.ranks, strict=True):
+    timeline = Pipeline(name, stage_count(job), play(actions, stage_count(job)))
+    for own, played in zip(actions, timeline.ranks, strict=True):
         assert [action for _, action in played] == own
         ends = [start + TIME[action[1]] for start, action in played]
         assert all(start >= end for (start, _), end in zip(played[1:], ends, strict=False))  # one thing at a time
-    assert 0 < pipeline.idle < 0.5
+    assert 0 < timeline.idle < 0.5
 
 
 def test_the_bubble_is_the_textbooks():
     """1F1B and GPipe: (p - 1) / (m + p - 1) of the time (Narayanan et al., 2021)."""
     for name in ("gpipe", "1f1b"):
         job = compose_job("parallelism=pp", f"pp_schedule={name}", "data.local_batch=8", "parallelism.pp=4")
-        assert Pipeline(name, 4, play(actions_of_ranks(job), 4)).idle == pytest.approx(3 / 11)
+        assert Pipeline(name, 4, play(recorded(job), 4)).idle == pytest.approx(3 / 11)
 
 
-def test_the_order_can_be_asked_for_by_a_program_without_torch(sweep):
-    directory = sweep.cell("pp", {"parallelism.pp": 2, "data.local_batch": 4})
-    gone = sweep.cell("gone", {"parallelism.pp": 2, "pp_schedule.name": "csv", "pp_schedule.csv": "gone.csv"})
-    order, missing = ask(str(directory / "config.json"), str(gone / "config.json"))
-    assert order[0][:3] == [(0, "F", 0), (0, "F", 1), (0, "B", 0)]
-    assert missing is None
+def test_a_run_without_a_recorded_schedule_has_no_timeline(sweep, capsys, tmp_path):
+    """Runs before 0.2 recorded none; cells that ran the same one share a timeline."""
+    for name in ("pp", "pp lr=1"):
+        sweep.cell(name, {"parallelism.pp": 2}, losses=CURVE, result=RESULT, pipelined=True)
+    sweep.cell("old", {"parallelism.pp": 2}, losses=CURVE, result=RESULT)
+    _, out, err = sweep.report(capsys, "--plots", "-o", str(tmp_path))
+    assert [line for line in out.split() if "pipeline-" in line] == [str(tmp_path / f"pipeline-1.{ending}") for ending in ("png", "svg")]
+    assert ">1f1b: pp, pp lr=1<" in text(tmp_path / "pipeline-1.svg")
+    assert err == "no pipeline's timeline of old: it recorded no schedule\n"

@@ -96,13 +96,3 @@ def test_a_hugging_face_folder_of_another_model_is_refused(whole, run_job, tmp_p
                           ("model.n_layers=3", "model.n_layers is 3")):
         run = run_job(compose_job(*BASE, "steps=1", change, f"checkpoint.initial_load_path={source}"), expect=2)
         assert words in (run / "attempts/1/error_0").read_text()
-
-
-def test_a_seed_is_the_initial_weights(run_job):
-    seed = run_job(compose_job(*TWO, "steps=6", "checkpoint=seed"))
-    assert [path.name for path in (seed / "checkpoints").iterdir()] == ["step-00000000"]
-    assert '"steps": 0' in (seed / "result.json").read_text()
-    plain = run_job(compose_job(*BASE, "steps=1", "optimizer.lr=0"))
-    assert same(weights(seed / "checkpoints/step-00000000"), weights(checkpoints.newest(plain / "checkpoints")))
-    begun = run_job(compose_job(*BASE, "steps=1", "optimizer.lr=0", "seed=5", f"checkpoint.initial_load_path={seed}"))
-    assert same(weights(seed / "checkpoints/step-00000000"), weights(checkpoints.newest(begun / "checkpoints")))

@@ -1,4 +1,6 @@
 """A pipelined run end to end: its loss on the console, validation through the schedule, and mixed precision."""
+import json
+
 import pytest
 
 from titan_hydra.config import compose_job
@@ -42,3 +44,14 @@ def test_what_goes_between_stages_has_the_dtype_and_shape_that_was_foretold(run_
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch then compares every activation and gradient with what was foretold
     directory = run_job(compose_job(*FOUR, "checkpoint=off", *LAYOUTS[layout], f"precision={precision}"))
     assert run_job.losses(directory)[4] < run_job.losses(directory)[1]
+
+
+def test_a_run_records_what_each_of_its_ranks_computes(run_job):
+    directory = run_job(job_on("pp 2, zbv", "checkpoint=off", "steps=1"))
+    ranks = json.loads((directory / "schedule.json").read_text())["ranks"]
+    assert [{action["stage"] for action in actions} for actions in ranks] == [{0, 3}, {1, 2}]  # in a V
+    for actions in ranks:
+        forwards = [(action["stage"], action["microbatch"]) for action in actions if action["kind"] == "F"]
+        assert len(forwards) == len(set(forwards)) == 2 * 4
+        assert len(actions) == 3 * 8
+        assert {action["kind"] for action in actions} <= set("FBIW")

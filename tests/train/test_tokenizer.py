@@ -23,7 +23,7 @@ from titan_hydra.commands import tokenizer as tokenizer_cli
 from titan_hydra.config import schema
 from titan_hydra.config.files import vocabulary_size
 from titan_hydra.data import tokenizer
-from titan_hydra.data.embedded import topics
+from titan_hydra.data.embedded import Embedded
 
 EMBEDDED = schema.Tokenizer(name="embedded")
 LOADED = tokenizer.load(EMBEDDED)
@@ -135,8 +135,8 @@ def run(*arguments):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained") / "tokenizer.model"
-    path.with_name("manual.txt").write_text("\n".join(topics().values()))
-    assert run("train", "--vocab", 1500, "--out", path, path.with_name("manual.txt")) == 0
+    path.with_name("corpus.txt").write_text("".join(Embedded().pieces))
+    assert run("train", "--vocab", 1500, "--out", path, path.with_name("corpus.txt")) == 0
     return path
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError
+from titan_hydra.base.private import is_spent
 from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Checkpoint, Model
 from titan_hydra.runs import checkpoints
@@ -122,8 +123,6 @@ class Checkpointer:
                 raise CheckpointError(self._lost(step))
 
     def _due(self, step: int, late: bool, last: bool) -> bool:
-        if self.config.name == "seed":
-            return False
         if last:
             return self.config.last_step
         return late or (step == 1 and self.config.first_step) or bool(self.config.interval and step % self.config.interval == 0)
@@ -153,7 +152,7 @@ class Checkpointer:
                 flight.written.set_exception(error)
             flight.seconds = time.perf_counter() - flight.began
             return
-        if not self.stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 empties a stager after each copy
+        if is_spent(self.stager):
             self.stager.close()
             self.stager = self._new_stager()
         if torch.cuda.is_available():
@@ -233,9 +232,9 @@ class Checkpointer:
         data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
         return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
 
-    def save_weights(self, path: Path, model: Model, dtype: str | None = None) -> None:
-        """Write `model.*` only, with the model's configuration, complete or absent; in another number format if `dtype` is given."""
-        content = {name: weight.to(getattr(torch, dtype)) if dtype else weight for name, weight in state.weights(self.model).items()}
+    def save_weights(self, path: Path, model: Model, dtype: str) -> None:
+        """Write `model.*` only, with the model's configuration, in the number format `dtype`; complete or absent."""
+        content = {name: weight.to(getattr(torch, dtype)) for name, weight in state.weights(self.model).items()}
         own = ("config.json", json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
         writer = Writer(path, 0, self.run.world_size, own)
         try:

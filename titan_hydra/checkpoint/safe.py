@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from titan_hydra.base.errors import CheckpointError
+from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout, set_element
 
 CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (
     metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
-    metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+    metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, MemoryFormat, StorageInfo,
 )}
-CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): get_layout}
 CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # The path of the checkpoint when written, which is never read: any path becomes a text.
 CLASSES |= {(module, name): lambda *parts: "/".join(map(str, parts))

@@ -37,10 +37,10 @@ def write(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, 
 def _read(config: schema.Tokenizer) -> tokenizers.Tokenizer:
     import tokenizers
 
-    path, content = tokenizer._read(config)
+    path, content = tokenizer.read_content(config)
     if config.name == "hf":
         return tokenizers.Tokenizer.from_buffer(content)
-    return _of_ranks(tokenizer._ranks(path, content))
+    return _of_ranks(tokenizer.read_ranks(path, content))
 
 
 def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:

@@ -1,4 +1,4 @@
-"""`titan checkpoint`: list, verify, prune and convert the checkpoints of a run. Reads files only; imports torch only to convert."""
+"""`titan checkpoint`: list, verify and prune the checkpoints of a run. Reads files only and imports no torch."""
 from __future__ import annotations
 
 import argparse
@@ -16,7 +16,7 @@ LEFT_BEHIND = {".writing": "being written, or left by a kill", ".damaged": "set 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands and options of `titan checkpoint`."""
-    commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune|convert")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune")
     for name, text in (("ls", "list the steps of a run"), ("verify", "compare every byte with what was written; status 1 if not the same"),
                        ("prune", "delete what need not be kept, what is damaged, and what a kill has left")):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -26,16 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1")
             command.add_argument("--every", type=int, default=0, help="keep multiples of this step too")
             command.add_argument("--dry", action="store_true", help="only say what would go")
-    convert = commands.add_parser("convert", help="the same as titan convert", add_help=False, prefix_chars="\0")
-    convert.add_argument("rest", nargs=argparse.REMAINDER)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit status."""
-    if args.what == "convert":
-        from titan_hydra import cli
-
-        return cli.main(["convert", *args.rest])
     if args.what == "verify" and (Path(args.run) / checkpoints.MANIFEST).is_file():
         return verify([Path(args.run)])
     run = choose_one(args.run, args.runs).directory

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.private import options_of
 from titan_hydra.runs import find
 from titan_hydra.runs.view import short_names
 
@@ -58,13 +59,13 @@ def candidates(words: list[str]) -> Iterable[str]:
         return []
     parser = argparse.ArgumentParser()
     importlib.import_module(cli.COMMANDS[command][0]).add_arguments(parser)
-    options = {name: action for action in parser._actions for name in action.option_strings}
+    options = {name: action for action in options_of(parser) for name in action.option_strings}
     last = options.get(before[-1]) if before else None
     if last is not None and last.nargs != 0:  # its value is wanted
         return last.choices or []
     if words[-1].startswith("-"):
         return options
-    places = [action for action in parser._actions if not action.option_strings]
+    places = [action for action in options_of(parser) if not action.option_strings]
     chosen = next((action.choices for action in places if action.choices), None)
     return chosen or (names(runs_of(before)) if any(action.dest in RUNS for action in places) else [])
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import Exit
+from titan_hydra.base.text import table
 from titan_hydra.config.fault import as_typed
 from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
@@ -124,17 +124,7 @@ def signed(change: float | None) -> str:
 
 def grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *further: str) -> None:
     """Print a table, or that there is no difference."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = list(rows)
-    if not rows:
+    if rows := list(rows):
+        print(*table([title, a.name, b.name, *further], rows), "", sep="\n")
+    else:
         print(f"no difference in {title}")
-        return
-    table = Table(title, a.name, b.name, *further, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else 1000, highlight=False).print(table)
-    print()

@@ -220,9 +220,8 @@ def _precision(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
 
 def _checkpoint(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
     kinds = {"disabled": "sync", "async": "async", "async_with_pinned_mem": "async_pinned"}
-    seed = of["checkpoint.create_seed_checkpoint"]
     mode = of["checkpoint.async_mode"]
-    yield "checkpoint", "seed" if seed else kinds.get(mode, mode) if of["checkpoint.enable"] else "off"
+    yield "checkpoint", kinds.get(mode, mode) if of["checkpoint.enable"] else "off"
     if not of["checkpoint.enable"]:
         return
     for name, key in (("interval", "interval"), ("keep_latest_k", "keep_latest_k"), ("enable_first_step_checkpoint", "first_step")):

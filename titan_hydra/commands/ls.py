@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from titan_hydra.base.columns import layout
 from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import table
 from titan_hydra.config.files import read_json
 from titan_hydra.runs import find, rundir
 from titan_hydra.runs.rundir import State
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
         rows.append([name, str(len(states)), ", ".join(counts), ago(when)])
         colours.append({"state": COLOURS[alone]} if alone else {})
     if rows:
-        print(*layout(["sweep or run", "cells", "state", "when"], rows, {"cells"}, ("sweep or run", "state"), colours), sep="\n")
+        print(*table(["sweep or run", "cells", "state", "when"], rows, {"cells"}, ("sweep or run", "state"), colours), sep="\n")
     else:
         print(f"no runs in {args.runs}")
     return Exit.DONE

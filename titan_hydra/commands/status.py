@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from titan_hydra.base.columns import layout
 from titan_hydra.base.errors import Exit
+from titan_hydra.base.text import table as layout
 from titan_hydra.config.fault import counted, quoted
 from titan_hydra.runs.find import Selection, all_runs, runs_option
 from titan_hydra.runs.slurm import Queue

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.run import versions
+from titan_hydra.base.text import table
 from titan_hydra.config import Fault
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.fault import suggest
@@ -34,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
-    from rich.console import Console
-    from rich.table import Table
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
     from titan_hydra.verify.sampler import draw
@@ -58,10 +55,8 @@ def main(args: argparse.Namespace) -> int:
         (o.case.name, str(o.case.ranks), *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
          *map(str, (o.start, o.drift, o.rounded)), "yes" if o.passed else "NO") for o in outcomes
     ]
-    table = Table(*header, title="Largest relative differences from the reference", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row, style=None if row[-1] == "yes" else "red")
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
+    print("Largest relative differences from the reference:", *table(header, rows, header[1:-1], ("case",), colours), sep="\n")
     for outcome in outcomes:
         if not outcome.passed:
             case = outcome.case

@@ -15,7 +15,7 @@ MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which
 
 def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return the overrides and the flags. Hydra's parser needs the overrides adjacent. Raises ConfigError with a line for each mistake."""
-    from hydra._internal.utils import get_args_parser  # Hydra has no public name for it
+    from titan_hydra.base.private import get_args_parser
 
     parser = get_args_parser()
     parser.error = refuse  # argparse would print its usage first

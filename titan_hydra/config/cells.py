@@ -46,11 +46,12 @@ class Composer:
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """Compose the configuration of one cell. Raises what Hydra raises."""
-        from hydra._internal.config_loader_impl import ConfigLoaderImpl  # the two functions have no public names
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import ConfigCompositionException
         from hydra.types import RunMode
         from omegaconf.errors import OmegaConfBaseException
+
+        from titan_hydra.base.private import ConfigLoaderImpl, apply_overrides
 
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
@@ -58,7 +59,7 @@ class Composer:
         values = [] if elsewhere else [override for override in parsed if self._is_value(override)]
         config = self._with_options([override for override in parsed if override not in values])
         try:
-            ConfigLoaderImpl._apply_overrides_to_config(values, config)
+            apply_overrides(values, config)
         except OmegaConfBaseException as error:
             raise ConfigCompositionException from error
         return config

@@ -21,7 +21,10 @@ ASSETS = Path(__file__).parent.parent / "assets"
 CONF = next(folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf")  # in the wheel; in a checkout
             if (folder / "config.yaml").is_file())
 MOST_FILES = 1_000_000  # that one path may name
-LLAMA3_SPECIALS = 256  # appended to the ranks of every Llama 3 tokenizer.model
+LLAMA3_SPECIALS = [  # follow the ranks of every Llama 3 tokenizer.model, in Meta's order
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|reserved_special_token_2|>", "<|reserved_special_token_3|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|reserved_special_token_4|>", "<|eot_id|>", *(f"<|reserved_special_token_{i}|>" for i in range(5, 251))]
 
 
 def expand(pattern: str) -> list[Path]:
@@ -100,14 +103,18 @@ def vocabulary_size(config: Tokenizer) -> int:
     if file.exists() and not file.is_file():
         raise ValueError("a folder" if file.is_dir() else "not a file")
     if config.name == "hf":
-        content = json.loads(file.read_text(encoding="utf-8"))
-        vocabulary = content["model"]["vocab"]  # a unigram model has a list of pieces, the others a map to ids
-        ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(vocabulary.values())
-        return max(ids | {token["id"] for token in content.get("added_tokens", [])}) + 1
+        return size_of_hf(json.loads(file.read_text(encoding="utf-8")))
     lines = [line for line in file.read_bytes().splitlines() if line.strip()]
     if not lines or any(len(line.split()) != 2 for line in lines[:3]):
         raise ValueError("not a tokenizer.model file (base64 token and rank on each line)")
-    return len(lines) + LLAMA3_SPECIALS
+    return len(lines) + len(LLAMA3_SPECIALS)
+
+
+def size_of_hf(content: dict) -> int:
+    """Return one more than the largest id of a tokenizer.json."""
+    vocabulary = content["model"]["vocab"]  # a unigram model has a list of pieces, the others a map to ids
+    ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(vocabulary.values())
+    return max(ids | {token["id"] for token in content.get("added_tokens", [])}) + 1
 
 
 def write_json(path: Path, content: Any) -> None:

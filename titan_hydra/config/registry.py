@@ -149,7 +149,7 @@ PIPELINE_SCHEDULES = Registry(
     PipelineScheduleKind("interleaved_zb", f"{TORCH}:ScheduleInterleavedZeroBubble", splits_backward=True, objection=_equal_rounds),
     PipelineScheduleKind("zbv", f"{TORCH}:ScheduleZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
     PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
-    PipelineScheduleKind("csv", f"{TORCH}:_PipelineScheduleRuntime"),  # the rest is in its file
+    PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
 )
 DATA_SOURCES = Registry(
     "data.name",

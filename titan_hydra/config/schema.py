@@ -205,7 +205,7 @@ LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside t
 
 @dataclass
 class Checkpoint:
-    name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned", "seed"))
+    name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"))
     interval: int = key(500, "steps between checkpoints; 0: only by the clock, and at the end", NATURAL, identity=False)
     interval_minutes: float | None = key(None, "save also when this long ago the last save began; rank 0's clock decides", POSITIVE,
                                          identity=False)

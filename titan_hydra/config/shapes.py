@@ -52,6 +52,7 @@ FILES = {  # by name
                             "host": str, "platform": str}),
     "manifest.json": Fields({"name": str, "command": list[str], "baseline": str | None, "cells": list[Fields(
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool})]}, {"created": Moment}),
+    "schedule.json": Fields({"ranks": list[list[Fields({"stage": int, "kind": str, "microbatch": int})]]}),
     "metrics.jsonl": Fields({"step": int, "loss": NUMBER}, dict.fromkeys((
         "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib", "step_seconds",
         "data_seconds", "tokens_seen"), NUMBER)),

@@ -34,10 +34,7 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tok
     from .shards import BadShards
 
     data = job.data
-    global_batch = data.global_batch or data.local_batch * ranks
-    if global_batch % ranks:
-        raise ConfigError(f"data.global_batch={global_batch}: not divisible by {ranks} data-parallel ranks; "
-                          f"nearest legal: {max(global_batch // ranks, 1) * ranks}")
+    global_batch = data.global_batch
     share = global_batch // ranks
     wanted = Wanted(job, split, range(rank * share, (rank + 1) * share), global_batch, BadShards(data.max_bad_shards), load_tokenizer)
     seed = job.seed if split == "train" else VALIDATION_SEED

@@ -12,15 +12,11 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.files import tokenizer_file
+from titan_hydra.config.files import LLAMA3_SPECIALS, size_of_hf, tokenizer_file
 
-# How Llama 3 cuts text into words before it merges bytes, and the 256 special tokens that follow the ranks, in Meta's order.
+# How Llama 3 cuts text into words before it merges bytes.
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-LLAMA3_SPECIALS = [
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|reserved_special_token_2|>", "<|reserved_special_token_3|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|reserved_special_token_4|>", "<|eot_id|>", *(f"<|reserved_special_token_{i}|>" for i in range(5, 251))]
 
 # tiktoken's regular expression gives up (a Rust panic) on about a million blanks in a row; longer runs are cut here first.
 MANY_BLANKS = 400_000
@@ -48,11 +44,11 @@ class Tokenizer:
 
 def load(config: schema.Tokenizer) -> Tokenizer:
     """Load the tokenizer of a job. Raises ConfigError if its file is missing or is not of the kind in tokenizer.name."""
-    path, content = _read(config)
+    path, content = read_content(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
 
-def _read(config: schema.Tokenizer) -> tuple[Path, bytes]:
+def read_content(config: schema.Tokenizer) -> tuple[Path, bytes]:
     if config.name != "embedded" and not config.path:
         wanted = "tokenizer.json" if config.name == "hf" else "tokenizer.model"
         raise ConfigError(f"tokenizer.path=null: tokenizer={config.name} needs the path of a {wanted}")
@@ -66,7 +62,7 @@ def _read(config: schema.Tokenizer) -> tuple[Path, bytes]:
 def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
     import tiktoken
 
-    ranks = _ranks(path, content)
+    ranks = read_ranks(path, content)
     specials = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIALS)}
     encoding = tiktoken.Encoding(path.name, pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials)
 
@@ -79,7 +75,7 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
                      eos_id=specials["<|end_of_text|>"], sha256=hashlib.sha256(content).hexdigest())
 
 
-def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
+def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """Return the rank of every token's bytes. Ranks must be 0, 1, 2, ... so that the special tokens' ids follow."""
     try:
         lines = [line.split() for line in content.splitlines() if line]
@@ -109,7 +105,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
                           "and no eos_token in a tokenizer_config.json beside it")
     return Tokenizer(lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
                      lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-                     _size(spec["model"]["vocab"], spec.get("added_tokens", [])),
+                     size_of_hf(spec),
                      bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
                      eos_id=eos, sha256=hashlib.sha256(content).hexdigest())
 
@@ -133,9 +129,3 @@ def _json(path: Path, content: bytes) -> dict:
         raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json"
                           + ("; for a tokenizer.model take tokenizer=tiktoken" if path.suffix == ".model" else "")) from error
     return spec
-
-
-def _size(vocab: dict[str, int] | list, added: list[dict]) -> int:
-    """Return one more than the largest id; a unigram model's vocabulary is a list without ids."""
-    last = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
-    return max([last, *(token["id"] for token in added)]) + 1

@@ -22,6 +22,7 @@ from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 import titan_hydra
 from titan_hydra.base.errors import Exit
+from titan_hydra.base.private import process_of
 from titan_hydra.base.run import folders_of
 from titan_hydra.config import Job, processes
 from titan_hydra.config.files import read_json, write_json
@@ -40,7 +41,7 @@ def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
     executor = Executor(attempt / "submitit", [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
-    return executor.submit(worker.run, str(directory), int(attempt.name))._process
+    return process_of(executor.submit(worker.run, str(directory), int(attempt.name)))
 
 
 class Executor(LocalExecutor):

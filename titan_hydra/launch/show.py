@@ -4,23 +4,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.rundir import State
-
-
-def table(columns: list[str], rows: list[list[object]]) -> None:
-    """Print a table; outside a terminal it is as wide as its content."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    grid = Table(*columns, box=box.SIMPLE_HEAD)
-    for row in rows:
-        grid.add_row(*(str(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False).print(grid)
 
 
 def results(cells: list, states: list[State]) -> None:
@@ -31,7 +20,8 @@ def results(cells: list, states: list[State]) -> None:
         numbers = [_number(result.get(key), form) for key, form in (
             ("steps", "{}"), ("final_loss", "{:.4f}"), ("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.1f}"), ("seconds", "{:.0f}"))]
         rows.append([cell.directory.name, cell.name, state.failure.line if state.failure else state.kind, *numbers])
-    table(["run", "cell", "status", "steps", "loss", "tokens/s/device", "GiB", "seconds"], rows)
+    numbers = ("steps", "loss", "tokens/s/device", "GiB", "seconds")
+    print(*table(["run", "cell", "status", *numbers], rows, numbers, ("cell", "run")), sep="\n")
 
 
 def plan(cells: list, states: list[State], hours: float | None) -> None:
@@ -40,7 +30,8 @@ def plan(cells: list, states: list[State], hours: float | None) -> None:
     rows = []
     for cell, state in zip(cells, states, strict=True):
         rows.append([cell.directory.name, cell.name, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])
-    table(["run", "cell", "ranks", "nodes", "state", "GPU-hours at most"], rows)
+    numbers = ("ranks", "nodes", "GPU-hours at most")
+    print(*table(["run", "cell", *numbers[:2], "state", numbers[2]], rows, numbers, ("cell", "run")), sep="\n")
     start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
     others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
     print(f"{counted(len(cells), 'cell')}: " + ", ".join([
@@ -62,7 +53,7 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
     for cell, state in zip(cells, states, strict=True):
         word = f"failed: {state.failure.line}" if state.failure else waiting(state) if state.kind in ("queued", "unknown") else state.kind
         rows.append([cell.directory.name, cell.name, cell.nodes, cell.ranks, state.job.id if state.job else "-", word])
-    table(["run", "cell", "nodes", "ranks", "job", "state"], rows)
+    print(*table(["run", "cell", "nodes", "ranks", "job", "state"], rows, ("nodes", "ranks"), ("cell", "run")), sep="\n")
     kinds = [state.kind for state in states]
     print(", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
     target = folder.name if folder else cells[0].directory.name

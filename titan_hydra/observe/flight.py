@@ -18,16 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
+from titan_hydra.base.private import flight_recorders, process_groups, wrap_stage_messages
 from titan_hydra.base.run import Run
 from titan_hydra.config.files import write_text
 from titan_hydra.parallel.mesh import Mesh
 
 RECORDED = 2000  # collectives that torch keeps
 WRITTEN = 400  # of these go into a dump
-# One recorder for each back end; a torch that is built without CUDA has only gloo's.
-RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+RECORDERS = flight_recorders()
 FRAMES = 3  # of a stack, innermost first, and as many that are not torch's
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()  # of sends to and receives from each rank
@@ -50,8 +49,6 @@ def record_messages() -> None:
     """Record the sends and receives of pipeline stages over gloo, of which torch's recorder sees only collectives. Repeated calls are
     harmless.
     """
-    from torch.distributed.pipelining import schedules
-
     def counted(batch_p2p: Callable) -> Callable:
         def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
             works = batch_p2p(operations, desc)
@@ -65,11 +62,9 @@ def record_messages() -> None:
                     message["work"] = None
             return works
 
-        exchange.counts = True
         return exchange
 
-    if not hasattr(schedules._batch_p2p, "counts"):
-        schedules._batch_p2p = counted(schedules._batch_p2p)
+    wrap_stage_messages(counted)
 
 
 def progress() -> tuple:
@@ -93,9 +88,8 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
 
 def groups(mesh: Mesh | None) -> dict[str, dict]:
     """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
-    world = dist.distributed_c10d._world
-    found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(world.pg_group_ranks[group])}
-             for group in list(world.pg_map)}
+    found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(process_groups.pg_group_ranks[group])}
+             for group in list(process_groups.pg_map)}
     for name in mesh.world.mesh_dim_names if mesh is not None and mesh.world is not None else ():
         group = mesh.world.get_group(name)
         if group.size() > 1:

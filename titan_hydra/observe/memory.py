@@ -5,6 +5,7 @@ import collections
 
 import torch
 
+from titan_hydra.base.private import memory_snapshot, record_memory_history
 from titan_hydra.base.run import Run
 
 SHOWN = 20  # allocations, largest first
@@ -23,7 +24,7 @@ def record(on: bool) -> None:
     time.
     """
     if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(enabled="state" if on else None, stacks="python")
+        record_memory_history(enabled="state" if on else None, stacks="python")
 
 
 def explain(run: Run, error: BaseException) -> None:
@@ -33,7 +34,7 @@ def explain(run: Run, error: BaseException) -> None:
     if error is None or not torch.cuda.is_available():
         return
     held: collections.Counter[str] = collections.Counter()
-    for segment in torch.cuda.memory._snapshot()["segments"]:
+    for segment in memory_snapshot()["segments"]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 frames = block.get("frames") or [{"filename": "not recorded after the first step", "line": 0, "name": ""}]

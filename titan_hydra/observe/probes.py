@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_hydra.base.private import current_graph_task
 from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Debug
 from titan_hydra.parallel.mesh import local_part
@@ -141,7 +142,7 @@ def _leaving(name: str, look: Callable, module: nn.Module, args: tuple, output: 
 
 def _counts(module: nn.Module) -> bool:
     """Whether a call counts: not in a validation, and not in the recomputation of a forward."""
-    return module.training and torch._C._current_graph_task_id() == -1
+    return module.training and current_graph_task() == -1
 
 
 def _floating(value: Any) -> bool:

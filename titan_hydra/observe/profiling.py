@@ -1,7 +1,7 @@
-"""profiling=on: a torch profiler's trace of a few steps with a text summary, a memory snapshot, and all phases of all steps.
+"""profiling=on: a torch profiler's trace of a few steps with its table, a memory snapshot, and all phases of all steps.
 
     attempts/<n>/profile/trace_<rank>.json.gz    torch's trace; opens in https://ui.perfetto.dev
-    attempts/<n>/profile/summary_<rank>.txt      where the time was spent (summary.txt for rank 0); see trace.py
+    attempts/<n>/profile/summary_<rank>.txt      torch's table of the longest kernels and operators (summary.txt for rank 0)
     attempts/<n>/profile/memory_<rank>.pickle    on CUDA only; opens in https://pytorch.org/memory_viz
     attempts/<n>/profile/phases_<rank>.json      data, forward and backward, optimizer, ... of every step; opens in Perfetto too
 
@@ -9,23 +9,21 @@ Recorded steps, and the one before them that warms up the profiler, are slower: 
 """
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from titan_hydra.base.private import dump_memory_snapshot, record_memory_history
 from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Profiling
 
 from .metrics import Metrics
 from .watchdog import Watchdog
 
-SUMMARY_LIMIT = 120  # seconds that the end of a run waits for the summary
+SHOWN = 40  # rows of the table
 
 
 class Profiler:
@@ -33,7 +31,7 @@ class Profiler:
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
-        self.on, self.count, self.profiler, self.summary = config.name == "on", 0, None, None
+        self.on, self.count, self.profiler = config.name == "on", 0, None
         self.folder = run.attempt / "profile"
         if self.on:
             self.folder.mkdir(exist_ok=True)
@@ -74,32 +72,29 @@ class Profiler:
         self.profiler, self.clock.profiled = None, False
 
     def close(self) -> None:
-        """Stop at the end of the run and wait for the summary."""
+        """Stop at the end of the run."""
         if self.on:
             self.ends()
             self.stop()
-        if self.summary is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.summary.wait(SUMMARY_LIMIT)
 
     def write(self, profiler: profile) -> None:
-        """Write the files of this rank. Another process makes the summary, as it reads the whole trace."""
+        """Write the files of this rank."""
         began, rank = time.perf_counter(), self.run.rank
         trace = self.folder / f"trace_{rank}.json.gz"
         profiler.export_chrome_trace(str(trace))
         if self.memory(False):
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory_snapshot(str(self.folder / f"memory_{rank}.pickle"))
+            record_memory_history(enabled=None)
         summary = self.folder / (f"summary_{rank}.txt" if rank else "summary.txt")
-        # Started by path with -P, so that it is this file, wherever the rank's code is.
-        self.summary = subprocess.Popen([sys.executable, "-P", str(Path(__file__).with_name("trace.py")), str(trace), str(summary)])
+        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        summary.write_text(profiler.key_averages().table(sort_by=by, row_limit=SHOWN, max_name_column_width=80) + "\n")
         self.metrics.event("profile", self.step, seconds=time.perf_counter() - began, trace=str(trace))
 
     def memory(self, on: bool) -> bool:
         """Start or stop the history of allocations, on CUDA. Returns whether there is one."""
         wanted = self.config.memory and self.device.type == "cuda"
         if wanted and on:
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+            record_memory_history(max_entries=1_000_000, stacks="python")
         return wanted
 
 

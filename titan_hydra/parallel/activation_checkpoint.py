@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.config.schema import ActivationCheckpoint
 
 MATMULS = ("aten.mm", "aten._scaled_mm")
@@ -38,7 +38,7 @@ def apply(module: nn.Module, config: ActivationCheckpoint) -> None:
     full saves only a block's input; layer does so for every n-th block of the model. lean saves the results of all listed operators; op
     does too, but only of every second matmul. memory_budget is the compiler's own choice within a share of the memory.
     """
-    torch._functorch.config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
+    functorch_config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
     if config.name in ("none", "memory_budget"):
         return
     options = {"use_reentrant": False, "preserve_rng_state": False}
@@ -79,14 +79,14 @@ def selective_contexts(saved: frozenset, every: int) -> tuple:
     return create_selective_checkpoint_contexts(policy)
 
 
-def operators(names: Iterable[str]) -> set[torch._ops.OpOverload]:
+def operators(names: Iterable[str]) -> set[OpOverload]:
     """Return the operators for names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an unknown one."""
     found = set()
     for name in names:
         namespace, operator, *overload = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is None or not set(overload) <= set(packet.overloads()):
-            known = [known.replace("::", ".") for known in torch._C._dispatch_get_all_op_names()]
+            known = [known.replace("::", ".") for known in operator_names()]
             raise ConfigError(f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
                               f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}")
         found |= {getattr(packet, overload) for overload in overload or packet.overloads()}

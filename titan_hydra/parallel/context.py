@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import _attention as ring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_hydra.base import private
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.private import all_to_all_single_autograd
+from titan_hydra.base.private import ring_options as OPTIONS
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
@@ -30,7 +31,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
     torch keeps the ring's options for the whole process, so every job sets them; one without context parallelism switches the ring off.
     """
-    ring._disable_context_parallel_dispatcher()
+    private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
         return
     cp = mesh.world["cp"]
@@ -80,14 +81,14 @@ def enable_ring(job: Job, device_type: str) -> None:
         from . import ring_cpu
 
         ring_cpu.register()
-    ring._cp_options.enable_load_balance = job.parallelism.cp_load_balance
-    ring.set_rotate_method(job.parallelism.cp_rotate)
-    ring._enable_context_parallel_dispatcher()
+    OPTIONS.enable_load_balance = job.parallelism.cp_load_balance
+    private.set_rotate_method(job.parallelism.cp_rotate)
+    private.enable_ring_dispatcher()
 
 
 def ring_options() -> tuple[Any, ...]:
     """Return the present options of torch's ring in this process."""
-    return ring._cp_options.rotate_method, ring._cp_options.enable_load_balance
+    return OPTIONS.rotate_method, OPTIONS.enable_load_balance
 
 
 class Ring(nn.Module):

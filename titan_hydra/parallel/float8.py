@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.private import without_wrapper
 from titan_hydra.config.schema import Job, Precision
 
 from .mesh import Mesh
@@ -52,7 +53,7 @@ def after_step(model: nn.Module) -> None:
 def plain(weight: Tensor) -> Tensor:
     """Return a weight without the wrapper for FSDP's Float8 gather, in the same memory: checkpoints are independent of the number format.
     """
-    inner = getattr(weight.to_local(), "_tensor", None) if isinstance(weight, DTensor) else None
+    inner = without_wrapper(weight.to_local()) if isinstance(weight, DTensor) else None
     if inner is None:
         return weight
     return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride())

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_hydra.base.private import foreach_norm
+
 from .mesh import local_part
 
 
@@ -28,7 +30,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGrou
     for parameter in parameters:
         if parameter.grad is not None:
             by_copies[stage_ranks // _parts(parameter.grad)].append(local_part(parameter.grad))
-    squares = [torch.stack(torch._foreach_norm(group, dtype=torch.float64)).square().sum() / copies for copies, group in by_copies.items()]
+    squares = [torch.stack(foreach_norm(group, dtype=torch.float64)).square().sum() / copies for copies, group in by_copies.items()]
     total = torch.stack(squares).sum()
     dist.all_reduce(total)
     return total.sqrt().float()

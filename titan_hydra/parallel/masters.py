@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from titan_hydra.base.private import foreach_copy
 from titan_hydra.config.schema import Precision
 
 from .mesh import Mesh, local_part
@@ -27,7 +28,7 @@ class Masters:
         """Update the copies from the masters. Call before a step's first forward."""
         if self.pairs:
             masters, copies = zip(*self.pairs, strict=True)
-            torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, masters)))
+            foreach_copy(list(map(local_part, copies)), list(map(local_part, masters)))
 
     def take_gradients(self) -> None:
         """Move the gradients from the copies to the masters."""
@@ -45,15 +46,14 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
         *path, leaf = name.split(".")
         place = masters.weights
         for part in path:
-            if part not in place._modules:
+            if part not in dict(place.named_children()):
                 place.add_module(part, nn.Module())
-            place = place._modules[part]
+            place = place.get_submodule(part)
         place.register_parameter(leaf, parameter)
     copies = {parameter: copy_of(parameter, dtype) for parameter in model.parameters()}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = copies[parameter]
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, copies[parameter])
     masters.pairs = list(copies.items())
     return masters
 

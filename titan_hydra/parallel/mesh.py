@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from titan_hydra.base.private import concatenate, flatten
 from titan_hydra.config.schema import Parallelism
 
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # tp innermost: its ranks sit on one node, where links are fastest
@@ -82,9 +83,9 @@ def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
         raise RuntimeError(f"the degrees need {world.size()} ranks, but there are {dist.get_world_size()}")
     fsdp = None
     if sharded:
-        fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp") if degrees.cp > 1 else world["dp_shard"]
+        fsdp = flatten(world["dp_shard", "cp"], "dp_shard_cp") if degrees.cp > 1 else world["dp_shard"]
         if degrees.dp_replicate > 1:
-            fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
+            fsdp = concatenate([world["dp_replicate"], fsdp])
     batch, loss, stage = (_group(world, dims) for dims in (ORDER[1:3], ORDER[1:4], ORDER[1:]))
     return Mesh(degrees, world, fsdp, batch, loss, stage)
 
@@ -96,4 +97,4 @@ def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None
         return None
     if len(present) == 1:
         return world.get_group(present[0])
-    return world[present]._flatten("_".join(present)).get_group()
+    return flatten(world[present], "_".join(present)).get_group()

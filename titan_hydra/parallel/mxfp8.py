@@ -41,9 +41,6 @@ def multiplication(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.quantization.quantize_.common import KernelPreference
 
-        try:
-            from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm as multiply
-        except ImportError:  # torchao 0.17
-            from torchao.prototype.mx_formats.mx_linear import _to_mxfp8_then_scaled_mm as multiply
+        from titan_hydra.base.private import mxfp8_matmul
     kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
-    return lambda x, weight: multiply(x, weight, kernels, ScaleCalculationMode.RCEIL)
+    return lambda x, weight: mxfp8_matmul(x, weight, kernels, ScaleCalculationMode.RCEIL)

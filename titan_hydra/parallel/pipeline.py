@@ -10,19 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
-    _Action,
-    _ComputationType,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
 )
 
+from titan_hydra.base.private import Action, ComputationType, PipelineSchedule, PipelineScheduleRuntime, load_csv
 from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
 
-FORWARD = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV_F)
 
 
 class Stage(PipelineStage):
@@ -74,7 +71,7 @@ class Pipeline:
     def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
         """Return the summed loss of a local batch, 0 if another rank has the last stage. Call with gradients off."""
         self.tokens, losses = torch.ones((), device=self.device), []
-        with forward_only(self.schedule):
+        with forward_only(self.schedule, self.stages):
             self.schedule.eval(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
         return self._sum(losses)
 
@@ -88,7 +85,7 @@ class Pipeline:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
-def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> _PipelineSchedule:
+def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineSchedule:
     """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by the tokens of the global
     batch.
     """
@@ -96,23 +93,46 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
     single = issubclass(kind, PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, n_microbatches=layout.microbatches(job), loss_fn=loss, scale_grads=False)
     if job.pp_schedule.name == "csv":
-        schedule._load_csv(job.pp_schedule.csv)
+        load_csv(schedule, job.pp_schedule.csv)
     return schedule
 
 
+def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[layout.Action]]:
+    """Return the computations of every pipeline rank in order, from torch's own list."""
+    if job.pp_schedule.name in ("gpipe", "1f1b"):
+        return [_one_stage(rank, job) for rank in range(job.parallelism.pp)]
+    order = schedule.pipeline_order
+    return [[action for step in order[rank] if step for action in _computations(step)] for rank in sorted(order)]
+
+
+def _one_stage(rank: int, job: Job) -> list[layout.Action]:
+    """Return the actions of ScheduleGPipe and Schedule1F1B. torch's own list of 1F1B has wrong microbatches on the last rank (2.13)."""
+    number = layout.microbatches(job)
+    ahead = number if job.pp_schedule.name == "gpipe" else min(number, job.parallelism.pp - rank)
+    forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
+    alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
+    return [*forward[:ahead], *alternating, *backward[number - ahead:]]
+
+
+def _computations(step: Action) -> list[layout.Action]:
+    """Return the computations of a step; one that overlaps a forward with a backward has both. What is left out is communication."""
+    parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
+    return [part for part in parts if part[1] in layout.TIME]
+
+
 @contextlib.contextmanager
-def forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
+def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[None]:
     """Remove everything but the forward from a schedule while the block runs.
 
     torch's own eval also walks through the backward actions, which fails in a V schedule where two adjacent stages are on one rank. The
     remaining sends and receives still match, as those of a microbatch's backward are removed on both sides.
     """
-    if not isinstance(schedule, _PipelineScheduleRuntime):
+    if not isinstance(schedule, PipelineScheduleRuntime):
         yield
         return
     whole = schedule.pipeline_order_with_comms
-    own = sorted({stage.stage_index for stage in schedule._stages})
-    gather, free = ([_Action(stage, kind) for stage in own] for kind in (_ComputationType.UNSHARD, _ComputationType.RESHARD))
+    own = sorted({stage.stage_index for stage in stages})
+    gather, free = ([Action(stage, kind) for stage in own] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD))
     forward = [part for action in whole[schedule.rank] for part in action.sub_actions or (action,) if part.computation_type in FORWARD]
     schedule.pipeline_order_with_comms = whole | {schedule.rank: [*gather, *forward, *free]}
     try:

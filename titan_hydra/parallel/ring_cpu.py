@@ -6,16 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy, register_op_strategy
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from torch.distributed.tensor import Replicate, Shard
 
-FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from titan_hydra.base import private
+from titan_hydra.base.private import OpOverload, OpSchema, OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh_op_strategy
+from titan_hydra.base.private import flash_on_cpu as FORWARD
+from titan_hydra.base.private import flash_on_cpu_backward as BACKWARD
+
 SEQ_DIM = 2
 # Replicated, or split over heads, batch or sequence, for all tensors alike: [batch, heads, seq, ...] is what each begins with.
 PLACEMENTS = (Replicate(), Shard(1), Shard(0), Shard(SEQ_DIM))
@@ -23,10 +22,10 @@ PLACEMENTS = (Replicate(), Shard(1), Shard(0), Shard(SEQ_DIM))
 
 def register() -> None:
     """Add the CPU's flash kernel to those that torch's ring dispatcher installs when enabled. Repeated calls are harmless."""
-    ring.custom_ops[FORWARD] = ring.custom_ops[BACKWARD] = _dispatch
+    private.ring_kernels[FORWARD] = private.ring_kernels[BACKWARD] = _dispatch
     # The number is that of the first argument whose value, not only its placement, a cached strategy depends on.
-    register_op_strategy(FORWARD, schema_info=RuntimeSchemaInfo(4))(_forward_strategy)
-    register_op_strategy(BACKWARD, schema_info=RuntimeSchemaInfo(6))(_backward_strategy)
+    private.register_op_strategy(FORWARD, schema_info=RuntimeSchemaInfo(4))(_forward_strategy)
+    private.register_op_strategy(BACKWARD, schema_info=RuntimeSchemaInfo(6))(_backward_strategy)
 
 
 def _forward_strategy(schema: OpSchema) -> OpStrategy:
@@ -40,9 +39,9 @@ def _backward_strategy(schema: OpSchema) -> OpStrategy:
     return expand_to_full_mesh_op_strategy(mesh, schema, [[place] * tensors for place in PLACEMENTS], input_index=3)
 
 
-def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the ring on the local tensors of a call and wrap what it returns, as torch's own handler does for CUDA's kernels."""
-    dispatcher = DTensor._op_dispatcher
+    dispatcher = private.op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
     run = _forward if op is FORWARD else _backward
@@ -51,12 +50,12 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 def _forward(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
              attn_mask: None = None, scale: float | None = None) -> tuple[Tensor, ...]:
-    return ring._templated_ring_attention(
+    return private.ring_forward(
         mesh.get_group(), SEQ_DIM, FORWARD, query=query, key=key, value=value, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
 
 
 def _backward(mesh: DeviceMesh, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
               dropout_p: float, is_causal: bool, *, attn_mask: None = None, scale: float | None = None) -> tuple[Tensor, ...]:
-    return ring._templated_ring_attention_backward(
+    return private.ring_backward(
         mesh.get_group(), SEQ_DIM, BACKWARD, grad_out=grad_out, grad_out_name="grad_out", query=query, key=key, value=value, out=out,
         logsumexp=logsumexp, is_causal=is_causal, dropout_p=dropout_p, scale=scale)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from titan_hydra.base.private import StridedShard
 from titan_hydra.config.schema import Parallelism, Precision
 
 from .mesh import Mesh
@@ -53,7 +54,7 @@ def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
     local = distribute_tensor(parameter.to_local().detach(), mesh.fsdp, placements, src_data_rank=None).to_local()
     (inner,) = parameter.placements
     if inner == Shard(0):  # already split by tp: what FSDP takes is a stride of the whole
-        placements = (*placements[:-1], _StridedShard(0, split_factor=parameter.device_mesh.size()))
+        placements = (*placements[:-1], StridedShard(0, split_factor=parameter.device_mesh.size()))
     both = mesh.world[(*mesh.fsdp.mesh_dim_names, *parameter.device_mesh.mesh_dim_names)]
     return DTensor.from_local(local, both, (*placements, inner), run_check=False, shape=parameter.shape, stride=parameter.stride())
 

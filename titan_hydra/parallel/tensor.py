@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.private import enable_symm_mem_for_group, set_async_tp
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
@@ -53,7 +53,7 @@ def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
 
     Raises ConfigError on a CPU: the pieces are exchanged through memory that GPUs share.
     """
-    torch._inductor.config._micro_pipeline_tp = job.parallelism.async_tp
+    set_async_tp(job.parallelism.async_tp)
     if not job.parallelism.async_tp:
         return
     if tp.device_type != "cuda":

@@ -1,20 +1,14 @@
-"""The timeline of each pipeline rank: torch's own order of actions, simulated with durations of 1 for a forward, 2 for a backward and 1 for
-each half of one.
-
-The order is read from torch in a separate process, since a report does not import torch.
+"""The timeline of each pipeline rank: the actions that a run recorded in schedule.json, simulated with durations of 1 for a forward, 2 for
+a backward and 1 for each half of one.
 """
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import titan_hydra
+from titan_hydra.config.files import read_json
 from titan_hydra.config.rules.pipeline import TIME, Action, play
 
 from .style import LIGHT, short
@@ -78,37 +72,20 @@ class Box:
 
 def pipelines(report: Report) -> list[Pipeline]:
     """Simulate the schedules of the cells with pipeline parallelism, each once, named after all cells that run it."""
-    groups: dict[tuple, list] = {}
+    groups: dict[tuple, list[str]] = defaultdict(list)
     for row in report.rows:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
-            keys = ("pp_schedule.name", "pp_schedule.csv", "pp_schedule.stages_per_rank", "pp_schedule.microbatches", "parallelism.pp",
-                    "data.local_batch")
-            groups.setdefault(tuple(row.cell.config.get(key) for key in keys), []).append(row)
+            recorded = read_json(row.cell.directory / "schedule.json")
+            if recorded is None:
+                print(f"no pipeline's timeline of {row.label}: it recorded no schedule", file=sys.stderr)
+                continue
+            actions = tuple(tuple((one["stage"], one["kind"], one["microbatch"]) for one in rank) for rank in recorded["ranks"])
+            groups[row.cell.config.get("pp_schedule.name"), actions].append(row.label)
     found = []
-    orders = ask(*(str(rows[0].cell.directory / "config.json") for rows in groups.values()))
-    for rows, actions in zip(groups.values(), orders, strict=True):
-        if actions is None:
-            continue
+    for (name, actions), labels in groups.items():
         stages = 1 + max(stage for rank in actions for stage, _, _ in rank)
-        title = f"{rows[0].cell.config.get('pp_schedule.name')}: {', '.join(row.label for row in rows)}"
-        found.append(Pipeline(title, stages, play(actions, stages)))
+        found.append(Pipeline(f"{name}: {', '.join(labels)}", stages, play(actions, stages)))
     return found
-
-
-@functools.cache
-def ask(*configs: str) -> list[list[list[Action]] | None]:
-    """Return for each configuration each rank's order of actions from torch; None if it is unavailable (no file, no torch)."""
-    if not configs:
-        return []
-    try:
-        command = [sys.executable, "-m", "titan_hydra.parallel.order", *configs]
-        paths = filter(None, [str(Path(titan_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH")])
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=env).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"no pipeline's timeline: {(getattr(error, 'stderr', None) or str(error)).strip().splitlines()[-1]}", file=sys.stderr)
-        return [None] * len(configs)
-    return [order and [[tuple(action) for action in rank] for rank in order] for order in json.loads(out)]
 
 
 def draw(pipeline: Pipeline, drawn: Figure, axes: Axes) -> Figure:

@@ -4,7 +4,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-import sys
+
+from titan_hydra.base.text import table
 
 from .digits import cut
 from .table import COLUMNS, WORDS, Report
@@ -15,24 +16,15 @@ LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\
 
 
 def terminal(report: Report) -> None:
-    """Print the table; flagged rows in red, the baseline's in bold. Outside a terminal it is as wide as its content."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False)
-    grid = Table(title=report.name, caption=report.caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
-    for title, *_ in report.columns:
-        grid.add_column(title, justify="left" if title in WORDS else "right", overflow="fold")
-    for row, texts in zip(report.rows, report.texts, strict=True):
+    """Print the table; flagged rows in red, the baseline's in bold."""
+    titles = [title for title, *_ in report.columns]
+    colours = []
+    for row in report.rows:
         flagged = row.cell.state.failure or row.cell.state.damage or (row.band and not row.band.inside)
-        shown = [Text(text, "dim" if row.doubt and title == "difference" else "") for (title, *_), text in
-                 zip(report.columns, texts, strict=True)]
-        grid.add_row(*shown, style="red" if flagged else "bold" if row.baseline else None)
-    console.print(grid)
-    for note in report.notes:
-        console.print(note, soft_wrap=True)
+        colour = dict.fromkeys(titles, "red" if flagged else "bold") if flagged or row.baseline else {}
+        colours.append(colour | ({"difference": "dim"} if row.doubt else {}))
+    lines = table(titles, report.texts, [title for title in titles if title not in WORDS], ("technique",), colours)
+    print(report.name, *lines, "", *filter(None, [report.caption]), *report.notes, sep="\n")
 
 
 def markdown(report: Report) -> str:

@@ -18,12 +18,14 @@ from titan_hydra.base.run import Run, versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
 from titan_hydra.config.files import read_json, write_text
+from titan_hydra.config.rules.pipeline import Action
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
 from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
+from titan_hydra.parallel.pipeline import Pipeline, actions_of_ranks
 
 from .groups import Groups
 from .optimizer import set_lr
@@ -38,16 +40,13 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     """
     with contextlib.ExitStack() as opened:
         loop = begin(job, run, open_groups, opened)
-        checkpointer, seed = loop.checkpointer, job.checkpoint.name == "seed"
-        if not seed:
-            loop.run()
-        else:
-            checkpointer.save_weights(checkpointer.folder / "step-00000000", job.model)
+        checkpointer = loop.checkpointer
+        loop.run()
         if job.checkpoint.export_dtype:
             checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
         checkpointer.close()
         if run.rank == 0:
-            result = loop.metrics.result(0 if seed else job.steps)
+            result = loop.metrics.result(job.steps)
             for directory in {run.directory, run.home if loop.groups.leads else run.directory}:
                 write_result(job, directory, result)
 
@@ -80,8 +79,17 @@ def begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     checkpointer.report = metrics.event
     groups.report_to(metrics.event)
     if run.rank == 0:
+        if isinstance(trainer.step, Pipeline):
+            record_schedule(run.home / "schedule.json", actions_of_ranks(trainer.step.schedule, job))
         print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
     return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)
+
+
+def record_schedule(path: Path, ranks: list[list[Action]]) -> None:
+    """Write the order in which every pipeline rank computes, for the report's timeline."""
+    names = ("stage", "kind", "microbatch")
+    content = {"ranks": [[dict(zip(names, action, strict=True)) for action in actions] for actions in ranks]}
+    write_text(path, json.dumps(content) + "\n", durable=False)
 
 
 class Loop:

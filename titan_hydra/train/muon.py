@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from titan_hydra.base.private import muon_adjust_lr, muon_orthogonalize
 from titan_hydra.models.init import local_box
 from titan_hydra.parallel.mesh import local_part
 
@@ -43,7 +43,7 @@ class Muon(torch.optim.Muon):
                 batch = matrices[start : start + ranks]
                 directions = self.orthogonal(batch, [self.direction(matrix, options, keep) for matrix in batch], options)
                 for matrix, direction in zip(batch, directions, strict=True):
-                    rate = _adjust_lr(options["lr"], options["adjust_lr_fn"], matrix.shape)
+                    rate = muon_adjust_lr(options["lr"], options["adjust_lr_fn"], matrix.shape)
                     local = local_part(matrix.detach())
                     local.mul_(1 - keep * options["lr"] * options["weight_decay"]).sub_(direction.float() * (keep * rate))
 
@@ -60,7 +60,7 @@ class Muon(torch.optim.Muon):
     def orthogonal(self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         """Return this rank's shards of orthogonalized matrices, at most one matrix for each rank of the group: rank i computes the i-th."""
         def orthogonalize(whole: Tensor) -> Tensor:
-            return _zeropower_via_newtonschulz(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
+            return muon_orthogonalize(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
 
         if self.group is None:
             return [orthogonalize(direction) for direction in directions]

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import nn
 
+from titan_hydra.base.private import foreach_div, scales_gradients
 from titan_hydra.config.registry import LR_SCHEDULES, OPTIMIZERS, resolve
 from titan_hydra.config.schema import LrSchedule, Optimizer
 from titan_hydra.parallel.mesh import Mesh, local_part
@@ -66,11 +67,11 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
     gradients are divided in place, and the host waits for `finite`.
     """
     for optimizer in optimizers:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if scales_gradients(optimizer):
             optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
         elif finite:
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-            torch._foreach_div_([local_part(gradient) for gradient in gradients if gradient is not None], divisor)
+            foreach_div([local_part(gradient) for gradient in gradients if gradient is not None], divisor)
         else:
             continue
         optimizer.step()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.private import process_groups, set_group_timeout
 from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Job
 from titan_hydra.observe import flight, health
@@ -91,9 +92,9 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
 def set_timeout(seconds: int) -> None:
     """Set the time-out of collectives after the slow first step, in the default group and all groups of the mesh."""
     dist.barrier()  # no rank may still be inside a collective that began with the long time-out
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(process_groups.pg_map):
         if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):  # others, as the checkpoints', keep their own
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(timedelta(seconds=seconds), group)
 
 
 class GarbageCollection:

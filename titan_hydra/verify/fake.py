@@ -10,9 +10,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan_hydra.base.private import FakeStore, FakeTensorMode, settle_shapes
 from titan_hydra.base.run import Run
 from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
@@ -59,23 +58,9 @@ def step(job: Job) -> Trainer:
             stage.to_empty(device=DEVICE)
         trainer = parts.trainer(DEVICE)
         if isinstance(trainer.step, Pipeline):
-            skip_vote(trainer.step)
+            settle_shapes(trainer.step.schedule)
         samples = job.data.global_batch // trainer.mesh.data_ranks
         tokens = torch.zeros(samples, job.data.seq_len, dtype=torch.int64)
         share = trainer.forward_backward(Batch(tokens, tokens))
         trainer.update(trainer.agree(share, trainer.measure()))
     return trainer
-
-
-def skip_vote(pipeline: Pipeline) -> None:
-    """Replace the vote of torch 2.13's stages on whether all know their shapes: torch reads its result, and fake tensors have no data. All
-    stages here know them.
-    """
-    if hasattr(pipeline.schedule, "_warmup_p2p"):
-        from torch.distributed.pipelining._utils import InferenceMode
-
-        def settled(stages: list, *_: bool) -> None:
-            for stage in stages:
-                stage._inference_mode = InferenceMode.STATIC
-
-        pipeline.schedule._warmup_p2p = settled

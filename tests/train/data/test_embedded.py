@@ -1,34 +1,42 @@
-from titan_hydra.data.embedded import Embedded, texts, topics
+"""The embedded corpus: whole, apart from what is held out, and the same everywhere."""
+import hashlib
+
+from titan_hydra.config import compose_job
+from titan_hydra.config.files import ASSETS
+from titan_hydra.data import tokenizer
+from titan_hydra.data.embedded import PIECE, Embedded, held_out
+
+TEXTS = (ASSETS / "corpus.txt").read_text(encoding="utf-8").split("\f")
 
 
 def pieces(split):
     corpus = Embedded(split)
-    return {(piece.name, piece.index): text for unit, piece in enumerate(corpus.pieces) for _, text in corpus.rows(unit)}
+    return [text for unit in range(corpus.units) for _, text in corpus.rows(unit)]
 
 
-def test_pieces_of_a_text_are_the_text():
+def test_pieces_of_the_texts_are_the_texts():
+    for split in ("train", "validation"):
+        assert "".join(pieces(split)) == "".join(text for text in TEXTS if held_out(text) == (split == "validation"))
+
+
+def test_pieces_are_short_and_end_at_blank_lines():
     found = pieces("train")
-    name, path, _ = next(entry for entry in texts() if entry[0] == "argparse.py")
-    parts = [text for (piece, _), text in sorted(found.items()) if piece == name]
-    assert len(parts) > 5
-    assert "".join(parts) == path.read_text()
-
-
-def test_manual_is_part_of_it_whole():
-    found = {**pieces("train"), **pieces("validation")}
-    for topic, text in topics().items():
-        assert "".join(found[key] for key in sorted(found) if key[0] == topic) == text
+    assert max(map(len, found)) < 5 * PIECE
+    assert all(text.endswith("\n\n") or any(whole.endswith(text) for whole in TEXTS) for text in found)
 
 
 def test_no_text_is_in_both_splits():
-    train, validation = ({name for name, _ in pieces(split)} for split in ("train", "validation"))
-    assert not train & validation
-    assert 0.02 < len(validation) / len(train | validation) < 0.1
+    names = [text.partition("\n")[0] for text in TEXTS]
+    assert len(set(names)) == len(names)
+    assert 0.02 < sum(map(held_out, TEXTS)) / len(TEXTS) < 0.1
+    assert not set(pieces("train")) & set(pieces("validation"))
 
 
-def test_order_is_the_same_every_time():
-    assert Embedded().pieces == Embedded().pieces
+def test_the_corpus_is_the_one_that_the_losses_in_the_docs_are_of():
+    assert hashlib.sha256((ASSETS / "corpus.txt").read_bytes()).hexdigest()[:16] == "802e73bae213a37a"
 
 
-def test_enough_text_for_the_default_run():
-    assert sum(map(len, pieces("train").values())) > 5_000_000
+def test_the_default_run_reads_no_text_twice():
+    default = compose_job()
+    tokens = sum(len(tokenizer.load(default.tokenizer).document(text)) for text in pieces("train"))
+    assert tokens > 2 * default.steps * default.data.global_batch * default.data.seq_len

@@ -138,12 +138,6 @@ def test_state_of_other_data_is_refused(job, corpus):
         data.build(job(**corpus["jsonl"]), 1, 2).load(state)
 
 
-def test_global_batch(job):
-    assert data.build(job(global_batch=None, local_batch=3), 1, 2).next().tokens.shape == (3, 32)
-    with pytest.raises(ConfigError, match=r"data\.global_batch=4: not divisible by 3 data-parallel ranks; nearest legal: 3"):
-        data.build(job(), 0, 3)
-
-
 def test_model_must_have_a_row_for_every_token(job, corpus):
     small = job()
     small.model.vocab_size = 4000

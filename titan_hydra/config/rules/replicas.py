@@ -39,8 +39,6 @@ def replica_groups_are_processes_here(job: Job) -> Iterator[Fault]:
         yield Fault("cluster.executor", "inline", "runs one process, and each replica group is one at least", legal=("local",))
     if job.comm.name == "fake":
         yield Fault("comm.name", "fake", "nobody meets there", legal=("default",))
-    if job.checkpoint.name == "seed":
-        yield Fault("checkpoint.name", "seed", "trains nothing, so there is nothing to average", legal=("sync", "off"))
 
 
 def too_many(job: Job, node: int) -> Fault:

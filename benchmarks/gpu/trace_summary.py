@@ -1,6 +1,4 @@
-"""Summarize where the time of a torch profiler's trace was spent. Imports no torch: it runs beside the training.
-
-    python -m titan_hydra.observe.trace trace_0.json.gz [summary.txt]
+"""Summarize where the time of a torch profiler's trace was spent, without torch: python benchmarks/gpu/trace_summary.py trace_0.json.gz
 
 Every moment counts once, for the first of the classes below that is active, so the shares add up to 100 %: communication overlapped by
 computation costs nothing. On a GPU kernels are counted, on a CPU the operators of the training thread.
@@ -10,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter, defaultdict
@@ -53,15 +50,10 @@ class Summary:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the summary of a trace, or write it."""
-    os.nice(10)  # the training goes on meanwhile
+    """Print the summary of a trace."""
     trace = Path(arguments[0])
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as file:
-        words = text(summarize(json.load(file)["traceEvents"]))
-    if len(arguments) > 1:
-        Path(arguments[1]).write_text(words)
-    else:
-        print(words, end="")
+        print(text(summarize(json.load(file)["traceEvents"])), end="")
 
 
 def kind_of(name: str) -> str:

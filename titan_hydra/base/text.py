@@ -1,20 +1,25 @@
-"""Lay out text in columns for long tables. rich needs half a second for 500 lines, longer than reading the runs takes."""
+"""Tables for the terminal. rich needs half a second for 500 rows, longer than reading the runs takes."""
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Collection, Iterable, Sequence
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
 GAP = "  "
 NARROWEST = 12  # characters to which a column may be truncated
 
 
-def layout(titles: list[str], rows: list[list[str]], right: set[str], gives: tuple[str, ...], colours: list[dict[str, str]]) -> list[str]:
-    """Format a line for the titles and one for each row. On a terminal the columns in `gives` are truncated, in this order, until the lines
-    fit; `colours` gives, for each row, the colour of some columns.
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str] = (), gives: Sequence[str] = (),
+          colours: Sequence[dict[str, str]] = ()) -> list[str]:
+    """Format a line for the titles and one for each row; the columns in `right` are aligned right.
+
+    On a terminal the columns in `gives` are truncated, in this order, until the lines fit; `colours` gives, for each row, the colour of
+    some columns.
     """
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    rows = [[*titles], *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for title in gives if screen else ():
         index = titles.index(title)
@@ -22,10 +27,10 @@ def layout(titles: list[str], rows: list[list[str]], right: set[str], gives: tup
         widths[index] -= max(min(excess, widths[index] - NARROWEST), 0)
     plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
     lines = []
-    for row, colour in zip([titles, *rows], [dict.fromkeys(titles, "dim"), *colours], strict=True):
+    for row, colour in zip(rows, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(rows) - 1))], strict=True):
         parts = []
         for title, text, width in zip(titles, row, widths, strict=True):
-            text = text if len(text) <= width else text[:width - 1] + "…"
+            text = text if len(text) <= width else text[:width - 1] + "\N{HORIZONTAL ELLIPSIS}"
             text = text.rjust(width) if title in right else text.ljust(width)
             parts.append(text if plain or title not in colour else f"\x1b[{COLOURS[colour[title]]}m{text}\x1b[0m")
         lines.append(GAP.join(parts).rstrip())

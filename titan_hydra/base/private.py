@@ -1,0 +1,155 @@
+"""Private members of torch, torchao, Hydra, submitit and argparse that this package uses, with the reason; no other file names one.
+
+`from titan_hydra.base.private import NAME` resolves a name at that moment: a login node imports no torch, a rank only what it uses. For a
+new release of a library, check this file.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from submitit.local.local import LocalJob
+    from torch import Tensor
+    from torch.distributed.checkpoint.staging import DefaultStager
+    from torch.optim import Optimizer
+
+SCHEDULES, RING = "torch.distributed.pipelining.schedules", "torch.distributed.tensor.experimental._context_parallel._attention"
+MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of several, the first that this release has
+    # Hydra: its own command line, parsed before it is; and the two steps of composing that do not depend on the chosen files.
+    "get_args_parser": "hydra._internal.utils:get_args_parser",
+    "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
+    "apply_overrides": "hydra._internal.config_loader_impl:ConfigLoaderImpl._apply_overrides_to_config",
+    # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP over that.
+    "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
+    "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",
+    # Process groups: the list of all of them, and a time-out that changes after the first step.
+    "process_groups": "torch.distributed.distributed_c10d:_world",
+    "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
+    # One kernel for a list of tensors, as torch's own optimizers and clipping use.
+    "foreach_copy": "torch:_foreach_copy_", "foreach_norm": "torch:_foreach_norm", "foreach_div": "torch:_foreach_div_",
+    # Pipelines: schedules of one's own (csv), their actions, and the order without the backward for a validation.
+    "Action": f"{SCHEDULES}:_Action", "ComputationType": f"{SCHEDULES}:_ComputationType",
+    "PipelineSchedule": f"{SCHEDULES}:_PipelineSchedule", "PipelineScheduleRuntime": f"{SCHEDULES}:_PipelineScheduleRuntime",
+    "load_csv": f"{SCHEDULES}:_PipelineScheduleRuntime._load_csv",
+    # Ring attention is torch's own, and has no public switch but a context manager that cannot span a step.
+    "ring_options": f"{RING}:_cp_options", "ring_kernels": f"{RING}:custom_ops", "set_rotate_method": f"{RING}:set_rotate_method",
+    "enable_ring_dispatcher": f"{RING}:_enable_context_parallel_dispatcher",
+    "disable_ring_dispatcher": f"{RING}:_disable_context_parallel_dispatcher",
+    # ... on CPUs: the kernels' operators, how DTensor learns of one, and the ring's two loops.
+    "ring_forward": f"{RING}:_templated_ring_attention", "ring_backward": f"{RING}:_templated_ring_attention_backward",
+    "flash_on_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "flash_on_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    "OpOverload": "torch._ops:OpOverload", "OpSchema": "torch.distributed.tensor._op_schema:OpSchema",
+    "OpStrategy": "torch.distributed.tensor._op_schema:OpStrategy",
+    "RuntimeSchemaInfo": "torch.distributed.tensor._op_schema:RuntimeSchemaInfo",
+    "op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher",
+    "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
+    "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
+    # Ulysses: the all-to-all that has a gradient and that a compiler can trace.
+    "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
+    # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
+    "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
+    # Async tensor parallelism: memory that the GPUs of a group share.
+    "enable_symm_mem_for_group": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
+    # Activation checkpointing: the compiler's memory budget, and the names of all operators, for a suggestion.
+    "functorch_config": "torch._functorch.config", "operator_names": "torch._C:_dispatch_get_all_op_names",
+    # MXFP8: torchao's matmul with both backward matmuls; 0.17 has it elsewhere.
+    "mxfp8_matmul": ("torchao.prototype.moe_training.mxfp8_linear:_to_mxfp8_then_scaled_mm",
+                     "torchao.prototype.mx_formats.mx_linear:_to_mxfp8_then_scaled_mm"),
+    # Muon: the two steps of torch's own, for matrices that are sharded.
+    "muon_adjust_lr": "torch.optim._muon:_adjust_lr", "muon_orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
+    # A checkpoint's index is a pickle: these are among the classes that it consists of. set_element puts a value into a nested dict.
+    "MemoryFormat": "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo", "get_layout": "torch.serialization:_get_layout",
+    "set_element": "torch.distributed.checkpoint._nested_dict:set_element",
+    # Debugging: whether a forward is a recomputation inside a backward; CUDA's history of allocations, which has no public name.
+    "current_graph_task": "torch._C:_current_graph_task_id",
+    "record_memory_history": "torch.cuda.memory:_record_memory_history", "memory_snapshot": "torch.cuda.memory:_snapshot",
+    "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
+    # The fake world: tensors without data, and a store that answers for all ranks.
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a name of MEMBERS. Raises ImportError if this release of the library has none of its members."""
+    if name not in MEMBERS:
+        raise AttributeError(f"{__name__} has no {name}")
+    members = MEMBERS[name]
+    for place in [members] if isinstance(members, str) else members:
+        module, _, path = place.partition(":")
+        try:
+            found = importlib.import_module(module)
+            globals()[name] = attrgetter(path)(found) if path else found
+            return globals()[name]
+        except (ImportError, AttributeError) as error:
+            missing = error
+    raise ImportError(f"{members}: not in this release ({missing})") from missing
+
+
+def flight_recorders() -> list[Callable[[bool, bool, bool], bytes]]:
+    """Return torch's flight recorders, one for each back end; a torch that is built without CUDA has only gloo's."""
+    from torch._C import _distributed_c10d as c10d
+
+    return [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+
+
+def wrap_stage_messages(wrap: Callable[[Callable], Callable]) -> None:
+    """Wrap the function that exchanges tensors between pipeline stages, once: torch's recorder sees only collectives over gloo."""
+    from torch.distributed.pipelining import schedules
+
+    if not hasattr(schedules._batch_p2p, "wrapped"):
+        schedules._batch_p2p = wrap(schedules._batch_p2p)
+        schedules._batch_p2p.wrapped = True
+
+
+def settle_shapes(schedule: Any) -> None:
+    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads its result, and fake tensors have no
+    data.
+    """
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def settled(stages: list, *_: bool) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = settled
+
+
+def set_async_tp(on: bool) -> None:
+    """Let the compiler cut matmuls next to collectives into pieces. The option has no public name."""
+    import torch._inductor.config
+
+    torch._inductor.config._micro_pipeline_tp = on
+
+
+def scales_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused ones do for GradScaler."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def without_wrapper(local: Tensor) -> Tensor | None:
+    """Return the plain tensor in torchao's wrapper for FSDP's Float8 gather; None if there is no wrapper."""
+    return getattr(local, "_tensor", None)
+
+
+def is_spent(stager: DefaultStager) -> bool:
+    """Whether a checkpoint's stager can copy no more: torch 2.11 empties it after each copy."""
+    return not stager._state_dict_stager._deepcopy_dispatch
+
+
+def process_of(job: LocalJob) -> subprocess.Popen:
+    """Return the process of a job of submitit's local executor, which we wait for and kill ourselves."""
+    return job._process
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return what a parser accepts, for shell completion."""
+    return parser._actions
