@@ -62,7 +62,8 @@ def unknown_names(page: Path) -> set[str]:
     return unknown - THE_READERS_OWN
 
 
-THE_READERS_OWN = {"cluster=mysite", "sweeps=layouts16", "model=squared_1b", "model.power"}  # what a page tells the reader how to write
+THE_READERS_OWN = {"cluster=mysite", "sweeps=layouts16", "model=squared_1b", "model.power", "data=lines", "optimizer=adagrad",
+                    "lr_scheduler=steps", "pp_schedule=patient"}  # what a page tells the reader how to write
 FILES = ("md", "json", "jsonl", "py", "yaml", "model")  # metrics.jsonl is a file, not a key
 
 

@@ -109,19 +109,19 @@ def checkout(tmp_path, monkeypatch):
 
 def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     runs = checkout / "runs"
-    first = snapshot.take(runs)
-    assert snapshot.take(runs) == first, "its own copies belong to the code"
+    first = snapshot.take(runs, {})
+    assert snapshot.take(runs, {}) == first, "its own copies belong to the code"
     (checkout / "titan_hydra" / "a.py").write_text("a = 2\n")  # not committed
     (checkout / "titan_hydra" / "new.py").write_text("")  # not even tracked
-    second = snapshot.take(runs)
+    second = snapshot.take(runs, {})
     assert second != first and (second / "titan_hydra/a.py").read_text() == "a = 2\n" and (second / "titan_hydra/new.py").exists()
     assert (first / "titan_hydra/a.py").read_text() == "a = 1\n"
     for folder in (first, second):
         (folder / "titan_hydra/__pycache__").mkdir()
         (folder / "titan_hydra/__pycache__/a.pyc").touch()
-        assert snapshot.digest(folder, snapshot.copied(folder)) == folder.name
+        assert snapshot.digest(snapshot.copied(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
-    assert snapshot.digest(second, snapshot.copied(second)) != second.name
+    assert snapshot.digest(snapshot.copied(second)) != second.name
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")

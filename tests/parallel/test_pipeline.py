@@ -11,10 +11,11 @@ from titan_hydra import models
 from titan_hydra.config import check, compose_job
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.family import family_of
+from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.parallel import build_mesh, stages
 from titan_hydra.parallel.gradients import gradient_norm
-from titan_hydra.parallel.pipeline import SCHEDULES, Stage, build_schedule, hidden_state
+from titan_hydra.parallel.pipeline import Stage, build_schedule, hidden_state
 
 PIPELINE = ("parallelism=pp", "precision=fp32", "data=synthetic", "data.local_batch=16")
 
@@ -74,7 +75,7 @@ def test_stages_lie_in_a_loop_or_in_a_v():
     assert layout.stages_of_ranks(by_file) == [[0], [1]] and layout.splits_backward(by_file) and layout.microbatches(by_file) == 8
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "csv"])
+@pytest.mark.parametrize("schedule", [name for name in PIPELINE_SCHEDULES if name != "csv"])
 def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
     for pp in (2, 3, 4):
         job = job_with(schedule, pp=pp)

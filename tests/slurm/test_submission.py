@@ -60,3 +60,15 @@ def test_one_wrong_cell_stops_all_before_sbatch(submit):
         out = submit.submit("-m", "gpus=1", "seed=1,2")  # what SLURM refused can be submitted again
         assert "2 queued" in out and len(submit.cluster.active()) == 2, out
         submit.cluster.clear()
+
+
+def test_ranks_import_the_users_modules_as_they_were_submitted(submit):
+    module = submit.folder / "mine.py"
+    module.write_text("print('the module as submitted')\n")
+    with submit.cluster.closed():
+        submit.submit("gpus=1", "train.imports=[mine]")
+        (run,) = submit.cells()
+        module.write_text("raise RuntimeError('the edited module runs')\n")
+    submit.settle()
+    assert submit.done(run), submit.story()
+    assert "the module as submitted" in (run / "attempts/1/rank_0.log").read_text()

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                description="Write conf/cluster/NAME.yaml from what sinfo says of the partitions with GPUs.")
     init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: SLURM's name of the cluster)")
     init.add_argument("--partition", help="which one (default: SLURM's default partition, else the one with most GPUs)")
-    init.add_argument("--folder", type=Path, default=CONF / "cluster", help="where to write (default: conf/cluster)")
+    conf = Path("conf") if Path("conf").is_dir() else CONF  # that of the project in the current folder
+    init.add_argument("--folder", type=Path, default=conf / "cluster", help="where to write (default: conf/cluster)")
     init.add_argument("--force", action="store_true", help="replace a file that is there")
 
 
@@ -79,7 +80,8 @@ def main(args: argparse.Namespace) -> int:
     if others:
         print(f"other partitions with GPUs: {', '.join(others)} (--partition, or cluster.partition= for a single run)")
     folder = args.folder.resolve()
-    where = "" if folder == (CONF / "cluster").resolve() else f"--config-dir {shlex.quote(str(folder.parent))} "
+    known = ((CONF / "cluster").resolve(), Path("conf/cluster").resolve())
+    where = "" if folder in known else f"--config-dir {shlex.quote(str(folder.parent))} "
     print(f"look at it, then try: python launch.py {where}cluster={name} gpus={chosen.gpus} launch.mode=dry")
     return Exit.DONE
 

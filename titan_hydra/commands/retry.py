@@ -10,10 +10,11 @@ import dataclasses
 from itertools import groupby
 from pathlib import Path
 
-from titan_hydra.base.errors import Exit, Kind
+from titan_hydra.base.errors import ConfigError, Exit, Kind
 from titan_hydra.config import Job
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.schema import Launch, Paths
+from titan_hydra.config.user_code import changed
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.dispatch import Cell
 from titan_hydra.launch.worker import load_job
@@ -81,6 +82,11 @@ def cluster_of(cell: Cell) -> str:
 
 
 def job_of(directory: Path, runs: Path) -> Job:
-    """Return the job of a run, without the launch options of its first start (force, retry, a limit): those were for that start only."""
+    """Return the job of a run, without the launch options of its first start (force, retry, a limit): those were for that start only.
+
+    Raises ConfigError if the user's modules were edited since.
+    """
     job = load_job(directory)
+    if fault := changed(job.train):
+        raise ConfigError(f"{directory.name}: {fault}")
     return dataclasses.replace(job, launch=Launch(retry="all", packed=job.launch.packed), paths=Paths(str(runs.absolute())))

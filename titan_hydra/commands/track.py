@@ -10,6 +10,7 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit, RunError
 from titan_hydra.base.run import Run
 from titan_hydra.config.change import change
+from titan_hydra.config.registry import TRACKERS
 from titan_hydra.launch.worker import load_job
 from titan_hydra.observe import trackers
 from titan_hydra.runs import rundir
@@ -19,7 +20,7 @@ from titan_hydra.runs.view import add_runs, choose
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan track`."""
     parser.add_argument("target", metavar="TARGET", help="a sweep, a cell, a run directory, a folder of runs, or the start of a hash")
-    parser.add_argument("--to", required=True, choices=sorted(trackers.TRACKERS), help="tensorboard: event files in the run directory; "
+    parser.add_argument("--to", required=True, choices=sorted(TRACKERS), help="tensorboard: event files in the run directory; "
                         "wandb: offline files there, which titan sync sends; either replaces those that are there")
     parser.add_argument("values", nargs="*", metavar="KEY=VALUE", help="other values for this copy: metrics.wandb_project=mine, "
                         "metrics.wandb_tags=[a,b], notes='...'")

@@ -20,12 +20,15 @@ STEPS_OF_RANDOM = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan verify`."""
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every case and its reference, such as model=qwen3_debug")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every case and its reference: proves the layouts of a model "
+                        "of your own, such as model=qwen3_debug")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
     parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the random jobs (default: 0)")
-    parser.add_argument("--write", type=Path, metavar="FILE", default=CONF.parent / "docs" / "acceptance.md",
+    docs = CONF.parent / "docs"  # of a checkout
+    parser.add_argument("--write", type=Path, metavar="FILE", default=(docs if docs.is_dir() else Path()) / "acceptance.md",
                         help="where the table is written when the whole matrix ran (default: docs/acceptance.md)")
 
 
@@ -40,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     cases = list(draw(args.random, args.seed)) if drawn else MATRIX
     if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
         raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
-    cases = [replace(case, base=(*case.base, *args.overrides)) for case in cases]
+    cases = [replace(case, base=(*case.base, *args.overrides), config_dir=args.config_dir) for case in cases]
     chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
     if not chosen:
         names = [case.name for case in cases if args.ranks in (None, case.ranks)]

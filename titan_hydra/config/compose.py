@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError
@@ -40,8 +41,8 @@ def register_schema() -> None:
 
 
 @functools.cache
-def own_composer() -> Composer:
-    """Return the composer of this checkout's conf/."""
+def own_composer(config_dir: Path | None = None) -> Composer:
+    """Return the composer of the package's conf/ and, behind it, of a folder with further options, as --config-dir has for launch.py."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -49,23 +50,30 @@ def own_composer() -> Composer:
 
     register_schema()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return Composer(GlobalHydra.instance().config_loader())
+        loader = GlobalHydra.instance().config_loader()
+    if config_dir:
+        path = loader.get_search_path()
+        path.prepend("command-line", f"file://{config_dir.resolve()}", anchor="schema")  # which must be the last
+        loader = type(loader)(path)
+    return Composer(loader)
 
 
-def compose_job(*overrides: str) -> Job:
-    """Compose, freeze and check one job from this checkout's conf/, for programs other than launch.py. Raises ConfigError."""
-    job = freeze(compose_unchecked(*overrides))
+def compose_job(*overrides: str, config_dir: Path | None = None) -> Job:
+    """Compose, freeze and check one job, for programs other than launch.py. Raises ConfigError."""
+    job = freeze(compose_unchecked(*overrides, config_dir=config_dir))
     if faults := check(job):
         raise ConfigError("\n".join(map(str, faults)))
     return job
 
 
-def compose_unchecked(*overrides: str) -> Job:
+def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
     """Compose and type one job without freezing or checking it. Raises ConfigError for keys and options that do not exist."""
-    if lines := mistakes(overrides):
+    if config_dir and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    if lines := mistakes(overrides, [CONF, *([config_dir] if config_dir else [])]):
         raise ConfigError("\n".join(lines))
     try:
-        job, faults = read(own_composer()(overrides))
+        job, faults = read(own_composer(config_dir)(overrides))
     except Exception as error:
         if (line := explain(error)) is None:
             raise

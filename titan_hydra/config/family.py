@@ -12,6 +12,7 @@ from typing import Any
 from titan_hydra.base.errors import ConfigError
 
 from .fault import suggest
+from .registry import resolve
 from .schema import Model
 
 OWN = ("titan_hydra.models.llama3", "titan_hydra.models.qwen3")
@@ -69,11 +70,7 @@ class Family:
 
     def part(self, name: str) -> Any:
         """Return the model, the sharding or the Hugging Face side, imported if it was given by name."""
-        value = getattr(self, name)
-        if not isinstance(value, str):
-            return value
-        module, _, attribute = value.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return resolve(getattr(self, name))
 
 
 def register(family: Family) -> None:

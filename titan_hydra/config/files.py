@@ -18,8 +18,8 @@ from .schema import Tokenizer
 from .shapes import intact
 
 ASSETS = Path(__file__).parent.parent / "assets"
-CONF = Path(__file__).parents[2] / "conf"
-SUFFIXES = {"text_files": (".txt", ".md", ".jsonl", ".json", ".parquet"), "tokens": (".bin",)}  # of the files of a source; .gz too
+CONF = next(folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf")  # in the wheel; in a checkout
+            if (folder / "config.yaml").is_file())
 MOST_FILES = 1_000_000  # that one path may name
 LLAMA3_SPECIALS = [  # follow the ranks of every Llama 3 tokenizer.model, in Meta's order
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",

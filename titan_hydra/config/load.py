@@ -18,7 +18,7 @@ from .family import families, family_named
 from .fault import Fault, suggest
 from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
-from .user_code import load_user_modules
+from .user_code import digest, load_user_modules
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -115,11 +115,14 @@ def _as_written(config: Any, key: str) -> Any:
 
 
 def freeze(job: Job) -> Job:
-    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch.
+    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the digest of the user's
+    modules.
 
     Values that do not divide evenly are left as they are; `check` reports them.
     """
     job = copy.deepcopy(job)
+    if job.train.imports and job.train.sources is None:
+        job.train.sources = digest(job.train.imports)
     degrees = job.parallelism
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
     fixed = 1
@@ -242,14 +245,21 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 
 
 def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
-    """Values are within their ranges and choices, and a key is set only if the chosen option of its group reads it."""
+    """Values are within their ranges and choices, and a key is set only if the chosen option of its group reads it.
+
+    The user's modules are imported first, as they can add choices.
+    """
+    if faults := load_user_modules(job.train.imports):
+        yield from faults
+        return
     for key, spec, value, section in leaves(job):
         choices, range, only = spec.metadata["choices"], range_of(spec), spec.metadata["only"]
         for element in elements(value):
             if isinstance(element, list | dict):
                 yield Fault(key, value, "must be a list of words, not of lists or tables")
             elif choices and element not in choices:
-                yield Fault(key, value, "not one of the choices" if element is value else f"{element} is not one of the choices", choices)
+                reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
+                yield Fault(key, value, reason, tuple(choices))
             elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
                 yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
         if only and section.name not in only and value != default_of(spec):

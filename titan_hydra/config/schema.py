@@ -13,6 +13,7 @@ from typing import Any
 from .field import key
 from .model import Model
 from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
+from .registry import DATA_SOURCES, LR_SCHEDULES, OPTIMIZERS, PIPELINE_SCHEDULES, TRACKERS, Names
 
 DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 
@@ -40,8 +41,7 @@ class Parallelism:
 
 @dataclass
 class PipelineSchedule:
-    name: str = key("1f1b", "pipeline schedule", choices=(
-        "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v", "csv"))
+    name: str = key("1f1b", "pipeline schedule", choices=Names(PIPELINE_SCHEDULES))
     stages_per_rank: int = key(1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else",
                                Interval(1, 1000))
     microbatches: int | None = key(None, "microbatches the local batch is cut into; null: twice the number of stages, or fewer if it must",
@@ -82,27 +82,29 @@ class Compile:
 
 @dataclass
 class Optimizer:
-    name: str = key("adamw", "optimizer", choices=("adamw", "muon", "sgd"))
+    name: str = key("adamw", "optimizer", choices=Names(OPTIMIZERS))
     lr: float = key(3e-4, "peak learning rate", NOT_NEGATIVE)
-    beta1: float = key(0.9, "decay of AdamW's first moment", BELOW_ONE, only=("adamw", "muon"))
-    beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE, only=("adamw", "muon"))
-    eps: float = key(1e-8, "AdamW's epsilon", NOT_NEGATIVE, only=("adamw", "muon"))
+    beta1: float = key(0.9, "decay of AdamW's first moment", BELOW_ONE, only=Names(OPTIMIZERS, "beta1"))
+    beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE, only=Names(OPTIMIZERS, "beta2"))
+    eps: float = key(1e-8, "AdamW's epsilon", NOT_NEGATIVE, only=Names(OPTIMIZERS, "eps"))
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only", NOT_NEGATIVE)
     decay_matrices_only: bool = key(False, "spare norms from the weight decay (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
     muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE,
-                         only=("muon",))
-    muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=("muon",))
-    sgd_momentum: float = key(0.0, "optimizer=sgd: momentum", BELOW_ONE, only=("sgd",), late=True)
+                         only=Names(OPTIMIZERS, "muon_lr"))
+    muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "muon_momentum"))
+    sgd_momentum: float = key(0.0, "optimizer=sgd: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "sgd_momentum"), late=True)
 
 
 @dataclass
 class LrSchedule:
-    name: str = key("wsd", "shape of the learning rate", choices=("wsd", "cosine", "constant"))
+    name: str = key("wsd", "shape of the learning rate", choices=Names(LR_SCHEDULES))
     warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate", NATURAL)
-    decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end", SHARE, only=("wsd",))
-    decay_type: str = key("linear", "wsd: shape of the decay", only=("wsd",), choices=("linear", "sqrt", "cosine"))
-    min_factor: float = key(0.0, "the rate ends at this share of its peak", SHARE, only=("wsd", "cosine"))
+    decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end", SHARE,
+                             only=Names(LR_SCHEDULES, "decay_ratio"))
+    decay_type: str = key("linear", "wsd: shape of the decay", only=Names(LR_SCHEDULES, "decay_type"),
+                          choices=("linear", "sqrt", "cosine"))
+    min_factor: float = key(0.0, "the rate ends at this share of its peak", SHARE, only=Names(LR_SCHEDULES, "min_factor"))
 
 
 @dataclass
@@ -112,19 +114,17 @@ class Loss:
                             only=("linear_cross_entropy",))
 
 
-SOURCES = ("embedded", "text_files", "c4", "hf", "tokens", "synthetic")
-OF_FILES, OF_HUB = ("text_files", "tokens"), ("c4", "hf")
-
-
 @dataclass
 class Source:
-    name: str = key(..., "source of the tokens", choices=SOURCES)
-    path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf", PATH, only=OF_FILES + OF_HUB)
-    subset: str | None = key(None, "hf: configuration of the dataset, for example `en`", only=OF_HUB)
-    split: str = key("train", "hf: split of the dataset", only=OF_HUB)
-    text_key: str = key("text", "name of the column that holds the text", only=("text_files", *OF_HUB))
-    validation_path: str | None = key(None, "files held out for validation (text_files, tokens)", PATH, only=OF_FILES)
-    validation_split: str = key("validation", "hf: split used for validation", only=OF_HUB)
+    name: str = key(..., "source of the tokens", choices=Names(DATA_SOURCES))
+    path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf", PATH,
+                           only=Names(DATA_SOURCES, "path"))
+    subset: str | None = key(None, "hf: configuration of the dataset, for example `en`", only=Names(DATA_SOURCES, "subset"))
+    split: str = key("train", "hf: split of the dataset", only=Names(DATA_SOURCES, "split"))
+    text_key: str = key("text", "name of the column that holds the text", only=Names(DATA_SOURCES, "text_key"))
+    validation_path: str | None = key(None, "files held out for validation (text_files, tokens)", PATH,
+                                      only=Names(DATA_SOURCES, "validation_path"))
+    validation_split: str = key("validation", "hf: split used for validation", only=Names(DATA_SOURCES, "validation_split"))
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Part(Source):
 
 @dataclass
 class Data(Source):
-    name: str = key(..., "source of the tokens", choices=(*SOURCES, "mixture"))
+    name: str = key(..., "source of the tokens", choices=Names(DATA_SOURCES, more=("mixture",)))
     seq_len: int = key(2048, "tokens of a sample", Interval(2, 2**31 - 1))
     local_batch: int = key(8, "samples a data-parallel rank takes at a time; gradient accumulation makes up the rest", COUNT)
     global_batch: int | None = key(None, "samples of an optimizer step over all ranks; null: local_batch on every rank once", COUNT)
@@ -190,7 +190,7 @@ class Validation:
 class Metrics:
     name: str = key("console", "which option of conf/metrics this is", NAME, identity=False)
     log_every: int = key(10, "steps between lines; the first and the last step are always logged", COUNT, identity=False)
-    trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=("tensorboard", "wandb"))
+    trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=Names(TRACKERS))
     peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: known from its name, else MFU is null", POSITIVE,
                                    identity=False)
     wandb_project: str = key("titan_hydra", "wandb project", WORD, identity=False)
@@ -279,7 +279,10 @@ class Debug:
 
 @dataclass
 class Train:
-    imports: list[str] = key(list, "Python modules that add model families (docs/extend.md), imported on every rank", WORD)
+    imports: list[str] = key(list, "Python modules of your own that add families, data sources and more (docs/extend.md), imported before "
+                             "the checks and on every rank", WORD)
+    sources: str | None = key(None, "digest of the files of train.imports and of what they import from the same folder; filled in by "
+                              "launch.py", WORD, late=True)
     gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", COUNT,
                            identity=False)
 

@@ -1,15 +1,30 @@
-"""Import the modules of `train.imports`: what they register is known before a cell is checked, and on every rank."""
+"""Find, digest and import the modules of `train.imports`: their sources are part of what a run is.
+
+Which files belong to a module is read from the text of its imports; nothing is executed. They are the module, what it imports from the
+folder in which it was found, and the modules of that folder that it names in a string, as in "package.module:function". Of an installed
+package only its own files count: the versions of others are recorded in env.json.
+"""
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import os
+import re
 import sys
+import sysconfig
 import traceback
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
 
 from .fault import Fault
+from .schema import Train
 
 KEY = "train.imports"
+INSTALLED = ("site-packages", "dist-packages")
+REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # how a record names what it loads later
 
 
 def load_user_modules(modules: list[str]) -> list[Fault]:
@@ -17,15 +32,24 @@ def load_user_modules(modules: list[str]) -> list[Fault]:
 
     They are looked up on sys.path and then in the current folder, the folder in which launch.py was started; ranks start in the same one.
     """
-    faults = []
-    if modules and os.getcwd() not in sys.path:
+    faults: list[Fault] = []
+    if not modules:
+        return faults
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     importlib.invalidate_caches()
     for module in modules:
-        there = module in sys.modules or PathFinder.find_spec(module.partition(".")[0], sys.path)
-        reason = _failure(module) if there else f"there is no module {module} on PYTHONPATH or in this folder"
+        reason = f"{module} is not the name of a module, such as folder.file"
+        if is_name(module):
+            there = any(name == module for name, _, _ in _files_of(module))
+            reason = _failure(module) if there else f"there is no module {module} on PYTHONPATH or in this folder"
         faults += [Fault(KEY, modules, reason)] if reason else []
     return faults
+
+
+def is_name(module: Any) -> bool:
+    """Whether a value has the form of a module's full name."""
+    return isinstance(module, str) and all(part.isidentifier() for part in module.split("."))
 
 
 def _failure(module: str) -> str:
@@ -38,3 +62,93 @@ def _failure(module: str) -> str:
         advice = "; cells are checked where torch may be missing: name what needs it as 'module:name'" * ("torch" in str(error))
         return f"{module} cannot be imported: {type(error).__name__}: {error} ({place[0]}:{place[1]}){advice}"
     return ""
+
+
+def sources(modules: Iterable[str]) -> dict[str, Path]:
+    """Return the files of these modules and of what they import from the same folder, by their path below it, in alphabetical order."""
+    importlib.invalidate_caches()
+    found: dict[str, Path] = {}
+    waiting = [(module, None) for module in modules if is_name(module)]
+    seen = set(waiting)
+    while waiting:
+        module, scope = waiting.pop()
+        for name, root, file in _files_of(module):
+            if scope and not _belongs(name, root, *scope):
+                break
+            path = file.relative_to(root).as_posix()
+            if path not in found:
+                found[path] = file
+                new = {(other, scope or (name.partition(".")[0], root)) for other in _named_in(file, name)} - seen
+                seen |= new
+                waiting += new
+    return dict(sorted(found.items()))
+
+
+def digest(modules: Iterable[str]) -> str:
+    """Return 16 hex digits of the sha256 over the paths and contents of `sources`."""
+    total = hashlib.sha256()
+    for path, file in sources(modules).items():
+        content = file.read_bytes()
+        total.update(f"{path}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()[:16]
+
+
+def folders(modules: Iterable[str]) -> list[str]:
+    """Return the folders in which these modules are found, for the PYTHONPATH of ranks."""
+    return list(dict.fromkeys(str(root) for module in modules for _, root, _ in _files_of(module)))
+
+
+def changed(train: Train) -> Fault | None:
+    """Return a fault if the sources of a frozen job's modules are not those that it was frozen with; None if they are.
+
+    Runs of version 0.1 have recorded none.
+    """
+    if train.sources is None or (now := digest(train.imports)) == train.sources:
+        return None
+    edited = f"the modules of train.imports are {now} now: they were edited since, and the same command line starts a new run"
+    return Fault("train.sources", train.sources, edited if train.imports else "launch.py fills it in where train.imports names modules")
+
+
+def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
+    """Yield full name, root folder and file of each package around a module, then of the module itself. Stops at what is not there."""
+    path, name = [*sys.path, os.getcwd()], ""
+    for depth, part in enumerate(module.split(".")):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None and not name:  # an editable installation can have a finder of its own
+            spec = next((spec for finder in sys.meta_path if (spec := finder.find_spec(part, None))), None)
+        if spec is None:
+            return
+        name, path = f"{name}.{part}".lstrip("."), list(spec.submodule_search_locations or ())
+        if spec.has_location:
+            file = Path(spec.origin)
+            yield name, file.parents[depth + bool(path)], file
+
+
+def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
+    """Whether a module that the user's code names is the user's own: of the same package or, where nothing is installed, folder."""
+    top = name.partition(".")[0]
+    if top == package:
+        return True
+    installed = home.name in INSTALLED or str(home) == sysconfig.get_paths()["stdlib"]
+    return root == home and not installed and top not in sys.stdlib_module_names and top != "titan_hydra"
+
+
+def _named_in(file: Path, module: str) -> set[str]:
+    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is not Python.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return set()
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[:len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
+            names.add(match[1])
+    return {name for name in names if is_name(name)}

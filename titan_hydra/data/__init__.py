@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
+from titan_hydra.config.registry import DATA_SOURCES, resolve
 
 if TYPE_CHECKING:
     from .loader import Loader, Samples
     from .shards import BadShards
+    from .streams import Documents
     from .tokenizer import Tokenizer
 
 VALIDATION_SEED = 0  # held-out samples are the same for every seed, so that their losses compare
@@ -76,33 +78,52 @@ class Wanted:
 
 
 def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
-    """Return the samples of the source under `key`."""
-    data, vocab_size = wanted.job.data, wanted.job.model.vocab_size
-    order = seed if data.shuffle else None
-    if source.name == "synthetic":
-        from .items import Synthetic
-
-        return Synthetic(vocab_size, data.seq_len, seed if wanted.split == "train" else ~seed)
-    if source.name == "tokens":
-        from .items import TokenFiles
-
-        return TokenFiles(*_path(key, source, wanted.split), vocab_size, data.seq_len, order, wanted.bad)
+    """Return the samples of the source under `key`. Documents become samples as each slot's endless stream of tokens."""
+    data, record = wanted.job.data, DATA_SOURCES[source.name]
+    built = resolve(record.build)(key, source, wanted, seed)
+    if not record.documents:
+        return built
     from .streams import Streams
 
-    return Streams(_documents(key, source, wanted), wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, order,
+    return Streams(built, wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, seed if data.shuffle else None,
                    data.shuffle_buffer, wanted.bad)
 
 
-def _documents(key: str, source: schema.Source, wanted: Wanted):
-    if source.name == "embedded":
-        from .embedded import Embedded
+def open_embedded(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
+    """Open the embedded corpus."""
+    from .embedded import Embedded
 
-        return Embedded(wanted.split)
-    from .text import Hub, TextFiles
+    return Embedded(wanted.split)
 
-    if source.name == "text_files":
-        return TextFiles(*_path(key, source, wanted.split), source.text_key, wanted.global_batch)
+
+def open_text_files(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
+    """Open files of text."""
+    from .text import TextFiles
+
+    return TextFiles(*_path(key, source, wanted.split), source.text_key, wanted.global_batch)
+
+
+def open_hub(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
+    """Open a dataset of the Hugging Face hub, or of a local folder."""
+    from .text import Hub
+
     return Hub(key, source, source.split if wanted.split == "train" else source.validation_split, wanted.global_batch)
+
+
+def open_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
+    """Open files of token ids."""
+    from .items import TokenFiles
+
+    data = wanted.job.data
+    return TokenFiles(*_path(key, source, wanted.split), wanted.job.model.vocab_size, data.seq_len, seed if data.shuffle else None,
+                      wanted.bad)
+
+
+def draw_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
+    """Draw random tokens; those for validation are others."""
+    from .items import Synthetic
+
+    return Synthetic(wanted.job.model.vocab_size, wanted.job.data.seq_len, seed if wanted.split == "train" else ~seed)
 
 
 def _path(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:

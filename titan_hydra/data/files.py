@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.files import SUFFIXES, expand, kind, missing, similar
+from titan_hydra.config.files import expand, kind, missing, similar
+from titan_hydra.config.registry import DATA_SOURCES
 
 from .shards import BadShard
 
@@ -88,7 +89,7 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
 
 READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
     ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".parquet": _parquet}
-TEXT_SUFFIXES = SUFFIXES["text_files"]
+TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 
 def _open(file: Path):

@@ -21,7 +21,9 @@ from .shards import BadShard, BadShards
 from .tokenizer import Tokenizer
 
 
-class Source(Protocol):
+class Documents(Protocol):
+    """Texts in numbered units, such as files; every slot reads its own units, in an order of its own."""
+
     units: int
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
@@ -42,7 +44,7 @@ class Document:
 class Streams:
     """The streams of some slots; a slot's state is where its next sample begins: turn, row, place, and token in the document."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, slots: range, global_batch: int, seq_len: int, seed: int | None,
+    def __init__(self, source: Documents, tokenizer: Tokenizer, slots: range, global_batch: int, seq_len: int, seed: int | None,
                  buffer: int, bad: BadShards):
         """Create the streams. `seed` None keeps units in order."""
         self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
@@ -65,7 +67,7 @@ class Stream:
     Every token is therefore predicted exactly once, and the state needs no leftover tokens: they are encoded again when it is loaded.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, slot: int, slots: int, seq_len: int, seed: int | None, buffer: int = 0,
+    def __init__(self, source: Documents, tokenizer: Tokenizer, slot: int, slots: int, seq_len: int, seed: int | None, buffer: int = 0,
                  bad: BadShards | None = None):
         self.source, self.tokenizer, self.slot, self.slots, self.seq_len, self.seed = source, tokenizer, slot, slots, seq_len, seed
         self.block, self.bad = max(buffer, 1), bad or BadShards()

@@ -280,7 +280,7 @@ def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
         with interrupts.counted():  # before the import: Python can lose a KeyboardInterrupt raised during one
             from . import local
 
-            parent = local.start(cell.directory, attempt, processes(cell.job), cell.job.cluster.time_minutes)
+            parent = local.start(cell.directory, attempt, cell.job)
             return watch(cell, attempt, interrupts, parent)
     finally:
         rundir.end_attempt(attempt)

@@ -24,7 +24,9 @@ import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.private import process_of
 from titan_hydra.base.run import folders_of
+from titan_hydra.config import Job, processes
 from titan_hydra.config.files import read_json, write_json
+from titan_hydra.config.user_code import folders
 from titan_hydra.runs.records import process, this_process
 
 from . import worker
@@ -35,15 +37,19 @@ LAST_MINUTE = 60  # seconds before the time limit at which the ranks are asked t
 YEAR = 365 * 24 * 60
 
 
-def start(directory: Path, attempt: Path, ranks: int, time_minutes: int | None) -> subprocess.Popen:
+def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
-    executor = Executor(attempt / "submitit")
-    executor.update_parameters(tasks_per_node=ranks, timeout_min=time_minutes or YEAR)
+    executor = Executor(attempt / "submitit", [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
+    executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
     return process_of(executor.submit(worker.run, str(directory), int(attempt.name)))
 
 
 class Executor(LocalExecutor):
-    """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session."""
+    """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session. Ranks import from `paths` first."""
+
+    def __init__(self, folder: Path, paths: list[str]) -> None:
+        super().__init__(folder)
+        self.paths = paths
 
     def _submit_command(self, command: str) -> LocalJob:
         ranks, seconds = self.parameters["tasks_per_node"], 60 * self.parameters["timeout_min"]
@@ -58,7 +64,7 @@ class Executor(LocalExecutor):
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
             "SUBMITIT_STDERR_TO_STDOUT": "",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(titan_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join([*self.paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # torchft writes many lines a step
             "PYTHONSAFEPATH": "1",  # ranks import what launch.py imported, whatever lies in the current folder
         }

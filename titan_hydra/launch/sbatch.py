@@ -108,9 +108,10 @@ class SubmissionError(Exception):
 class Batch(SlurmExecutor):
     """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the same nodes."""
 
-    def __init__(self, folder: Path, name: str, shape: Shape, lines: list[Line], cluster: Cluster, code: Path, packed: bool) -> None:
+    def __init__(self, folder: Path, name: str, shape: Shape, lines: list[Line], cluster: Cluster, paths: list[Path],
+                 packed: bool) -> None:
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
-        self.token, self.lines, self.cluster, self.code = name.rpartition("-")[2], lines, cluster, code
+        self.token, self.lines, self.cluster, self.paths = name.rpartition("-")[2], lines, cluster, paths
         self.array = len(lines) > 1 and not packed
         seconds = cluster.stop_seconds if shape.time_minutes is None else warning_seconds(cluster, shape.time_minutes)
         settings = {
@@ -141,7 +142,7 @@ class Batch(SlurmExecutor):
 
     def setup(self) -> list[str]:
         """Return the shell lines of the batch script before its ranks start."""
-        paths = f"{shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        paths = f"{':'.join(shlex.quote(str(path)) for path in self.paths)}${{PYTHONPATH:+:$PYTHONPATH}}"
         cores = self.cluster.cpus_per_task
         return [
             f"export PYTHONPATH={paths} PYTHONSAFEPATH=1", *([f"export SRUN_CPUS_PER_TASK={cores}"] if cores else []),

@@ -12,21 +12,23 @@ import titan_hydra
 from titan_hydra.base.errors import ConfigError
 
 FOLDER = "_code"  # in the folder of runs; one folder in it for every version of the code
+USER = "_imports"  # in a copy of the code: the user's modules
 ROOT = Path(titan_hydra.__file__).parents[1]
 
 
-def take(runs: Path) -> Path:
-    """Copy this code to `<runs>/_code/<hash>` unless it is there already. Returns that folder."""
-    names = [name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)]
-    final = runs / FOLDER / digest(ROOT, names)
+def take(runs: Path, user: dict[str, Path]) -> Path:
+    """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns that folder."""
+    code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
+    code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}
+    final = runs / FOLDER / digest(code)
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=final.parent, ignore_cleanup_errors=True) as scratch:
         copy = Path(scratch) / "code"
-        for name in names:
+        for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+            shutil.copy2(file, copy / name, follow_symlinks=False)
         try:
             copy.rename(final)
         except OSError:  # another process has just taken the same snapshot
@@ -48,21 +50,20 @@ def files(root: Path) -> list[str]:
     return sorted(str(file.relative_to(root)) for file in package.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
 
 
-def copied(folder: Path) -> list[str]:
-    """List the files of a snapshot, without what Python has compiled there since."""
+def copied(folder: Path) -> dict[str, Path]:
+    """Return the files of a snapshot by name, without what Python has compiled there since."""
     found = []
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
         links = [name for name in folders if (Path(path) / name).is_symlink()]
         found += [os.path.relpath(os.path.join(path, name), folder) for name in [*names, *links]]
-    return sorted(found)
+    return {name: folder / name for name in found}
 
 
-def digest(root: Path, names: list[str]) -> str:
-    """Return 16 hex digits of the sha256 over names and contents; for a link, over its target."""
+def digest(code: dict[str, Path]) -> str:
+    """Return 16 hex digits of the sha256 over names and contents, in the order of names; for a link, over its target."""
     total = hashlib.sha256()
-    for name in names:
-        path = root / name
+    for name, path in sorted(code.items()):
         content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
         total.update(f"{name}\0{len(content)}\0".encode() + content)
     return total.hexdigest()[:16]

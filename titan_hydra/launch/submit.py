@@ -22,6 +22,7 @@ from titan_hydra.base.errors import Exit
 from titan_hydra.config import processes
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
+from titan_hydra.config.user_code import sources
 from titan_hydra.runs import manifest, rundir, slurm
 from titan_hydra.runs.find import SWEEPS
 from titan_hydra.runs.rundir import State
@@ -76,7 +77,8 @@ def batch_of(array: Array, folder: Path, attempts: list[int], name: str, code: P
              for cell, attempt in zip(array.cells, attempts, strict=True)]
     cluster = array.cells[0].job.cluster
     cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
-    return Batch(folder, f"{name}-{array.token}", array.shape, lines, cluster, code, array.packed)
+    paths = [code, code / snapshot.USER] if any(cell.job.train.imports for cell in array.cells) else [code]
+    return Batch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed)
 
 
 @functools.cache
@@ -134,7 +136,8 @@ def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> i
     """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
-    code, status = snapshot.take(cells[0].runs), Exit.DONE
+    modules = {module: None for cell in cells for module in cell.job.train.imports}
+    code, status = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE
     for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
         if interrupts.received:
             break

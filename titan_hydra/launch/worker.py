@@ -20,6 +20,7 @@ from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Sto
 from titan_hydra.base.run import Run, attempts_of, folders_of
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
+from titan_hydra.config.user_code import changed
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
 
@@ -118,15 +119,17 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
         until_seen(directory / "config.json")
     if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
         until_seen(attempt / "attempt.json")
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))  # before a user's module imports torch
+    # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     job = load_job(directory)
+    if fault := changed(job.train):
+        raise ConfigError(str(fault))
     replica, group = _group_of(job, place, directory)
     _check_claim(attempt, place)
     if (read_json(directory / "result.json") or {}).get("status") == "done":
         return None  # requeued after its end
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))
-    # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks))
     home, folder = folders_of(replica, directory, attempt)
     folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +193,7 @@ def _check_claim(attempt: Path, place: Place) -> None:
     if submitted and place.local_rank == 0:
         from .snapshot import ROOT, copied, digest
 
-        code = digest(ROOT, copied(ROOT))
+        code = digest(copied(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from titan_hydra.base.run import Run
 from titan_hydra.config import identity, to_dict
 from titan_hydra.config.files import read_rows
+from titan_hydra.config.registry import TRACKERS, resolve
 from titan_hydra.config.schema import Job
 
 
@@ -78,9 +79,6 @@ class WandB:
         self.run.finish()
 
 
-TRACKERS: dict[str, Callable[[Job, Run, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
-
-
 def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
     """Open the trackers that the job names, with all rows recorded so far; one that cannot start is left out with a warning."""
     trackers = []
@@ -94,7 +92,7 @@ def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
 
 def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
     """Open a tracker and send it the rows recorded so far."""
-    tracker = TRACKERS[name](job, run, resumed_at)
+    tracker: Tracker = resolve(TRACKERS[name].open)(job, run, resumed_at)
     for row in recorded(run.directory):
         if row["step"] > tracker.has:
             tracker.log(row)

@@ -9,26 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
+    PipelineScheduleSingle,
 )
 
 from titan_hydra.base.private import Action, ComputationType, PipelineSchedule, PipelineScheduleRuntime, load_csv
+from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
 
-SCHEDULES = {
-    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "looped_bfs": ScheduleLoopedBFS, "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble, "dualpipe_v": ScheduleDualPipeV,
-    "csv": PipelineScheduleRuntime,
-}
 FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV_F)
 
 
@@ -99,10 +89,10 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
     """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by the tokens of the global
     batch.
     """
-    name = job.pp_schedule.name
-    single = name in ("gpipe", "1f1b")
-    schedule = SCHEDULES[name](stages[0] if single else stages, n_microbatches=layout.microbatches(job), loss_fn=loss, scale_grads=False)
-    if name == "csv":
+    kind = resolve(PIPELINE_SCHEDULES[job.pp_schedule.name].schedule)
+    single = issubclass(kind, PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, n_microbatches=layout.microbatches(job), loss_fn=loss, scale_grads=False)
+    if job.pp_schedule.name == "csv":
         load_csv(schedule, job.pp_schedule.csv)
     return schedule
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from titan_hydra.base.private import foreach_div, scales_gradients
+from titan_hydra.config.registry import LR_SCHEDULES, OPTIMIZERS, resolve
 from titan_hydra.config.schema import LrSchedule, Optimizer
 from titan_hydra.parallel.mesh import Mesh, local_part
 
@@ -14,18 +15,34 @@ from .muon import Muon
 
 
 def build_optimizers(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a model's parameters: AdamW or SGD alone, or Muon for the matrices of the blocks and AdamW for the rest."""
-    muon, others = [], []
-    for name, parameter in model.named_parameters():
-        is_hidden_matrix = parameter.ndim == 2 and name.startswith("layers.")
-        (muon if config.name == "muon" and is_hidden_matrix else others).append(parameter)
-    optimizers = [_sgd(others, config) if config.name == "sgd" else _adamw(others, config)]
-    if muon:
-        optimizers.append(Muon(muon, mesh.stage, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))
+    """Build the optimizers of a model's parameters by the record that `optimizer.name` chooses."""
+    optimizers = resolve(OPTIMIZERS[config.name].build)(model, config, mesh)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def adamw(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
+    """Build AdamW for all parameters."""
+    return [_adamw(list(model.parameters()), config)]
+
+
+def muon(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
+    """Build Muon for the matrices of the blocks, and AdamW for the rest."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and name.startswith("layers.") else others).append(parameter)
+    optimizers: list[torch.optim.Optimizer] = [_adamw(others, config)]
+    if matrices:
+        optimizers.append(Muon(matrices, mesh.stage, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))
+    return optimizers
+
+
+def sgd(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
+    """Build SGD for all parameters. It is not fused: torch shards no fused SGD."""
+    return [torch.optim.SGD(_groups(list(model.parameters()), config), lr=config.lr, momentum=config.sgd_momentum,
+                            weight_decay=config.weight_decay)]
 
 
 def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
@@ -33,11 +50,6 @@ def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Ada
         _groups(parameters, config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
         fused=True,
     )
-
-
-def _sgd(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.SGD:
-    # Not fused: torch shards no fused SGD.
-    return torch.optim.SGD(_groups(parameters, config), lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay)
 
 
 def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
@@ -74,19 +86,36 @@ def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
 
 
 def lr_factor(step: int, steps: int, config: LrSchedule) -> float:
-    """Return the share of the peak rate at a step, counted from 1: linear warm-up, then the schedule's shape, as in TorchTitan 0.2.2.
+    """Return the share of the peak rate at a step, counted from 1: linear warm-up, then as `lr_scheduler.name` chooses.
 
-    The last warm-up step has the full rate. Decays are computed as if one more step followed, so that the last step still learns.
+    The last warm-up step has the full rate.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    if config.name == "constant":
-        return 1.0
-    decay_steps = steps - config.warmup_steps if config.name == "cosine" else round(steps * config.decay_ratio)
+    return resolve(LR_SCHEDULES[config.name].factor)(step, steps, config)
+
+
+def constant(step: int, steps: int, config: LrSchedule) -> float:
+    """Return the peak rate."""
+    return 1.0
+
+
+def cosine(step: int, steps: int, config: LrSchedule) -> float:
+    """Return half a cosine, from the end of the warm-up to the last step."""
+    return _decay(step, steps, config, steps - config.warmup_steps, "cosine")
+
+
+def wsd(step: int, steps: int, config: LrSchedule) -> float:
+    """Return the peak rate until the last `decay_ratio` of the steps, then a decay of the configured shape."""
+    return _decay(step, steps, config, round(steps * config.decay_ratio), config.decay_type)
+
+
+def _decay(step: int, steps: int, config: LrSchedule, decay_steps: int, shape: str) -> float:
+    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more step followed, so that the last still learns.
+    """
     decay_steps = min(decay_steps, steps - config.warmup_steps)
     if step <= steps + 1 - decay_steps:
         return 1.0
     left = (steps + 1 - step) / decay_steps  # below 1 once the decay has begun, above 0 at the last step
-    shape = "cosine" if config.name == "cosine" else config.decay_type
     share = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}[shape]
     return config.min_factor + (1 - config.min_factor) * share

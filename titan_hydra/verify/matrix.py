@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from titan_hydra.config.compose import CONF
+from titan_hydra.config.registry import PIPELINE_SCHEDULES
 
 # A model that trains in seconds with every feature that is split: grouped queries, several blocks, an uneven feed-forward width.
 BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_dim=192",
@@ -33,6 +35,7 @@ class Case:
     gradients: float = 1e-5
     weights: float = 1e-3
     slow: bool = False  # many seconds: left out by `pytest -m "not slow"`
+    config_dir: Path | None = None  # with options of the user's own
 
 
 def later_wins(*overrides: str) -> list[str]:
@@ -46,7 +49,7 @@ def case(name: str, ranks: int, *overrides: str, **options) -> Case:
 
 
 EVEN = {"uneven_mask": True, "loss": 1e-6, "norm": 1e-6, "gradients": 1e-5}
-SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v")
+SCHEDULES = tuple(name for name in PIPELINE_SCHEDULES if name != "csv")
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}

@@ -48,12 +48,13 @@ NOTE = "in the case"
 
 def job_of(case: Case, steps: int = STEPS) -> Job:
     """Return the layout's job."""
-    return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides))
+    return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides), config_dir=case.config_dir)
 
 
 def reference_of(case: Case, steps: int = STEPS) -> Job:
     """Return the same job in one process, with its global batch in one piece."""
-    job = compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1"))
+    alone = later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1")
+    job = compose_job(*alone, config_dir=case.config_dir)
     job.data.local_batch = job.data.global_batch
     return job
 

@@ -13,9 +13,11 @@ from math import lcm
 
 from titan_hydra.base import redact
 from titan_hydra.base.run import versions
+from titan_hydra.config import user_code
 from titan_hydra.config.family import families, family_of
 from titan_hydra.config.fault import Fault, counted, divisors, suggest
 from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dict, values_are_what_the_schema_takes, world_size
+from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
 
 from . import checkpoint, cluster, data, memory, pipeline, precision, replicas
@@ -98,6 +100,13 @@ def family_is_registered(job: Job) -> Iterator[Fault]:
     """The model family is chosen by name, from the package's own and those of the modules in train.imports."""
     if (name := job.model.family) not in families():
         yield Fault("model.family", name, "no such model", legal=suggest(name, families()) or tuple(families()))
+
+
+@rule(VALUES)
+def user_modules_are_those_of_the_run(job: Job) -> Iterator[Fault]:
+    """The sources of the user's modules are part of the experiment: a run never continues with edited ones."""
+    if fault := user_code.changed(job.train):
+        yield fault
 
 
 @rule(VALUES)
@@ -314,10 +323,11 @@ def probes_see_modules(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
-def muon_needs_whole_float32_matrices(job: Job) -> Iterator[Fault]:
-    """torch's Muon orthogonalizes each matrix as a whole, and a bf16 master weight would lose its small updates."""
-    if job.optimizer.name == "muon" and job.precision.param_dtype != "float32":
-        yield Fault("precision.param_dtype", job.precision.param_dtype, "Muon is used with float32 parameters", legal=("float32",))
+def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
+    """Some optimizers need float32 parameters: a bf16 master weight would lose Muon's small updates."""
+    if OPTIMIZERS[job.optimizer.name].needs_float32 and job.precision.param_dtype != "float32":
+        yield Fault("precision.param_dtype", job.precision.param_dtype, f"optimizer.name={job.optimizer.name} needs float32 parameters",
+                    legal=("float32",))
 
 
 # --- the machine and its files ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import SUFFIXES, expand, home, kind, missing, similar, tokenizer_file, vocabulary_size
+from titan_hydra.config.files import expand, home, kind, missing, similar, tokenizer_file, vocabulary_size
+from titan_hydra.config.registry import DATA_SOURCES
 from titan_hydra.config.schema import Data, Job, Source
 
 PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to this
@@ -43,22 +44,24 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
         return
     if not job.data.shuffle:
         yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,))
-    if all(source.name in ("tokens", "synthetic") for source in sources(job.data).values()):
-        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "tokens and synthetic are shuffled as a whole", legal=(0,))
+    if not any(DATA_SOURCES[source.name].documents for source in sources(job.data).values()):
+        names = " and ".join(name for name, record in DATA_SOURCES.items() if not record.documents)
+        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, f"{names} are shuffled as a whole", legal=(0,))
 
 
 def data_files_are_there(job: Job) -> Iterator[Fault]:
     """The data files exist: a file that is missing here would be missing on every rank, after the time in the queue."""
     for key, source in sources(job.data).items():
-        if source.name in ("text_files", "tokens", "hf") and not source.path:
+        record = DATA_SOURCES[source.name]
+        if record.needs_path and not source.path:
             yield Fault(f"{key}.path", None, f"data={source.name} needs it")
-        elif source.name in ("text_files", "tokens"):
-            yield from _are_there(f"{key}.path", source.path, SUFFIXES[source.name], job.data.max_bad_shards)
-        if source.name in ("text_files", "tokens") and job.validation.name == "on":
+        elif record.suffixes and source.path:
+            yield from _are_there(f"{key}.path", source.path, record.suffixes, job.data.max_bad_shards)
+        if record.suffixes and "validation_path" in record.reads and job.validation.name == "on":
             if not source.validation_path:
                 yield Fault(f"{key}.validation_path", None, f"validation=on with data={source.name} needs it")
             else:
-                yield from _are_there(f"{key}.validation_path", source.validation_path, SUFFIXES[source.name], job.data.max_bad_shards)
+                yield from _are_there(f"{key}.validation_path", source.validation_path, record.suffixes, job.data.max_bad_shards)
 
 
 def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
@@ -94,7 +97,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
     """Every token id has a row in the embedding. A larger embedding is fine: vocabularies are often padded."""
-    if all(source.name in ("tokens", "synthetic") for source in sources(job.data).values()):
+    if not any(DATA_SOURCES[source.name].documents for source in sources(job.data).values()):
         return  # no text is encoded; the .bin is checked against its own header when it is opened
     file = tokenizer_file(job.tokenizer)
     if job.tokenizer.name != "embedded" and not job.tokenizer.path:

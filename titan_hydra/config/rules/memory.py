@@ -13,6 +13,7 @@ from pathlib import Path
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.load import data_parallel, devices_here, processes
+from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job, Model
 
 from .pipeline import microbatches
@@ -34,7 +35,7 @@ def of_a_rank(job: Job) -> dict[str, float]:
     """
     size = {"float32": 4, "bfloat16": 2}
     layout, model, stored, used = job.parallelism, job.model, size[job.precision.param_dtype], size[job.precision.compute_dtype]
-    moments = {"adamw": 2, "muon": 1, "sgd": int(job.optimizer.sgd_momentum > 0)}[job.optimizer.name]
+    moments = OPTIMIZERS[job.optimizer.name].moments(job.optimizer)
     ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
     tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / (max(microbatches(job), 1) if layout.pp > 1 else 1)
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0

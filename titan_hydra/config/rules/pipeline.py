@@ -12,11 +12,8 @@ from pathlib import Path
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors
 from titan_hydra.config.files import similar
+from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
-
-FIXED_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipe_v": 2}  # stages on each rank, where the schedule leaves no choice
-V_SHAPED = ("zbv", "dualpipe_v")  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
-SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipe_v")  # the backward computes the inputs' gradients first, the weights' later
 
 TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of an action on one stage, in forwards
 Action = tuple[int, str, int]  # stage, one of F (forward), B (whole backward), I (inputs' half), W (weights' half), microbatch
@@ -34,7 +31,7 @@ def stages_of_ranks(job: Job) -> list[list[int]]:
     pp, stages, schedule = job.parallelism.pp, stage_count(job), job.pp_schedule
     if schedule.name == "csv":
         return [sorted({stage for stage, _, _ in actions}) for actions in read_schedule(schedule.csv)]
-    if schedule.name in V_SHAPED:
+    if PIPELINE_SCHEDULES[schedule.name].v_shaped:
         return [[rank, stages - 1 - rank] for rank in range(pp)]
     return [list(range(rank, stages, pp)) for rank in range(pp)]
 
@@ -82,11 +79,9 @@ def legal_microbatches(job: Job) -> list[int]:
 
 def objection(job: Job, number: int) -> str | None:
     """Return why the schedule does not accept this number of microbatches; None if it does."""
-    schedule, stages, rounds = job.pp_schedule, stage_count(job), max(1, number // job.parallelism.pp)
-    if schedule.name in ("1f1b", "dualpipe_v") and number < stages:
-        return f"{schedule.name} needs at least one for each of the {stages} stages"
-    if schedule.name in ("interleaved_1f1b", "interleaved_zb") and number % rounds:
-        return f"{schedule.name} works in {rounds} equal rounds over {job.parallelism.pp} ranks"
+    schedule = job.pp_schedule
+    if reason := PIPELINE_SCHEDULES[schedule.name].objection(number, stage_count(job), job.parallelism.pp):
+        return f"{schedule.name} {reason}"
     if schedule.name == "csv" and number != (written := 1 + max(microbatch for _, _, microbatch in read_schedule(schedule.csv)[0])):
         return f"{schedule.csv} schedules {written}"
     return None
@@ -96,7 +91,7 @@ def splits_backward(job: Job) -> bool:
     """Whether the schedule runs a stage's backward in two halves (inputs, weights). Several techniques cannot be combined with that."""
     if job.pp_schedule.name == "csv":
         return any(kind == "W" for actions in read_schedule(job.pp_schedule.csv) for _, kind, _ in actions)
-    return job.pp_schedule.name in SPLIT_BACKWARD
+    return PIPELINE_SCHEDULES[job.pp_schedule.name].splits_backward
 
 
 # --- a schedule from a file ---------------------------------------------------------------------------------------------------------
@@ -226,7 +221,7 @@ def schedule_file_is_a_schedule(job: Job) -> Iterator[Fault]:
 def stages_hold_blocks(job: Job) -> Iterator[Fault]:
     """Every pipeline stage holds at least one block, and some schedules fix how many stages a rank has."""
     schedule, pp, layers = job.pp_schedule, job.parallelism.pp, job.model.n_layers
-    fixed = FIXED_STAGES.get(schedule.name, schedule.stages_per_rank)
+    fixed = PIPELINE_SCHEDULES[schedule.name].stages_per_rank or schedule.stages_per_rank
     if schedule.stages_per_rank != fixed:
         yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts another number on a rank",
                     legal=(fixed,))

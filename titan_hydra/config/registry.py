@@ -1,0 +1,186 @@
+"""The parts that a name in the configuration chooses, one record each. A module of `train.imports` adds its own with `register`.
+
+A record holds all that the checks and the trainer know of a part. What computes is given as a function, or as "module:name" of one, which
+is imported only on the ranks: so a record, and the module that registers it, need no torch.
+"""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from titan_hydra.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from . import schema
+
+Reference = str | Callable[..., Any]  # a function or class, or "module:name" of one
+
+
+@dataclass(frozen=True)
+class DataSourceKind:
+    """A source of samples: `data.name`, or `name` in a mixture. `build(key, Source, Wanted, seed)` returns Documents (of
+    titan_hydra.data.streams) or, if `documents` is false, Samples (of titan_hydra.data.loader).
+    """
+
+    name: str
+    build: Reference
+    documents: bool = True
+    reads: tuple[str, ...] = ()  # the keys of a source that it uses; the others must stay at their defaults
+    needs_path: bool = False
+    suffixes: tuple[str, ...] = ()  # of the files that `path` and `validation_path` name; () if they name no files
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates. `moments(Optimizer)` is how many
+    numbers it keeps for each parameter, for the estimate of memory.
+    """
+
+    name: str
+    build: Reference
+    moments: Callable[[schema.Optimizer], int] = lambda config: 2
+    reads: tuple[str, ...] = ()
+    needs_float32: bool = False
+
+
+@dataclass(frozen=True)
+class LrScheduleKind:
+    """A learning rate over time: `factor(step, steps, LrSchedule)` is the share of the peak rate after the warm-up; steps count from 1."""
+
+    name: str
+    factor: Reference
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrackerKind:
+    """A copy of the metrics: `open(Job, Run, resumed_at)` returns a titan_hydra.observe.trackers.Tracker, on rank 0."""
+
+    name: str
+    open: Reference
+
+
+@dataclass(frozen=True)
+class PipelineScheduleKind:
+    """A pipeline schedule: a class of torch's kind and what the layout of stages depends on. `objection(microbatches, stages, ranks)` is
+    why it does not accept that number of microbatches; None if it does.
+    """
+
+    name: str
+    schedule: Reference
+    stages_per_rank: int | None = None  # None: as configured
+    v_shaped: bool = False  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
+    splits_backward: bool = False  # the backward computes the inputs' gradients first, the weights' later
+    objection: Callable[[int, int, int], str | None] = lambda microbatches, stages, ranks: None
+
+
+class Named(Protocol):
+    """What all records have."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Kind = TypeVar("Kind", bound=Named)
+
+
+class Registry(dict[str, Kind]):
+    """The records of one kind, by name. `key` is the configuration key that chooses among them."""
+
+    def __init__(self, key: str, *records: Kind) -> None:
+        super().__init__({record.name: record for record in records})
+        self.key = key
+
+    def add(self, record: Kind) -> None:
+        """Add a record. Raises ConfigError if another one has its name."""
+        if self.setdefault(record.name, record) != record:
+            raise ConfigError(f"{self.key}={record.name}: this name is taken")
+
+
+class Names(Sequence[str]):
+    """The names in a registry at the time of asking, and `more`; with `reads`, only of the records that read this key."""
+
+    def __init__(self, registry: Registry, reads: str = "", more: tuple[str, ...] = ()) -> None:
+        self.registry, self.reads, self.more = registry, reads, more
+
+    def __getitem__(self, index: Any) -> Any:
+        named = [name for name, record in self.registry.items() if not self.reads or self.reads in record.reads]
+        return [*named, *self.more][index]
+
+    def __len__(self) -> int:
+        return len(self[:])
+
+
+def resolve(reference: Reference | None) -> Any:
+    """Return the function or class that a record refers to; None for None. Raises ConfigError if there is no such one."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(f"{reference}: a registered record refers to it, and it cannot be imported: {error}") from error
+
+
+def register(record: Named) -> None:
+    """Add a record of any kind. Call it in a module of `train.imports`. Raises ConfigError if its name is taken."""
+    REGISTRIES[type(record)].add(record)
+
+
+def _one_for_each_stage(microbatches: int, stages: int, ranks: int) -> str | None:
+    return f"needs at least one for each of the {stages} stages" if microbatches < stages else None
+
+
+def _equal_rounds(microbatches: int, stages: int, ranks: int) -> str | None:
+    rounds = max(1, microbatches // ranks)
+    return f"works in {rounds} equal rounds over {ranks} ranks" if microbatches % rounds else None
+
+
+TORCH = "torch.distributed.pipelining.schedules"
+HUB = ("path", "subset", "split", "text_key", "validation_split")
+PIPELINE_SCHEDULES = Registry(
+    "pp_schedule.name",
+    PipelineScheduleKind("gpipe", f"{TORCH}:ScheduleGPipe", 1),
+    PipelineScheduleKind("1f1b", f"{TORCH}:Schedule1F1B", 1, objection=_one_for_each_stage),
+    PipelineScheduleKind("looped_bfs", f"{TORCH}:ScheduleLoopedBFS"),
+    PipelineScheduleKind("interleaved_1f1b", f"{TORCH}:ScheduleInterleaved1F1B", objection=_equal_rounds),
+    PipelineScheduleKind("interleaved_zb", f"{TORCH}:ScheduleInterleavedZeroBubble", splits_backward=True, objection=_equal_rounds),
+    PipelineScheduleKind("zbv", f"{TORCH}:ScheduleZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
+    PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
+    PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
+)
+DATA_SOURCES = Registry(
+    "data.name",
+    DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
+    DataSourceKind("text_files", "titan_hydra.data:open_text_files", reads=("path", "text_key", "validation_path"), needs_path=True,
+                   suffixes=(".txt", ".md", ".jsonl", ".json", ".parquet")),
+    DataSourceKind("tokens", "titan_hydra.data:open_tokens", documents=False, reads=("path", "validation_path"), needs_path=True,
+                   suffixes=(".bin",)),
+    DataSourceKind("c4", "titan_hydra.data:open_hub", reads=HUB),
+    DataSourceKind("hf", "titan_hydra.data:open_hub", reads=HUB, needs_path=True),
+    DataSourceKind("synthetic", "titan_hydra.data:draw_tokens", documents=False),
+)
+ADAM = ("beta1", "beta2", "eps")
+OPTIMIZERS = Registry(
+    "optimizer.name",
+    OptimizerKind("adamw", "titan_hydra.train.optimizer:adamw", reads=ADAM),
+    OptimizerKind("muon", "titan_hydra.train.optimizer:muon", lambda config: 1, (*ADAM, "muon_lr", "muon_momentum"), needs_float32=True),
+    OptimizerKind("sgd", "titan_hydra.train.optimizer:sgd", lambda config: int(config.sgd_momentum > 0), ("sgd_momentum",)),
+)
+LR_SCHEDULES = Registry(
+    "lr_scheduler.name",
+    LrScheduleKind("wsd", "titan_hydra.train.optimizer:wsd", ("decay_ratio", "decay_type", "min_factor")),
+    LrScheduleKind("cosine", "titan_hydra.train.optimizer:cosine", ("min_factor",)),
+    LrScheduleKind("constant", "titan_hydra.train.optimizer:constant"),
+)
+TRACKERS = Registry(
+    "metrics.trackers",
+    TrackerKind("tensorboard", "titan_hydra.observe.trackers:TensorBoard"),
+    TrackerKind("wandb", "titan_hydra.observe.trackers:WandB"),
+)
+REGISTRIES: dict[type, Registry] = {
+    PipelineScheduleKind: PIPELINE_SCHEDULES, DataSourceKind: DATA_SOURCES, OptimizerKind: OPTIMIZERS, LrScheduleKind: LR_SCHEDULES,
+    TrackerKind: TRACKERS,
+}

@@ -1,0 +1,70 @@
+"""What launch.py does: compose every cell of its command line with Hydra, then check, place and start them together."""
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from titan_hydra.base.errors import RunError
+from titan_hydra.config import explain, register_schema
+from titan_hydra.config.arguments import arranged
+from titan_hydra.config.describe import help_text
+from titan_hydra.config.files import CONF
+from titan_hydra.config.sweep import Composed, expand
+
+from .dispatch import dispatch
+
+cells: list[Composed] = []
+faults: list[str] = []
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
+    """Keep the cells of one composed configuration; nothing starts before all cells are known to be good."""
+    if overrides is None:  # no -m
+        overrides = OmegaConf.to_container(HydraConfig.get().overrides.task)
+    cells.extend(expand(config, overrides, faults))
+
+
+def launch(script: str) -> None:
+    """Run the command line in sys.argv, and exit with its status. The conf/ beside the script adds options to the package's own, as
+    --config-dir does.
+    """
+    own = Path(script).resolve().parent / "conf"
+    if own.is_dir() and own != CONF and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:]):
+        sys.argv[1:1] = [f"--config-dir={own}"]
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # while composing; nothing has started yet
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
+
+
+def main() -> int:
+    """Return the exit status: a mistake on the command line is one line and 2; HYDRA_FULL_ERROR=1 shows Hydra's traceback."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
+        return 0
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself and exits 1
+    register_schema()
+    try:
+        if not full_error:
+            overrides, flags = arranged(sys.argv[1:])
+            sys.argv[1:] = [*overrides, *flags]
+        compose()
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.status
+    except Exception as error:
+        if full_error or not (line := explain(error)):
+            raise
+        print(line, file=sys.stderr)
+        return 2
+    if faults:
+        print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
+        return 2
+    return dispatch(cells)
