@@ -1,5 +1,6 @@
 """`titan extend`: the new run is bitwise the one that had so many steps from its start on, or nothing is started and a line says why."""
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from titan_hydra.checkpoint.convert import Reader
 from titan_hydra.commands.extend import same_rates
 from titan_hydra.config import compose_job, identity, to_dict
 from titan_hydra.config.change import change
+from titan_hydra.launch import show
+from titan_hydra.launch.worker import load_job
 
 WSD = ("debug=tiny", "precision=fp32", "lr_scheduler.decay_ratio=0.25", "checkpoint.interval=4", "checkpoint.keep_latest_k=0",
        "cluster=inline")
@@ -115,6 +118,17 @@ def test_a_checkpoint_after_the_rates_have_parted_must_be_named(a_run):
     assert status == 0 and "goes on from step 12" in out and "differ from step 11 on" in out
     status, _, err = extend(directory, "steps=40", "--step", "8")
     assert status == 2 and "--step=8: there is no such checkpoint; nearest legal: 12" in err
+
+
+@pytest.mark.parametrize("steps, line", [([8, 12], "steps=24\n"), ([12], "steps=24 --step 12\n"), ([], "")])
+def test_the_line_that_a_finished_run_prints_can_be_pasted(a_run, capsys, steps, line):
+    make, extend = a_run
+    directory = make(*SCHEDULES["wsd"], steps=steps)
+    show.longer(SimpleNamespace(directory=directory, job=load_job(directory), runs=directory.parent))
+    printed = capsys.readouterr().out
+    assert printed.endswith(line) and bool(printed) == bool(line)
+    if printed:
+        assert extend(directory, *printed.split("steps=")[1].replace("24", "steps=24", 1).split())[0] == 0
 
 
 @pytest.mark.parametrize("overrides, words, message", [

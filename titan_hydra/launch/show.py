@@ -7,6 +7,7 @@ from pathlib import Path
 from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
+from titan_hydra.runs import checkpoints
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.rundir import State
@@ -88,9 +89,13 @@ def result_line(directory: Path) -> str:
 
 
 def longer(cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint."""
-    if any(cell.directory.glob("checkpoints/step-*")) and cell.job.fault_tolerance.name == "off":
-        print(f"  train longer: titan extend{where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}")
+    """Print the `titan extend` command for a finished run that has left a checkpoint. The last one alone, of after the decay of the
+    learning rate, has to be asked for by its step.
+    """
+    steps = [checkpoints.step_of(path) for path in checkpoints.complete(cell.directory / "checkpoints")]
+    if steps and cell.job.fault_tolerance.name == "off":
+        wanted = f" --step {steps[0]}" if len(steps) == 1 else ""
+        print(f"  train longer: titan extend{where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}{wanted}")
 
 
 def last_word(directory: Path, state: State) -> str:

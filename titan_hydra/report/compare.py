@@ -20,7 +20,7 @@ WORK = ("model", "data.seq_len", "data.document_mask", "comm", "debug.determinis
 LEARNING = (  # what a step learns
     "model", "data.name", "data.path", "data.subset", "data.split", "data.text_key", "data.seq_len", "data.global_batch", "data.shuffle",
     "data.shuffle_buffer", "data.mixture", "data.document_mask", "tokenizer", "seed", "steps", "optimizer", "lr_scheduler",
-    "checkpoint.initial_load_path", "train.imports",
+    "checkpoint.initial_load_path", "train.imports", "train.sources",
 )
 TECHNIQUE = ("model.attention", "comm.init_timeout_seconds", "comm.train_timeout_seconds")  # in the groups above, but free
 VERSIONS = ("torch", "torchao", "triton")
