@@ -244,7 +244,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
     """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an error."""
     if job.parallelism.pp == 1 or not pipeline.splits_backward(job):
         return
-    if job.parallelism.reshard_after_forward == "always" and job.parallelism.dp_shard * job.parallelism.cp > 1:
+    if job.parallelism.reshard_after_forward == "always":
         yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",
                     legal=("never",))
     if job.ac.name in ("op", "lean"):
