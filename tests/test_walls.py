@@ -151,3 +151,33 @@ def test_private_members_exist_and_are_used():
         if place:
             module, _, kind = place.partition(":")
             assert hasattr(getattr(importlib.import_module(module), kind), member), member
+
+
+def test_functions_fit_a_screen():
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 40, (file, node.name)
+
+
+LINES = {  # of a room, at most: the design's budget stands behind where it is not kept yet. A number here may fall; it rises for a reason.
+    "base": 460,  # 350 and the table of private names
+    "config": 3750,  # 2,100
+    "models": 750,
+    "runs": 1670,  # 1,150
+    "parallel": 1450,
+    "data": 1150,
+    "observe": 1240,  # 1,100
+    "checkpoint": 1040,  # 900
+    "train": 1000,
+    "fault_tolerance": 840,  # 500
+    "verify": 990,  # 550
+    "launch": 1655,  # 1,300
+    "report": 1660,  # 1,300
+    "commands": 2280,  # 1,500
+}
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_rooms_keep_their_budget(room):
+    assert sum(len(file.read_text().splitlines()) for file in (PACKAGE / room).rglob("*.py")) <= LINES[room]

@@ -1,10 +1,12 @@
 """`titan report --serve`: serve the page on this machine only, updated while a sweep runs."""
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError, RunError
 
@@ -23,33 +25,8 @@ def serve(make: Callable[[], Report], port: int) -> None:
     word = secrets.token_urlsafe(9)
     pages = {f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
              f"/{word}/data.json": ("application/json", lambda: json.dumps(news(make())))}
-
-    class Handler(BaseHTTPRequestHandler):
-        """Handles one request. Only this machine's own host names are accepted, so that no other site's page can send one."""
-
-        def do_GET(self) -> None:
-            host, kind, content = self.headers.get("Host", "").rpartition(":")[0], *pages.get(self.path, ("", None))
-            if content is None or host not in (LOOPBACK, "localhost"):
-                return self.answer(404, "text/plain", "no such page\n")
-            try:
-                return self.answer(200, kind, content())
-            except RunError as error:  # a cell that may not be compared with the others has been added
-                return self.answer(503, "text/plain", f"{error}\n")
-
-        def answer(self, status: int, kind: str, text: str) -> None:
-            body = text.encode()
-            self.send_response(status)
-            for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": len(body), "Cache-Control": "no-store",
-                                "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
     try:
-        server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+        server = ThreadingHTTPServer((LOOPBACK, port), functools.partial(Handler, pages))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--port={port}: {getattr(error, 'strerror', None) or error}; --port 0 takes one that is free") from error
     with server:
@@ -59,3 +36,35 @@ def serve(make: Callable[[], Report], port: int) -> None:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             print("ended")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Handles one request. Only this machine's own host names are accepted, so that no other site's page can send one."""
+
+    def __init__(self, pages: dict[str, tuple[str, Callable[[], str]]], *given: Any) -> None:
+        """Answer a request; `pages` gives by path the media type and a function that makes the page."""
+        self.pages = pages
+        super().__init__(*given)
+
+    def do_GET(self) -> None:
+        """Send the page, or say why not."""
+        host, (kind, content) = self.headers.get("Host", "").rpartition(":")[0], self.pages.get(self.path, ("", None))
+        if content is None or host not in (LOOPBACK, "localhost"):
+            return self.answer(404, "text/plain", "no such page\n")
+        try:
+            return self.answer(200, kind, content())
+        except RunError as error:  # a cell that may not be compared with the others has been added
+            return self.answer(503, "text/plain", f"{error}\n")
+
+    def answer(self, status: int, kind: str, text: str) -> None:
+        """Send a response that no cache keeps."""
+        body = text.encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": len(body), "Cache-Control": "no-store",
+                            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
