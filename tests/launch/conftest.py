@@ -46,7 +46,7 @@ class Launcher:
     """Starts launch.py in a folder and looks at what it leaves there."""
 
     TINY = ("debug=tiny", "precision=fp32")
-    ENDLESS = (*TINY, "steps=1000000", "metrics.log_every=20")
+    ENDLESS = (*TINY, "steps=1000000", "checkpoint.interval=0", "metrics.log_every=20")
     ROOT = ROOT
 
     def __init__(self, folder: Path) -> None:

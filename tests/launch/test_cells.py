@@ -147,12 +147,12 @@ def test_identical_cells_run_once(launcher):
 
 def test_sweep_goes_on_after_a_failed_cell_and_shows_all(launcher):
     launcher.sabotage("""
-build = trainer.build
+build = loop.build
 def sabotaged(job, device):
     if job.seed == 1:
         raise ValueError("seed 1 is cursed")
     return build(job, device)
-trainer.build = sabotaged
+loop.build = sabotaged
 """)
     done = launcher.run("-m", *launcher.TINY, "steps=2", "seed=0,1,2")
     assert done.returncode == 1, done.stderr

@@ -5,12 +5,12 @@ from titan_hydra import cli
 
 TRACED = ("debug.trace_activations=true", "gpus=2", "parallelism=fsdp", "steps=3")
 OTHER_EPS = """
-build = trainer.build
+build = loop.build
 def planted(job, device):
     made = build(job, device)
     dict(made.model.named_modules())["layers.1.attention_norm"].eps = 1e-3
     return made
-trainer.build = planted
+loop.build = planted
 """
 WRONG_BACKWARD = """
 import torch
@@ -20,14 +20,14 @@ class Wrong(torch.autograd.Function):
     def forward(ctx, x): return x.clone()
     @staticmethod
     def backward(ctx, gradient): return gradient * 100
-build = trainer.build
+build = loop.build
 def planted(job, device):
     made = build(job, device)
     module = dict(made.model.named_modules())["layers.0.feed_forward.w1"]
     forward = module.forward
     module.forward = lambda x: forward(Wrong.apply(x))
     return made
-trainer.build = planted
+loop.build = planted
 """
 
 

@@ -110,7 +110,7 @@ def test_peers_of_a_dead_rank_are_gone_within_five_seconds(launcher):
     assert launcher.wait(lambda: launcher.processes() == []) < 5
     _, err = process.communicate(timeout=10)
     assert process.returncode == 1 and "rank 1 ended with status 1" in err
-    assert "trainer.py" in (launcher.attempt() / "rank_0.log").read_text()  # SIGQUIT: where the killed rank was
+    assert "loop.py" in (launcher.attempt() / "rank_0.log").read_text()  # SIGQUIT: where the killed rank was
 
 
 def test_hang_is_a_timeout_and_names_who_did_not_notice(launcher):

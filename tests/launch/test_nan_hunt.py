@@ -12,7 +12,7 @@ loop.Probes.after_backward = poisoned
 """
 POISON_OUTPUT = """
 import torch
-build = trainer.build
+build = loop.build
 class Poison(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x * {forward}
@@ -29,7 +29,7 @@ def poisoned(job, device):
             return Poison.apply(forward(*args, **kwargs)) if len(count) >= 5 else forward(*args, **kwargs)
         module.forward = broken
     return made
-trainer.build = poisoned
+loop.build = poisoned
 """
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from .conftest import ROOT
 
-# launch.py, killed by itself when this function of titan_hydra.launch.submit is called for the second time, before or after its work.
+# launch.py, killed by itself at a call of this function, before or after its work.
 KILLED = """
-import os, runpy, sys
+import importlib, os, runpy, sys
 sys.path.insert(0, {root!r})
-from titan_hydra.launch import {module} as module
+module = importlib.import_module("titan_hydra.{module}")
 work, calls = {owner}.{name}, []
 def dying(*args, **kwargs):
     calls.append(1)
@@ -26,12 +26,12 @@ sys.argv = ["launch.py", *sys.argv[1:]]
 runpy.run_path({root!r} + "/launch.py", run_name="__main__")
 """
 MOMENTS = {  # where launch.py is killed while it submits two cells: module, whose function, which, at which call, before it or after
-    "first cell claimed": ("rundir", "module", "claim", 1, False),
-    "all cells claimed": ("submit", "module", "hand_over", 1, True),
-    "one cell knows its array": ("rundir", "module", "note", 1, False),
-    "right before sbatch": ("sbatch", "module.Batch", "submit_all", 1, True),
-    "right after sbatch": ("sbatch", "module.Batch", "submit_all", 1, False),
-    "one cell knows its job": ("rundir", "module", "note", 3, False),
+    "first cell claimed": ("runs.rundir", "module", "claim", 1, False),
+    "all cells claimed": ("launch.submit", "module", "hand_over", 1, True),
+    "one cell knows its array": ("runs.rundir", "module", "note", 1, False),
+    "right before sbatch": ("launch.sbatch", "module.Batch", "submit_all", 1, True),
+    "right after sbatch": ("launch.sbatch", "module.Batch", "submit_all", 1, False),
+    "one cell knows its job": ("runs.rundir", "module", "note", 3, False),
 }
 
 

@@ -35,7 +35,7 @@ def test_changed_runs_are_refused(submit):
         config, code = submit.cell("seed=1"), submit.cell("seed=2")
         edit(config / "config.json", '"seed": 1', '"seed": 3')
         (snapshot,) = (submit.folder / "runs" / "_code").iterdir()
-        edit(snapshot / "titan_hydra" / "train" / "trainer.py", "def train(", "# changed\ndef train(")
+        edit(snapshot / "titan_hydra" / "train" / "loop.py", "def train(", "# changed\ndef train(")
     submit.settle()
     for run, words in ((config, "it was changed after it was submitted"), (code, "the code is")):
         assert submit.job(run)["JobState"] == "FAILED"

@@ -18,8 +18,8 @@ from .schema import Tokenizer
 from .shapes import intact
 
 ASSETS = Path(__file__).parent.parent / "assets"
-CONF = next(folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf")  # in the wheel; in a checkout
-            if (folder / "config.yaml").is_file())
+INSTALLED = Path(__file__).parents[1] / "conf"  # of a wheel; a checkout has its own at the top. A rank's copy of the code has none
+CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
 MOST_FILES = 1_000_000  # that one path may name
 LLAMA3_SPECIALS = [  # follow the ranks of every Llama 3 tokenizer.model, in Meta's order
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
