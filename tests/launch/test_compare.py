@@ -41,7 +41,7 @@ def compare(launcher, capsys):
 
 
 @pytest.mark.parametrize(("planted", "module", "step", "losses"), [
-    (OTHER_EPS, "layers.1.attention_norm: the same goes in, something else comes out", 1, "other bits from step 1: "),
+    (OTHER_EPS, "layers.1.attention_norm: the same goes in, something else comes out", 1, "other bits from step "),
     pytest.param(WRONG_BACKWARD, "layers.0.feed_forward.w1, in its backward", 1, "other bits from step 2: ", marks=pytest.mark.slow),
 ])
 def test_a_planted_bug_is_found_at_its_module(launcher, compare, planted, module, step, losses):
