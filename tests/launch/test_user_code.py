@@ -41,7 +41,7 @@ def test_an_edited_module_is_another_run(launcher, project):
 
 
 def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project):
-    (project / "helper.py").write_text("SCALE = 1\nimport os\nif 'RANK' in os.environ:\n    raise RuntimeError('a bug')\n")
+    (project / "helper.py").write_text("SCALE = 1\nimport os\nif 'GOMP_SPINCOUNT' in os.environ:\n    raise RuntimeError('a bug')\n")
     failed = start(launcher, project)
     assert failed.returncode == 2 and 'a bug' in failed.stderr, failed.stdout + failed.stderr
     (project / "helper.py").write_text("SCALE = 2\n")
