@@ -78,7 +78,6 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({**ON_SLURM, "cluster__time_minutes": 1}, "cluster.time_minutes", "nearest legal: 4"),
     ({**ON_SLURM, "cluster__time_minutes": 2, "cluster__stop_seconds": 30}, "cluster.time_minutes", "nearest legal: 3"),
     ({"parallelism__ep": 2}, "parallelism.ep", "nearest legal: 1"),
-    ({"model__family": "llama4"}, "model.family", "nearest legal: llama3"),
     ({"gpus": 3, "parallelism__dp_replicate": 2}, "gpus", "nearest legal: 2 or 4"),
     ({"gpus": 4, "parallelism__dp_shard": 2}, "gpus", "nearest legal: 2"),
     ({"parallelism__dp_shard": 0}, "parallelism.dp_shard", "from 1 to 1,000,000, or -1"),

@@ -32,9 +32,12 @@ def expanded(*overrides):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)  # as in launch.py's function
-        with open_dict(config):
-            del config.hydra
-        return expand(config, [text for text in overrides if not text.startswith("hydra.")], faults), faults
+        try:
+            with open_dict(config):
+                del config.hydra
+            return expand(config, [text for text in overrides if not text.startswith("hydra.")], faults), faults
+        finally:
+            HydraConfig.instance().cfg = None  # other tests have no ${hydra:...}
 
 
 @pytest.fixture

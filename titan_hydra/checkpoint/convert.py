@@ -22,7 +22,7 @@ from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import families
 from titan_hydra.config.files import read_json
 from titan_hydra.config.schema import Model, Tokenizer
-from titan_hydra.config.user_code import load_user_modules
+from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import HuggingFace, hf_of, parameter_shapes
 from titan_hydra.runs.checkpoints import newest
 
@@ -73,7 +73,7 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
     """Write a Hugging Face folder as a checkpoint of `model.*` only, with the model section as its config.json; `imports` are the user's
     modules, which may bring the family.
     """
-    import_modules(imports)
+    require_user_modules(list(imports))
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     config_file = source / "config.json"
@@ -109,12 +109,6 @@ def side_of(content: dict, file: Path) -> HuggingFace:
     return found
 
 
-def import_modules(modules: Sequence[str]) -> None:
-    """Import the user's modules. Raises ConfigError for those that cannot be imported."""
-    if faults := load_user_modules(list(modules)):
-        raise ConfigError("\n".join(map(str, faults)))
-
-
 def find_checkpoint(source: Path) -> Path:
     """Return `source` if it is a complete checkpoint, else the newest complete one of that run (or checkpoints folder). Raises ConfigError
     if there is none.
@@ -139,7 +133,7 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
     try:
         content = _read_json(file)
-        import_modules(content.get("train", {}).get("imports", []))
+        require_user_modules(content.get("train", {}).get("imports", []))
         return from_dict(Model, content["model"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not the config.json of a run ({error})") from error

@@ -11,12 +11,11 @@ from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 
-from .fault import suggest
-from .registry import resolve
+from .fault import Fault, suggest
+from .registry import REGISTRIES, Registry, resolve
 from .schema import Model
 
 OWN = ("titan_hydra.models.llama3", "titan_hydra.models.qwen3")
-FAMILIES: dict[str, Family] = {}
 
 
 def decoder_modules(config: Model) -> list[str]:
@@ -46,9 +45,14 @@ def decoder_parameters(config: Model) -> int:
     return config.n_layers * block + config.dim + config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
 
 
-def place_of(name: str, modules: list[str]) -> int | None:
+def place_in_order(name: str, modules: list[str]) -> int | None:
     """Return the place in the running order of the module that a parameter or a part belongs to, by name; None if it is in none of them."""
     return next((place for place, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
+
+
+def places_of_blocks(modules: list[str]) -> list[int]:
+    """Return the places of the blocks in the running order."""
+    return [place for place, module in enumerate(modules) if "." in module]
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,8 @@ class Family:
         return resolve(getattr(self, name))
 
 
-def register(family: Family) -> None:
-    """Add a family under the name that `model.family` gives. Raises ConfigError if another family has the name."""
-    if FAMILIES.setdefault(family.name, family) != family:
-        raise ConfigError(f"model.family={family.name}: this name is taken")
+FAMILIES: Registry[Family] = Registry("model.family")
+REGISTRIES[Family] = FAMILIES  # so that `register` takes families too
 
 
 def families() -> dict[str, Family]:
@@ -93,7 +95,11 @@ def family_of(config: Model) -> Family:
 
 def family_named(name: Any) -> Family:
     """Return a family by its name. Raises ConfigError if there is none."""
-    known = families()
-    if name not in known:
-        raise ConfigError(f"model.family={name}: no such model; nearest legal: {' or '.join(suggest(str(name), known) or known)}")
-    return known[name]
+    if name not in families():
+        raise ConfigError(str(unknown_family(name)))
+    return FAMILIES[name]
+
+
+def unknown_family(name: Any) -> Fault:
+    """Return the fault of a name that no family has."""
+    return Fault("model.family", name, "no such model", legal=suggest(str(name), families()) or tuple(families()))

@@ -1,14 +1,15 @@
 """How a configuration key is defined: a dataclass field with a description, a range, and what else the checks and the help read of it."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
 from .ranges import Range
 
 
-def key(default: Any, help: str, range: Range | None = None, only: tuple[str, ...] = (), identity: bool = True,
-        choices: tuple[str, ...] = (), late: bool = False) -> Any:
+def key(default: Any, help: str, range: Range | None = None, only: Sequence[str] = (), identity: bool = True,
+        choices: Sequence[str] = (), late: bool = False) -> Any:
     """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the value.
 
     Range and choices apply to each element where the key is a list or a table. `late` fields were added after the first release: they are

@@ -12,13 +12,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from titan_hydra.base.errors import ConfigError
-
-from .family import families, family_named
+from .family import families, family_named, unknown_family
 from .fault import Fault, suggest
 from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
-from .user_code import digest, load_user_modules
+from .user_code import digest, load_user_modules, require_user_modules
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -34,8 +32,8 @@ def from_dict(cls: type, data: dict) -> Any:
     Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by hand. Raises
     ConfigError if a module cannot be imported or the family is not registered.
     """
-    if cls is Job and (faults := load_user_modules(data["train"]["imports"])):
-        raise ConfigError("\n".join(map(str, faults)))
+    if cls is Job:
+        require_user_modules(data["train"]["imports"])
     if cls is Model:
         cls = family_named(data["family"]).config
     hints = _hints(cls)
@@ -88,7 +86,7 @@ def _model_faults(data: dict) -> Iterator[Fault]:
         yield from faults
         return
     if (name := section.get("family")) not in families():
-        yield Fault("model.family", name, "no such model", legal=suggest(str(name), families()) or tuple(families()))
+        yield unknown_family(name)
         return
     cls = families()[name].config
     if faults := list(_key_faults(cls, section, "model.", needed=_hints(Model))):
@@ -191,7 +189,7 @@ def known_keys() -> dict[str, dataclasses.Field]:
     """Return every dotted key of the schema, in order, with its field; of the model those of every family. The result is cached: do not
     change it.
     """
-    return _keys(Job, "", _model_classes())
+    return _keys(Job, "", model_classes())
 
 
 @functools.cache
@@ -202,18 +200,19 @@ def _keys(cls: type, prefix: str, models: tuple[type[Model], ...]) -> dict[str, 
         kind = _hints(cls)[spec.name]
         if dataclasses.is_dataclass(kind):
             for inner in models if kind is Model else (kind,):
-                keys = keys | (_keys(inner, f"{prefix}{spec.name}.", models) | keys)  # what all families share is said once
+                for name, field in _keys(inner, f"{prefix}{spec.name}.", models).items():
+                    keys.setdefault(name, field)  # what all families share is said once
     return keys
 
 
-def _model_classes() -> tuple[type[Model], ...]:
+def model_classes() -> tuple[type[Model], ...]:
     """Return the keys that all families share, then those of each."""
     return (Model, *dict.fromkeys(family.config for family in families().values()))
 
 
 def kind_of(key: str) -> Any:
     """Return the type of a dotted key, also of one below a name of the user's own; None if there is no such key."""
-    return _kind(key, _model_classes())
+    return _kind(key, model_classes())
 
 
 @functools.cache
@@ -247,11 +246,8 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
     """Values are within their ranges and choices, and a key is set only if the chosen option of its group reads it.
 
-    The user's modules are imported first, as they can add choices.
+    The user's modules, which can add choices, were imported when the job was typed.
     """
-    if faults := load_user_modules(job.train.imports):
-        yield from faults
-        return
     for key, spec, value, section in leaves(job):
         choices, range, only = spec.metadata["choices"], range_of(spec), spec.metadata["only"]
         for element in elements(value):

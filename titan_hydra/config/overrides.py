@@ -10,10 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .family import families
 from .fault import Fault, shown, suggest
 from .files import CONF, default_options
-from .load import kind_of, known_keys
+from .load import kind_of, known_keys, model_classes
 from .ranges import range_of
 from .schema import Job, Model
 
@@ -191,8 +190,7 @@ def _fits(key: str, value: Any) -> bool:
 def _scratch(key: str) -> Any:
     """Return a typed configuration for trying values; the model is of a family that has the key."""
     name = key.split(".")[1] if key.startswith("model.") else "name"
-    classes = (Model, *(family.config for family in families().values()))
-    return _structured(next(cls for cls in classes if name in (spec.name for spec in dataclasses.fields(cls))))
+    return _structured(next(cls for cls in model_classes() if name in (spec.name for spec in dataclasses.fields(cls))))
 
 
 @functools.cache

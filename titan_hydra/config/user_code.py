@@ -19,6 +19,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.errors import ConfigError
+
 from .fault import Fault
 from .schema import Train
 
@@ -45,6 +47,12 @@ def load_user_modules(modules: list[str]) -> list[Fault]:
             reason = _failure(module) if there else f"there is no module {module} on PYTHONPATH or in this folder"
         faults += [Fault(KEY, modules, reason)] if reason else []
     return faults
+
+
+def require_user_modules(modules: list[str]) -> None:
+    """Import the user's modules. Raises ConfigError if one cannot be imported."""
+    if faults := load_user_modules(modules):
+        raise ConfigError("\n".join(map(str, faults)))
 
 
 def is_name(module: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 VALIDATION_SEED = 0  # held-out samples are the same for every seed, so that their losses compare
 
 
-def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tokenizer: Callable | None = None) -> Loader:
+def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loader:
     """Build the Loader of data-parallel rank `rank` of `ranks`; split is "train" or "validation".
 
     Raises ConfigError for missing or damaged files, and for tokens without a row in the model's embedding.
@@ -34,9 +33,8 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train", load_tok
     from .shards import BadShards
 
     data = job.data
-    global_batch = data.global_batch
-    share = global_batch // ranks
-    wanted = Wanted(job, split, range(rank * share, (rank + 1) * share), global_batch, BadShards(data.max_bad_shards), load_tokenizer)
+    global_batch, share = data.global_batch, data.global_batch // ranks
+    wanted = Wanted(job, split, range(rank * share, (rank + 1) * share), global_batch, BadShards(data.max_bad_shards))
     seed = job.seed if split == "train" else VALIDATION_SEED
     signature = {"data.name": data.name, "data.global_batch": global_batch, "data.seq_len": data.seq_len, "data.shuffle": data.shuffle,
                  "seed": seed}
@@ -62,7 +60,6 @@ class Wanted:
     slots: range
     global_batch: int
     bad: BadShards
-    load_tokenizer: Callable | None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -70,7 +67,7 @@ class Wanted:
         from . import tokenizer as tokenizers
 
         job = self.job
-        tokenizer = (self.load_tokenizer or tokenizers.load)(job.tokenizer)
+        tokenizer = tokenizers.load(job.tokenizer)
         if tokenizer.vocab_size > job.model.vocab_size:
             raise ConfigError(f"model.vocab_size={job.model.vocab_size}: tokenizer={job.tokenizer.name} has {tokenizer.vocab_size} ids; "
                               f"nearest legal: {tokenizer.vocab_size}")

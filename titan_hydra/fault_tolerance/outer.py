@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_hydra.config.family import place_of
+from titan_hydra.config.family import place_in_order, places_of_blocks
 from titan_hydra.config.schema import FaultTolerance
 from titan_hydra.parallel import float8
 
@@ -82,8 +82,8 @@ def fragment_of(name: str, modules: list[str], fragments: int) -> int:
     """Return a parameter's fragment by its name alone, the same on every layout: equal parts of the blocks; what runs before them (the
     embedding) belongs to the first fragment, what follows (norm and head) to the last.
     """
-    blocks = [place for place, module in enumerate(modules) if "." in module]
-    place = place_of(name, modules)
+    blocks = places_of_blocks(modules)
+    place = place_in_order(name, modules)
     if place is None or place > blocks[-1]:
         return fragments - 1
     return max(place - blocks[0], 0) * fragments // len(blocks)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from titan_hydra.base.private import current_graph_task
 from titan_hydra.base.run import Run
-from titan_hydra.config.family import family_of, place_of
+from titan_hydra.config.family import family_of, place_in_order
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import local_part
 
@@ -167,7 +167,7 @@ def marks(local: Tensor) -> Tensor:
 
 def order(look: Look, index: int, modules: list[str]) -> tuple:
     """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model, position on the rank."""
-    place = place_of(look.name, modules)
+    place = place_in_order(look.name, modules)
     place = LAST if place is None else place
     backwards = look.when in ("backward", "gradient")
     return PASSES.index(look.when), look.call, -place if backwards else place, -index if look.when == "gradient" else index

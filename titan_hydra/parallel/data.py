@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from titan_hydra.config.family import family_of
+from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
@@ -47,7 +47,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules of a stage before its family's blocks and after them. `names` are those of the whole model in running order."""
-    blocks = [place for place, name in enumerate(names) if "." in name]
+    blocks = places_of_blocks(names)
     sides = names[: blocks[0]], names[blocks[-1] + 1 :]
     first, last = ([part for name in side if (part := getattr(module, name)) is not None] for side in sides)
     return first, last

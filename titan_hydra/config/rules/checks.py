@@ -14,8 +14,8 @@ from math import lcm
 from titan_hydra.base import redact
 from titan_hydra.base.run import versions
 from titan_hydra.config import user_code
-from titan_hydra.config.family import families, family_of
-from titan_hydra.config.fault import Fault, counted, divisors, suggest
+from titan_hydra.config.family import family_of
+from titan_hydra.config.fault import Fault, counted, divisors
 from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dict, values_are_what_the_schema_takes, world_size
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
@@ -93,13 +93,6 @@ def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
     """`ep` splits experts, and a dense model has none."""
     if job.parallelism.ep != 1:
         yield Fault("parallelism.ep", job.parallelism.ep, f"{job.model.family} has no experts to split", legal=(1,))
-
-
-@rule(VALUES)
-def family_is_registered(job: Job) -> Iterator[Fault]:
-    """The model family is chosen by name, from the package's own and those of the modules in train.imports."""
-    if (name := job.model.family) not in families():
-        yield Fault("model.family", name, "no such model", legal=suggest(name, families()) or tuple(families()))
 
 
 @rule(VALUES)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from titan_hydra.config.family import family_of
+from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.fault import Fault, counted, divisors
 from titan_hydra.config.files import similar
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
@@ -42,7 +42,7 @@ def modules_of_stages(job: Job) -> list[list[str]]:
     if job.pp_schedule.split:
         firsts = [names.index(name) for name in job.pp_schedule.split]
     else:
-        blocks, first = blocks_of_stages(job), next(place for place, name in enumerate(names) if "." in name)
+        blocks, first = blocks_of_stages(job), places_of_blocks(names)[0]
         firsts = [first + sum(blocks[: stage + 1]) for stage in range(len(blocks) - 1)]
     return [names[first:last] for first, last in zip([0, *firsts], [*firsts, len(names)], strict=True)]
 
