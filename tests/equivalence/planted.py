@@ -18,10 +18,10 @@ FAULTS = {
     "a local batch is divided by its own tokens": (
         "train/trainer.py", "labels, tokens, last=", "labels, (labels != IGNORED).sum() * len(parts) * self.mesh.data_ranks, last="),
     "weights become NaN after step 2": (
-        "train/trainer.py", "        self.drop_gradients()\n        converters",
+        "train/trainer.py", "        self.drop_gradients()\n        formats",
         "        self.drop_gradients()\n        self.steps = getattr(self, 'steps', 0) + 1\n"
         "        for weight in self.model.parameters():\n"
-        "            weight.data.mul_(float('nan') if self.steps == 2 else 1)\n        converters"),
+        "            weight.data.mul_(float('nan') if self.steps == 2 else 1)\n        formats"),
     "FSDP sums gradients in the compute dtype": (
         "parallel/data.py", "reduce_dtype=_dtype(precision.reduce_dtype)", "reduce_dtype=_dtype(precision.compute_dtype)"),
     "another epsilon on all layouts": (

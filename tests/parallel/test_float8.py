@@ -11,7 +11,8 @@ from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
 from titan_hydra.models import layers
 from titan_hydra.models.llama3 import sharding
-from titan_hydra.parallel import converters, float8
+from titan_hydra.parallel import formats
+from titan_hydra.parallel.formats import float8
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.parallel.plans import Linears
@@ -33,7 +34,7 @@ def converted(job, device="cpu"):
     """The whole model after its converters, on the meta device, and what they said."""
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
-    return model, converters.convert(model, job, Mesh(job.parallelism, None, None, None, None), torch.device(device))
+    return model, formats.convert(model, job, Mesh(job.parallelism, None, None, None, None), torch.device(device))
 
 
 def float8_names(model):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.data.loader import merge
-from titan_hydra.parallel import float8
+from titan_hydra.parallel.formats import float8
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: independent of optimizers and layout
 Optimizers = list[torch.optim.Optimizer]

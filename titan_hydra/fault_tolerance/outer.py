@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.family import place_in_order, places_of_blocks
 from titan_hydra.config.schema import FaultTolerance
-from titan_hydra.parallel import float8
+from titan_hydra.parallel.formats import float8
 
 
 @dataclass

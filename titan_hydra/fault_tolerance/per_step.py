@@ -26,7 +26,7 @@ from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
 from titan_hydra.data.loader import Batch, Loader
 from titan_hydra.observe.watchdog import Watchdog
-from titan_hydra.parallel import converters
+from titan_hydra.parallel import formats
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Agreement, Trainer
 from titan_hydra.train.world import open_store
@@ -183,7 +183,7 @@ class PerStep(Groups):
         for mine, got in zip(shards(state.weights(self.model) | optimizers), received, strict=True):
             mine.copy_(got)
         state.into_optimizers(self.model, self.optimizers, optimizers)
-        converters.after_step(self.model, self.job)
+        formats.after_step(self.model, self.job)
 
     # --- within the group -------------------------------------------------------------------------------------------------------------
 

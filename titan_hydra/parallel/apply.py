@@ -6,7 +6,8 @@ from torch import nn
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
-from . import activation_checkpoint, compile, context, data, float8, simple_fsdp, tensor
+from . import activation_checkpoint, compile, context, data, simple_fsdp, tensor
+from .formats import float8
 from .mesh import Mesh
 
 SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by parallelism.backend

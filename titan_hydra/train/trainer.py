@@ -13,7 +13,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import IGNORED, Batch, Loader, onto
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import context as context_parallel
-from titan_hydra.parallel import converters
+from titan_hydra.parallel import formats
 from titan_hydra.parallel import tensor as tensor_parallel
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.masters import Masters, separate
@@ -112,7 +112,7 @@ class Trainer:
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
         optimizer_step(self.optimizers, divisor, agreement.finite)
         self.drop_gradients()
-        converters.after_step(self.model, self.job)
+        formats.after_step(self.model, self.job)
 
     def drop_gradients(self) -> None:
         """Drop this step's gradients."""
@@ -164,7 +164,7 @@ def assemble(job: Job, device: torch.device) -> Parts:
         model = models.build(job.model, job.data.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(getattr(torch, job.precision.param_dtype))
-    notes = converters.convert(model, job, mesh, device)
+    notes = formats.convert(model, job, mesh, device)
     stages = split(model, mesh, job)  # [model] without pipeline parallelism
     for stage in stages:
         parallel.apply(stage, mesh, job)

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import without_wrapper
 from titan_hydra.config.schema import Job, Precision
-
-from .mesh import Mesh
-from .plans import Linears
+from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel.plans import Linears
 
 STEP = 16  # Float8 matmuls take dimensions in steps of 16
 

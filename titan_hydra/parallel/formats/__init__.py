@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from titan_hydra.config.schema import Job
+from titan_hydra.parallel import loss_head
+from titan_hydra.parallel.mesh import Mesh
 
-from . import float8, loss_head, mxfp8
-from .mesh import Mesh
+from . import float8, mxfp8
 
 # Each changes the whole model on the meta device and returns lines for the log.
 CONVERTERS = {"float8": float8.convert, "mxfp8": mxfp8.convert, "linear_cross_entropy": loss_head.convert}

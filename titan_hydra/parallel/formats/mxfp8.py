@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from titan_hydra.config.schema import Job
+from titan_hydra.parallel.mesh import Mesh
 
 from .float8 import needs_hardware, quietly, report, select
-from .mesh import Mesh
 
 STEP = 32  # elements that share a scale
 
