@@ -162,7 +162,7 @@ def test_functions_fit_a_screen():
 
 LINES = {  # of a room, at most: the design's budget stands behind where it is not kept yet. A number here may fall; it rises for a reason.
     "base": 460,  # 350 and the table of private names
-    "config": 3750,  # 2,100
+    "config": 3790,  # 2,100; up by 40: the record of number formats
     "models": 750,
     "runs": 1670,  # 1,150
     "parallel": 1450,

@@ -72,6 +72,7 @@ def test_an_edited_module_is_another_experiment(folder):
     ("broken", "def f(:", "broken cannot be imported: SyntaxError: "),
     ("broken", "\n1 / 0", "broken cannot be imported: ZeroDivisionError: division by zero ({}/broken.py:2)"),
     ("broken", "import sys\nsys.exit(3)", "broken cannot be imported: SystemExit: 3 ({}/broken.py:2)"),
+    ("broken", "\nimport safetensors.numpy\nsafetensors.numpy.save_file(3, '/nowhere')", "({}/broken.py:3)"),
     ("broken", "import nowhere_else", "broken cannot be imported: ModuleNotFoundError: No module named 'nowhere_else'"),
 ])
 def test_a_module_that_cannot_be_imported_is_one_line(folder, module, text, words):

@@ -79,8 +79,9 @@ def test_the_stages_of_405b_add_up_to_the_model(schedule):
     assert total == 405_853_388_800
 
 
-def test_a_small_world_leaves_a_result(tmp_path):
-    run = step(("debug=tiny", "data=synthetic", "parallelism=hsdp", "gpus=8"), 7, tmp_path)
+@pytest.mark.parametrize("precision", ["fp32", "mxfp8", "float8_rowwise"])
+def test_a_small_world_leaves_a_result(tmp_path, precision):
+    run = step(("debug=tiny", f"precision={precision}", "data=synthetic", "parallelism=hsdp", "gpus=8"), 7, tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads(next(tmp_path.glob("*/result.json")).read_text())
     assert (result["status"], result["world_size"], result["final_loss"]) == ("done", 8, None)

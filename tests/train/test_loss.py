@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_hydra import data, models
 from titan_hydra.config import compose_job
 from titan_hydra.data.loader import IGNORED
-from titan_hydra.parallel import formats, loss_head
-from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel import loss_head
 from titan_hydra.train.loss import LOSSES, cross_entropy
 from titan_hydra.train.trainer import build
 from titan_hydra.verify.matrix import BASE, Case, later_wins
@@ -134,7 +133,7 @@ def test_the_head_keeps_its_name_and_gives_logits_without_targets():
     with torch.device("meta"):
         plain = models.build(job.model, job.data.seq_len)
     model = copy.deepcopy(plain)
-    formats.convert(model, job, Mesh(job.parallelism, None, None, None, None), torch.device("cpu"))
+    loss_head.convert(model, job.loss)
     model = copy.deepcopy(model)  # as a pipeline does; the copy must use its own weight
     assert list(model.state_dict()) == list(plain.state_dict())
     for module in (model, plain):

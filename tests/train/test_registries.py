@@ -1,4 +1,5 @@
-"""A module of the user's adds a data source, a tracker, an optimizer, a learning rate and a pipeline schedule: those of docs/extend.md."""
+"""A module of the user's adds parts of all kinds that have a record: those of docs/extend.md."""
+import json
 import re
 import subprocess
 import sys
@@ -54,6 +55,22 @@ def test_a_pipeline_schedule_of_ones_own_runs_and_its_record_is_asked_by_the_rul
     assert losses[0] and losses[0] == losses[1]
 
 
+def test_a_number_format_of_ones_own_learns_the_same_on_two_layouts_and_is_not_plain(project):
+    halves, norms = ("train.imports=[halves]", "precision=halves"), []
+    batch = ("steps=3", "data.global_batch=4", "data.local_batch=2", "metrics.log_every=1")
+    for line in ((*halves, "parallelism=single"), (*halves, "parallelism=fsdp_tp", "gpus=4"), ("parallelism=single",)):
+        run = launch(project, *line, *batch, f"paths.runs=runs{len(norms)}")
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "halves: 14 linears converted" in run.stdout or line == ("parallelism=single",), run.stdout
+        (metrics,) = project.glob(f"runs{len(norms)}/*/metrics.jsonl")
+        norms.append([row["grad_norm"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row])
+    one, split, plain = norms
+    assert len(one) == 3 and one == pytest.approx(split, rel=1e-6) and one != pytest.approx(plain, rel=1e-6)
+    run = launch(project, *halves, "precision.recipe=rowwise")
+    text = "precision.recipe=rowwise: precision.converter=halves has no such recipe; nearest legal: null"
+    assert run.returncode == 2 and text in run.stderr, run.stderr
+
+
 def test_without_the_import_the_names_are_refused_in_one_line(project):
     for arguments, text in ((("data=lines",), "data.name=lines: not one of the choices"),
                             (("metrics.trackers=[csv]",), "metrics.trackers=[csv]: csv is not one of the choices"),
@@ -72,10 +89,11 @@ def test_a_name_is_given_once():
 
 
 def test_every_record_of_the_package_refers_to_something():
-    from titan_hydra.config.registry import DATA_SOURCES, LR_SCHEDULES, PIPELINE_SCHEDULES
+    from titan_hydra.config.registry import DATA_SOURCES, FORMATS, LR_SCHEDULES, PIPELINE_SCHEDULES
 
     references = [*(kind.build for kind in (*DATA_SOURCES.values(), *OPTIMIZERS.values())), *(kind.open for kind in TRACKERS.values()),
-                  *(kind.factor for kind in LR_SCHEDULES.values()), *(kind.schedule for kind in PIPELINE_SCHEDULES.values())]
+                  *(kind.factor for kind in LR_SCHEDULES.values()), *(kind.schedule for kind in PIPELINE_SCHEDULES.values()),
+                  *(kind.convert for kind in FORMATS.values())]
     assert all(callable(resolve(reference)) for reference in references)
     for wrong in ("titan_hydra.nowhere:x", "titan_hydra.cli:nothing"):
         with pytest.raises(ConfigError, match="cannot be imported"):

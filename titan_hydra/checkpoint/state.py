@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.data.loader import merge
-from titan_hydra.parallel.formats import float8
+from titan_hydra.parallel import formats
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: independent of optimizers and layout
 Optimizers = list[torch.optim.Optimizer]
@@ -27,7 +27,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's shards of the parameters, in the parameters' own memory."""
-    return {name: float8.plain(weight) for name, weight in get_model_state_dict(model).items()}
+    return {name: formats.plain(weight) for name, weight in get_model_state_dict(model).items()}
 
 
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

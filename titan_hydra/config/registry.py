@@ -76,6 +76,24 @@ class PipelineScheduleKind:
     objection: Callable[[int, int, int], str | None] = lambda microbatches, stages, ranks: None
 
 
+@dataclass(frozen=True)
+class Format:
+    """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a meta-device model in
+    place and returns lines for the log. The other functions are what `titan_hydra.parallel.formats` calls; without them linears stay plain.
+    """
+
+    name: str
+    convert: Reference
+    step: int = 1  # the matmuls take dimensions in steps of this
+    rounding: float = 4e-3  # share of the loss that a mean may be off by rounding alone
+    recipes: tuple[str, ...] = ()  # of `precision.recipe`; () if there is one way to scale
+    one_scale: tuple[str, ...] = ()  # the recipes with one scale for a whole tensor: FSDP can gather such weights in this format
+    tensor_parallel: bool = True  # its linears can be split over ranks
+    linears: Reference | None = None  # (Job): the styles with which tensor parallelism splits them
+    after_step: Reference | None = None  # (model): after the weights have changed
+    plain: Reference | None = None  # (weight): what a checkpoint holds of it, in the same memory
+
+
 class Named(Protocol):
     """What all records have."""
 
@@ -180,7 +198,14 @@ TRACKERS = Registry(
     TrackerKind("tensorboard", "titan_hydra.observe.trackers:TensorBoard"),
     TrackerKind("wandb", "titan_hydra.observe.trackers:WandB"),
 )
+FLOAT8 = "titan_hydra.parallel.formats.float8"
+FORMATS = Registry(
+    "precision.converter",
+    Format("float8", f"{FLOAT8}:convert", 16, recipes=("rowwise", "tensorwise", "rowwise_with_gw_hp"), one_scale=("tensorwise",),
+           linears=f"{FLOAT8}:linears", after_step=f"{FLOAT8}:after_step", plain=f"{FLOAT8}:plain"),
+    Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False),
+)
 REGISTRIES: dict[type, Registry] = {
     PipelineScheduleKind: PIPELINE_SCHEDULES, DataSourceKind: DATA_SOURCES, OptimizerKind: OPTIMIZERS, LrScheduleKind: LR_SCHEDULES,
-    TrackerKind: TRACKERS,
+    TrackerKind: TRACKERS, Format: FORMATS,
 }

@@ -13,7 +13,7 @@ from typing import Any
 from .field import key
 from .model import Model
 from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
-from .registry import DATA_SOURCES, LR_SCHEDULES, OPTIMIZERS, PIPELINE_SCHEDULES, TRACKERS, Names
+from .registry import DATA_SOURCES, FORMATS, LR_SCHEDULES, OPTIMIZERS, PIPELINE_SCHEDULES, TRACKERS, Names
 
 DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 
@@ -67,9 +67,9 @@ class Precision:
     param_dtype: str = key("float32", "what the optimizer holds", choices=("float32", "bfloat16"))
     compute_dtype: str = key("bfloat16", "what forward and backward use", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "what gradients are summed in", choices=("float32", "bfloat16"))
-    converter: str | None = key(None, "model converter: float8 or mxfp8 linears", choices=("float8", "mxfp8"))
-    recipe: str | None = key(None, "the converter's scaling recipe", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
-    emulate: bool = key(False, "compute Float8 in higher precision, on hardware without it")
+    converter: str | None = key(None, "number format of the linears", choices=Names(FORMATS))
+    recipe: str | None = key(None, "how float8 scales: rowwise, tensorwise or rowwise_with_gw_hp", NAME)
+    emulate: bool = key(False, "compute the format in higher precision, on hardware without it")
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
     skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
 

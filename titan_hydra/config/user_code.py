@@ -25,7 +25,7 @@ from .fault import Fault
 from .schema import Train
 
 KEY = "train.imports"
-INSTALLED = ("site-packages", "dist-packages")
+INSTALLED = {"site-packages", "dist-packages"}
 REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # how a record names what it loads later
 
 
@@ -65,8 +65,9 @@ def _failure(module: str) -> str:
     try:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-        place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (frames[-1].filename, frames[-1].lineno)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
+        last = [*frames[:1], *(frame for frame in frames if not INSTALLED & set(Path(frame.filename).parts))][-1:]
+        place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last[0].filename, last[0].lineno)
         advice = "; cells are checked where torch may be missing: name what needs it as 'module:name'" * ("torch" in str(error))
         return f"{module} cannot be imported: {type(error).__name__}: {error} ({place[0]}:{place[1]}){advice}"
     return ""

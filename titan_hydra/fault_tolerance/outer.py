@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.family import place_in_order, places_of_blocks
 from titan_hydra.config.schema import FaultTolerance
-from titan_hydra.parallel.formats import float8
+from titan_hydra.parallel import formats
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Fragment:
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter, gradient or state, in its own memory. Do not cache it: FSDP may move one in its first step.
     """
-    weight = float8.plain(parameter.detach())
+    weight = formats.plain(parameter.detach())
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 

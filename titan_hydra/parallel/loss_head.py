@@ -11,18 +11,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from titan_hydra.config.schema import Job
-
-from .mesh import Mesh
+from titan_hydra.config.schema import Loss
 
 
-def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
+def convert(model: nn.Module, config: Loss) -> list[str]:
     """Make a model's head return the summed loss if it gets targets, in place; it keeps its weight under its name.
 
     It is part of the head rather than a loss function after the model, so that its weight is used inside the forward: FSDP gathers it no
     longer than that.
     """
-    head, chunk = model.output, job.loss.chunk_tokens
+    head, chunk = model.output, config.chunk_tokens
 
     def forward(head: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         return F.linear(hidden, head.weight) if targets is None else loss_of(hidden, head.weight, targets, chunk)

@@ -9,12 +9,14 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from titan_hydra.config.registry import FORMATS, Format
+
 from .cells import Cell, mean
 
 WINDOW = 10  # rows that a mean difference covers: a single outlier is not a trend
 NEIGHBOURS = 25  # rows on either side from which the noise of the baseline's loss is taken
 SHARE = 0.1  # of that noise that a mean difference may reach, once rounding has been amplified by training
-ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3, "float8": 4e-3}  # share of the loss that a mean may be off by rounding alone
+ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}  # share of the loss that a mean may be off by rounding alone; FORMATS has the rest
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
     batch: amplified differences end up there. The first row is logged before any update and gets no such share.
     """
     noise = [0.0, *(local_noise(reference, row) for row in range(1, len(reference)))]
-    return [ROUNDING[precision] + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
+    return [rounding(precision) + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
 
 
 def local_noise(losses: list[float], row: int) -> float:
@@ -82,5 +84,10 @@ def local_noise(losses: list[float], row: int) -> float:
 
 def coarser(*cells: Cell) -> str:
     """Return the number format with the largest rounding among those that the cells compute in."""
-    names = ("float8" if cell.config.get("precision.converter") else cell.config.get("precision.compute_dtype") for cell in cells)
-    return max((name if name in ROUNDING else "bfloat16" for name in names), key=ROUNDING.get)
+    return max((cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") or "bfloat16" for cell in cells),
+               key=rounding)
+
+
+def rounding(precision: str) -> float:
+    """Return the share of the loss that a mean may be off by in a number format; an unknown one counts as coarse."""
+    return ROUNDING[precision] if precision in ROUNDING else FORMATS.get(precision, Format).rounding

@@ -13,7 +13,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import IGNORED, Batch, Loader, onto
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import context as context_parallel
-from titan_hydra.parallel import formats
+from titan_hydra.parallel import formats, loss_head
 from titan_hydra.parallel import tensor as tensor_parallel
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.masters import Masters, separate
@@ -165,6 +165,8 @@ def assemble(job: Job, device: torch.device) -> Parts:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(getattr(torch, job.precision.param_dtype))
     notes = formats.convert(model, job, mesh, device)
+    if job.loss.name == "linear_cross_entropy":
+        notes += loss_head.convert(model, job.loss)
     stages = split(model, mesh, job)  # [model] without pipeline parallelism
     for stage in stages:
         parallel.apply(stage, mesh, job)

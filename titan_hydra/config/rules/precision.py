@@ -3,36 +3,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_hydra.config.fault import Fault
+from titan_hydra.config.fault import Fault, suggest
+from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
-
-STEPS = {"float8": 16, "mxfp8": 32}  # the matmuls take dimensions in steps of this
 
 
 def recipe_is_chosen(job: Job) -> Iterator[Fault]:
-    """Float8 has several recipes, so one must be chosen; MXFP8 has a single recipe, and no converter has none."""
-    converter, recipe = job.precision.converter, job.precision.recipe
-    if converter == "float8" and recipe is None:
-        yield Fault("precision.recipe", None, "precision.converter=float8 needs one", legal=("rowwise", "tensorwise"))
-    if converter != "float8" and recipe is not None:
-        yield Fault("precision.recipe", recipe, f"belongs to precision.converter=float8, and that is {converter}", legal=(None,))
-    if converter is None and job.precision.emulate:
-        yield Fault("precision.emulate", True, "there is no converter whose format could be emulated", legal=(False,))
+    """A format with several recipes needs one of them; one with a single way to scale, and no format, have none."""
+    format, recipe = FORMATS.get(job.precision.converter), job.precision.recipe
+    recipes = format.recipes if format else ()
+    if recipes and recipe is None:
+        yield Fault("precision.recipe", None, f"precision.converter={job.precision.converter} needs one", legal=recipes)
+    elif recipe is not None and recipe not in recipes:
+        reason = f"precision.converter={job.precision.converter} has no such recipe"
+        yield Fault("precision.recipe", recipe, reason, legal=suggest(recipe, recipes) or recipes or (None,))
+    if format is None and job.precision.emulate:
+        yield Fault("precision.emulate", True, "there is no number format that could be emulated", legal=(False,))
 
 
 def widths_suit_the_format(job: Job) -> Iterator[Fault]:
     """The model's width is a multiple of the format's step. Linears of any other width would not be converted."""
-    step = STEPS.get(job.precision.converter)
-    if step and job.model.dim % step:
-        around = (job.model.dim // step * step, (job.model.dim // step + 1) * step)
-        yield Fault("model.dim", job.model.dim, f"{job.precision.converter} linears need multiples of {step}", legal=around)
+    format, dim = FORMATS.get(job.precision.converter), job.model.dim
+    if format and dim % format.step:
+        around = tuple(width for width in (dim // format.step * format.step, (dim // format.step + 1) * format.step) if width)
+        yield Fault("model.dim", dim, f"{format.name} linears need multiples of {format.step}", legal=around)
 
 
-def float8_is_gathered_tensorwise(job: Job) -> Iterator[Fault]:
+def weights_can_be_gathered(job: Job) -> Iterator[Fault]:
     """FSDP gathers Float8 weights that have a single scale (tensorwise), and only FSDP2 has the hooks for it."""
     if not job.precision.float8_all_gather:
         return
-    if (job.precision.converter, job.precision.recipe) != ("float8", "tensorwise"):
+    if not has_one_scale(job):
         yield Fault("precision.float8_all_gather", True, "only tensorwise Float8 weights can be gathered, as they have one scale",
                     legal=(False,))
     elif job.parallelism.backend != "fsdp2":
@@ -47,15 +48,21 @@ def emulation_is_eager(job: Job) -> Iterator[Fault]:
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
-    """Under tp with tensorwise scaling the linears of a block share an input gathered as Float8, so all of them are converted."""
-    precision = job.precision
-    if job.parallelism.tp == 1:
+    """Under tp with one scale a tensor the linears of a block share an input gathered in the format, so all of them are converted."""
+    precision, format = job.precision, FORMATS.get(job.precision.converter)
+    if job.parallelism.tp == 1 or format is None:
         return
-    if precision.converter == "mxfp8":
-        yield Fault("parallelism.tp", job.parallelism.tp, "MXFP8 linears are not split over ranks; FSDP shards them", legal=(1,))
-    if precision.recipe == "tensorwise" and not precision.emulate and precision.skip != ["output"]:
-        yield Fault("precision.skip", precision.skip, "under tp with tensorwise Float8 the linears of a block share a Float8 input",
-                    legal=("[output]",))
+    if not format.tensor_parallel:
+        yield Fault("parallelism.tp", job.parallelism.tp, f"{format.name} linears are not split over ranks; FSDP shards them", legal=(1,))
+    if has_one_scale(job) and not precision.emulate and precision.skip != ["output"]:
+        reason = f"under tp with {precision.recipe} {format.name} the linears of a block share an input in that format"
+        yield Fault("precision.skip", precision.skip, reason, legal=("[output]",))
 
 
-RULES = [recipe_is_chosen, widths_suit_the_format, float8_is_gathered_tensorwise, emulation_is_eager, tensor_parallel_takes_the_format]
+def has_one_scale(job: Job) -> bool:
+    """Whether the job's format has one scale for a whole tensor."""
+    format = FORMATS.get(job.precision.converter)
+    return format is not None and job.precision.recipe in format.one_scale
+
+
+RULES = [recipe_is_chosen, widths_suit_the_format, weights_can_be_gathered, emulation_is_eager, tensor_parallel_takes_the_format]

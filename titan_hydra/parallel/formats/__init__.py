@@ -1,26 +1,44 @@
-"""Model converters: functions that change a model's modules in place before sharding, by the name in the configuration."""
+"""Number formats of linears: what the rest of the package asks of the job's format, whose record is in config/registry.py.
+
+A format is a file of this folder, or of the user's own. No other file knows one by name.
+"""
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from titan_hydra.config.registry import FORMATS, Format, resolve
 from titan_hydra.config.schema import Job
-from titan_hydra.parallel import loss_head
 from titan_hydra.parallel.mesh import Mesh
-
-from . import float8, mxfp8
-
-# Each changes the whole model on the meta device and returns lines for the log.
-CONVERTERS = {"float8": float8.convert, "mxfp8": mxfp8.convert, "linear_cross_entropy": loss_head.convert}
+from titan_hydra.parallel.plans import Linears
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Apply the job's converters: number format, then loss. Returns lines for the log."""
-    names = [name for name in (job.precision.converter, job.loss.name) if name in CONVERTERS]
-    return [line for name in names for line in CONVERTERS[name](model, job, mesh, device)]
+    """Change the linears of a meta-device model to the job's format, in place. Returns lines for the log."""
+    format = format_of(job)
+    return resolve(format.convert)(model, job, mesh, device) if format else []
+
+
+def linears(job: Job) -> Linears:
+    """Return the styles with which tensor parallelism splits linears and gathers their inputs."""
+    format = format_of(job)
+    return resolve(format.linears)(job) if format and format.linears else Linears()
 
 
 def after_step(model: nn.Module, job: Job) -> None:
-    """Run what a converter needs after the weights have changed, on this rank's part of the model."""
-    if job.precision.converter == "float8":
-        float8.after_step(model)
+    """Do what the format needs after the weights have changed, on this rank's part of the model."""
+    format = format_of(job)
+    if format and format.after_step:
+        resolve(format.after_step)(model)
+
+
+def plain(weight: Tensor) -> Tensor:
+    """Return a weight without any format's wrapper, in the same memory: checkpoints are independent of the number format."""
+    for unwrap in (format.plain for format in FORMATS.values() if format.plain):
+        weight = resolve(unwrap)(weight)
+    return weight
+
+
+def format_of(job: Job) -> Format | None:
+    """Return the record of the job's number format; None if all linears are plain."""
+    return FORMATS[job.precision.converter] if job.precision.converter else None

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import Mesh
 
-from .float8 import needs_hardware, quietly, report, select
-
-STEP = 32  # elements that share a scale
+from .select import needs_hardware, quietly, report, select
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
@@ -25,7 +23,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     if not precision.emulate:
         needs_hardware(precision, device, (10, 0), "MXFP8", "B200 or GB200",
                        "precision=float8_rowwise, or mxfp8 with precision.emulate=true")
-    chosen, left = select(model, precision, STEP)
+    chosen, left = select(model, precision)
     multiply = multiplication(precision.emulate)
     for name in chosen:
         linear = model.get_submodule(name)

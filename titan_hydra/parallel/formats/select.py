@@ -1,0 +1,76 @@
+"""What formats share: which linears are converted, the report of it, and the hardware that a format needs."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.registry import FORMATS
+from titan_hydra.config.schema import Precision
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Suppress warnings while torchao is imported: every rank would print those about libraries for other hardware."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def needs_hardware(precision: Precision, device: torch.device, capability: tuple[int, int], what: str, cards: str, nearest: str) -> None:
+    """Raise ConfigError unless this rank's device computes in the format."""
+    here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if here is None or here < capability:
+        runs_on = "the CPU" if here is None else f"a GPU of capability {here[0]}.{here[1]}"
+        raise ConfigError(f"precision={precision.name}: {what} matmuls need a GPU of capability {capability[0]}.{capability[1]} or later "
+                          f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}")
+
+
+def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the linears to convert, and the others with the reason. Raises ConfigError if no linear matches a name to skip.
+
+    A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), if its dimensions
+    are not multiples of the format's step, or if it is the head, whose logits decide the loss.
+    """
+    step = FORMATS[precision.converter].step
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for part in precision.skip:
+        if not any(part in name for name in names):
+            raise ConfigError(f"precision.skip={part}: no linear's name contains it; nearest legal: {', '.join(kinds(names))}")
+    left = {}
+    for name in names:
+        module = model.get_submodule(name)
+        if module is model.output:
+            left[name] = "the head"
+        elif any(part in name for part in precision.skip):
+            left[name] = "precision.skip"
+        elif module.in_features % step or module.out_features % step:
+            left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
+    chosen = [name for name in names if name not in left]
+    if not chosen:
+        raise ConfigError(f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16")
+    return chosen, left
+
+
+def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
+    """Return lines for the log: how many linears were converted and which, and the others with the reason."""
+    return [f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"]
+
+
+def grouped(left: dict[str, str]) -> list[str]:
+    """Return one text for each reason, with the names that share it."""
+    return [f"{', '.join(kinds(name for name in left if left[name] == reason))} ({reason})" for reason in dict.fromkeys(left.values())]
+
+
+def kinds(names: Iterable[str]) -> list[str]:
+    """Return the names with `*` in place of the block's number, and how often each occurs."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]
