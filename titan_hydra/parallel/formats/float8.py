@@ -61,8 +61,11 @@ def linears(job: Job) -> Linears:
     The scale of a row needs the whole row, so the rowwise recipes gather in the compute dtype, as plain linears do. So does emulation: it
     is for gloo, which cannot gather Float8.
     """
-    if job.precision.recipe != "tensorwise" or job.precision.emulate:
-        return Linears()
+    return Linears() if job.precision.recipe != "tensorwise" or job.precision.emulate else float8_linears()
+
+
+def float8_linears() -> Linears:
+    """Return torchao's styles, which gather Float8."""
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
     return Linears(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
