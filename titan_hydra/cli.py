@@ -11,7 +11,7 @@ from . import __version__
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
     "init": ("titan_hydra.commands.init", "write a project of your own: launch.py, options, a model, a sweep, a test"),
-    "status": ("titan_hydra.commands.status", "where runs stand, in one table; -f follows them"),
+    "status": ("titan_hydra.commands.status", "the states of runs, in one table; -f follows them"),
     "ls": ("titan_hydra.commands.ls", "all sweeps and runs, a line each"),
     "logs": ("titan_hydra.commands.logs", "what a rank has printed; -f follows it; --guilty: why the run failed"),
     "cancel": ("titan_hydra.commands.cancel", "stop what runs or waits"),
@@ -21,7 +21,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "flight": ("titan_hydra.commands.flight", "after a hang: which rank is late, in which collective, at which step"),
     "compare": ("titan_hydra.commands.compare", "the first step, and the first module, at which two runs part"),
     "diff": ("titan_hydra.commands.diff", "what two runs differ in: configuration, code, results"),
-    "track": ("titan_hydra.commands.track", "copy what runs have recorded to wandb or TensorBoard, afterwards"),
+    "track": ("titan_hydra.commands.track", "copy the recorded metrics of runs to wandb or TensorBoard"),
     "sync": ("titan_hydra.commands.sync", "send wandb's offline files to its server"),
     "cluster": ("titan_hydra.commands.cluster", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),

@@ -77,7 +77,7 @@ def test_logs_are_those_of_the_rank_that_was_asked_for(swept, titan):
     assert "ValueError: unlucky rank" in log and "step 2/5" not in log
     words = titan("logs", two, "--guilty")[1]
     assert words.startswith("bug: rank 1: ValueError: unlucky rank") and "Traceback" in words and "rank_1.log" in words
-    assert titan("logs", one, "--guilty")[::2] == (2, f"{name}: done, and no rank is to blame\n")
+    assert titan("logs", one, "--guilty")[::2] == (2, f"{name}: done, and no rank is at fault\n")
     assert titan("logs", one, "--rank", 9)[::2] == (2, f"--rank=9: attempt 1 of {name} has ranks 0 to 1\n")
     assert titan("logs", one, "--attempt", 4)[::2] == (2, f"--attempt=4: {name} has only attempt 1\n")
     _, out, err = titan("logs", one, "-f")

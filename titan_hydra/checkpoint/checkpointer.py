@@ -182,7 +182,7 @@ class Checkpointer:
         self.reason = reason_of(failure)
         self.report("checkpoint_failed", flight.step, reason=self.reason, failures=self.failures, seconds_held=flight.held)
         if self.run.rank == 0:
-            then = "it is tried again" if self.again else "training goes on"
+            then = "it is tried again" if self.again else "training continues"
             print(f"WARNING: {self._lost(flight.step)}; {then}", file=sys.stderr, flush=True)
         if self.failures == TRIES:
             raise CheckpointError(f"{self._lost(flight.step)}; {TRIES} tries in a row have failed")

@@ -60,7 +60,7 @@ def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
     """Return the merged data states of all ranks, and restore this rank's random state if the number of ranks is unchanged."""
     states = [json.loads(file.read_text()) for file in sorted(path.glob(f"rank_{'[0-9]' * 5}.json"))]
     if not states:
-        raise CheckpointError(f"{path} has no rank_*.json: no state of the data to go on from")
+        raise CheckpointError(f"{path} has no rank_*.json: no state of the data to continue from")
     if len(states) == world_size:
         random = states[rank]["random"]
         torch.set_rng_state(_decode(random["cpu"]))

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "prune":
             command.add_argument("--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1")
             command.add_argument("--every", type=int, default=0, help="keep multiples of this step too")
-            command.add_argument("--dry", action="store_true", help="only say what would go")
+            command.add_argument("--dry", action="store_true", help="only print what would be deleted")
 
 
 def main(args: argparse.Namespace) -> int:

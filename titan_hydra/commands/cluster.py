@@ -48,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan cluster`."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="init")
     init = commands.add_parser("init", prog="titan cluster init", help="write conf/cluster/NAME.yaml from sinfo",
-                               description="Write conf/cluster/NAME.yaml from what sinfo says of the partitions with GPUs.")
+                               description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.")
     init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: SLURM's name of the cluster)")
     init.add_argument("--partition", help="which one (default: SLURM's default partition, else the one with most GPUs)")
     conf = Path("conf") if Path("conf").is_dir() else CONF  # that of the project in the current folder
     init.add_argument("--folder", type=Path, default=conf / "cluster", help="where to write (default: conf/cluster)")
-    init.add_argument("--force", action="store_true", help="replace a file that is there")
+    init.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{name}: cannot be typed as cluster=NAME; letters, digits, _ and - can")
     file = args.folder / f"{name}.yaml"
     if file.exists() and not args.force:
-        raise ConfigError(f"{file}: is there already; choose another name, or --force to replace it")
+        raise ConfigError(f"{file}: already exists; choose another name, or --force to replace it")
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
         write_text(file, text := file_text(chosen, name, cluster))

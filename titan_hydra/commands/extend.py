@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
     parser.add_argument("values", nargs="+", metavar="steps=N", help="the number of steps, counted from the first run's start; after it "
                         "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry")
-    parser.add_argument("--step", type=int, metavar="S", help="go on from this checkpoint, whatever the learning rates before it were")
+    parser.add_argument("--step", type=int, metavar="S", help="continue from this checkpoint, even if the rate had decayed before it")
     add_runs(parser)
 
 
@@ -42,8 +42,8 @@ def main(args: argparse.Namespace) -> int:
     if new.steps == old.steps:
         raise ConfigError(str(Fault("steps", new.steps, "is what the run has")))
     if old.fault_tolerance.name != "off":
-        raise ConfigError(f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: what its "
-                          "replica groups know of each other is not taken along")
+        raise ConfigError(f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: the "
+                          "state that its replica groups share is not copied")
     step, note = origin(run.directory, old, new, args.step)
     new.checkpoint.initial_load_path, new.checkpoint.exclude_from_loading = str(step), []
     if faults := check(new):
@@ -58,7 +58,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
     """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
     steps = {checkpoints.step_of(path): path for path in checkpoints.complete(directory / "checkpoints")}
     if not steps:
-        raise ConfigError(f"{directory.name}: has no complete checkpoint to go on from")
+        raise ConfigError(f"{directory.name}: has no complete checkpoint to continue from")
     early = [step for step in steps if step < new.steps]
     if not early:
         raise ConfigError(f"steps={new.steps}: {directory.name} has no checkpoint before step {new.steps}; its first is {min(steps)}")
@@ -70,7 +70,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
         return steps[wanted], f"; {part}: it does not learn what a run of {new.steps} steps learns" * (wanted > same)
     if not (fits := [step for step in early if step <= same]):
         raise ConfigError(f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
-                          f"--step {max(early)} goes on from there all the same. checkpoint.keep_every=N keeps earlier ones")
+                          f"--step {max(early)} continues from there nevertheless. checkpoint.keep_every=N keeps earlier ones")
     return steps[max(fits)], ""
 
 

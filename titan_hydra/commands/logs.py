@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")
     parser.add_argument("-n", "--lines", type=number, metavar="N", help="only the last N lines")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until the run is over")
     parser.add_argument("--guilty", action="store_true", help="the last words of the rank that made the run fail")
     add_runs(parser)
 
@@ -55,7 +55,7 @@ def guilty(directory: Path, state: State) -> int:
     """Print which rank made the run fail, its error, and where its log is."""
     failure = state.failure
     if failure is None:
-        raise ConfigError(f"{directory.name}: {state.kind}, and no rank is to blame")
+        raise ConfigError(f"{directory.name}: {state.kind}, and no rank is at fault")
     print(f"{failure.kind}: {failure.line}")
     if failure.host:
         print(f"on {failure.host}")
@@ -127,7 +127,7 @@ def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"
     ranks = list(rank_files(directory / "attempts" / str(attempt), "rank", ".log"))
     if not ranks:
-        return f"{directory.name}: {state.kind}, and no rank has said anything yet; -f waits for it"
+        return f"{directory.name}: {state.kind}, and no rank has printed anything yet; -f waits for output"
     return f"--rank={rank}: attempt {attempt} of {directory.name} has {between(ranks, 'rank')}"
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (file, _) in TEXTS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
     parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")
-    parser.add_argument("--serve", action="store_true", help="show the page on this machine alone, live while the sweep runs")
+    parser.add_argument("--serve", action="store_true", help="serve the page to this machine only, updated while the sweep runs")
     parser.add_argument("--port", type=int, default=8321, metavar="N", help="for --serve (default: 8321; 0: any that is free)")
     parser.add_argument("--plots", action="store_true", help="write the plots, PNG and SVG")
     parser.add_argument("--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)")

@@ -30,7 +30,7 @@ REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan status`."""
     add_target(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until no run is queued or running")
+    parser.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
     parser.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")
 
 
@@ -137,7 +137,7 @@ def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue
     if failed:
         yield ""
     if not queue.answers:
-        yield "SLURM does not answer: its jobs' states are what their files say"
+        yield "SLURM does not answer: its jobs' states are those in their files"
     yield summary(rows)
     runs = runs_option(args.runs)
     target = f" {quoted([args.target])}" if args.target else ""
@@ -167,9 +167,9 @@ def next_steps(rows: list[Row], runs: str, target: str) -> Iterable[tuple[str, s
         yield f"titan logs{runs} {first['failed'].hash} --guilty", "the failing rank's last words"
         yield f"titan retry{runs}{target}", "run failed cells again"
     if "interrupted" in kinds:
-        yield f"titan retry{runs}{target} --only interrupted", "go on from the newest checkpoints"
+        yield f"titan retry{runs}{target} --only interrupted", "continue from the newest checkpoints"
     if "running" in kinds:
-        yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 says"
+        yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 prints"
     if kinds & {"queued", "running"}:
         yield f"titan status{runs}{target} -f", "follow"
         yield f"titan cancel{runs}{target}", "stop what runs or waits"

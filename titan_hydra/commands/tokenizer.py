@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
     encode = commands.add_parser("encode", help="encode documents once and for all, for data=tokens")
     encode.add_argument("--tokenizer", required=True, help="embedded, or the path of a tokenizer.model or tokenizer.json")
-    encode.add_argument("--out", type=Path, required=True, help="the .bin to write; what it holds is told in OUT.json")
+    encode.add_argument("--out", type=Path, required=True, help="the .bin to write; its description is OUT.json")
     encode.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (default: %(default)s)")
     for command, count in ((train, "*"), (encode, "+")):
         command.add_argument("files", nargs=count, help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz too; globs and folders allowed"
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
-        raise ConfigError(f"--workers={args.workers}: a worker was killed, perhaps for want of memory; take fewer") from error
+        raise ConfigError(f"--workers={args.workers}: a worker was killed, perhaps because memory ran out; use fewer") from error
 
 
 def train(args: argparse.Namespace) -> int:

@@ -115,7 +115,7 @@ class TokenFiles:
         usable = size == tokens * dtype.itemsize
         if not usable:
             found = "no such file" if size is None else f"{size} bytes"
-            self.bad.add(BadShard(file, f"{self.key}={file}: {found}, but {file.name}.json tells of {tokens} tokens in {dtype}"))
+            self.bad.add(BadShard(file, f"{self.key}={file}: {found}, but {file.name}.json lists {tokens} tokens in {dtype}"))
         return Shard(file, header, usable)
 
     def _header(self, file: Path) -> dict:

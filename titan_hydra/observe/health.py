@@ -116,7 +116,7 @@ def meet(run: Run, mine: dict, seconds: float) -> dict:
     try:
         run.store.wait(["health"], timedelta(seconds=seconds + 30))
     except RuntimeError:  # also torch's own DistStoreError
-        return {"fault": f"rank 0 did not say within {seconds + 30:.0f} s that all ranks had come", "host": host_of(run, 0), "spoke": False}
+        return {"fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started", "host": host_of(run, 0), "spoke": False}
     return json.loads(run.store.get("health"))
 
 

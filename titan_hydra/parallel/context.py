@@ -110,7 +110,7 @@ class Ring(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
-            raise ValueError("ring attention knows no mask but the causal one")
+            raise ValueError("ring attention supports only the causal mask")
         # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")

@@ -18,7 +18,7 @@ VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and
     "DEADLINE": (Kind.TIME_LIMIT, Exit.REQUEUED, "the job's deadline was over"),
     "CANCELLED": (Kind.KILLED, Exit.REQUEUED, "cancelled"),
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
-    "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM says FAILED, and no rank left a word"),
+    "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),
 }
 WRITTEN = (  # what slurmd writes when it ends a job, where SLURM has since forgotten the job's state
     (r"JOB \d+ .*DUE TO TIME LIMIT", "TIMEOUT"),

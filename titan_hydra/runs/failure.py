@@ -138,7 +138,7 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
         line = f"rank {late[0]} was late: in step {beat['step']}, {beat['phase']}; {line}"
         return replace(failure, rank=late[0], line=line, host=ranks[late[0]].host)
     missing = ", ".join(str(rank.rank) for rank in ranks if rank.killed)
-    return replace(failure, line=f"{failure.line}; rank {missing} had not noticed: see the end of its log") if missing else failure
+    return replace(failure, line=f"{failure.line}; rank {missing} was still waiting: see the end of its log") if missing else failure
 
 
 def _without_ranks(attempt: Path, slurm_state: str | None) -> Failure | None:

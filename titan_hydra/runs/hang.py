@@ -171,7 +171,7 @@ def told(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, v
         after = f"{came['time'] - wait.operation['time']:.0f} s after rank {wait.rank}"
         line = f"rank {rank} was late at step {step}, {phase}: it went on {after}, which waited in {wait}"
         text = [f"{name} came late: at step {step}, {phase}, it went on at {clock(came['time'])}, {after}, which waited in {wait} and had "
-                "given up. The rank, or its host, stood still until then."]
+                "given up. The rank, or its host, was paused until then."]
     elif verb == "left out":
         text = [f"{name} left out {wait} in step {step}, and went on; the number is that of the step before."]
     elif not gone:

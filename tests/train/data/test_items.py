@@ -42,7 +42,7 @@ def test_tokens_are_what_the_stream_of_the_same_text_packs(job, corpus):
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"tokens": 34}, r"70 bytes, but a\.bin\.json tells of 34 tokens in uint16"),
+    ({"tokens": 34}, r"70 bytes, but a\.bin\.json lists 34 tokens in uint16"),
     ({"vocab_size": 5000}, r"encoded with 5000 ids, more than model\.vocab_size=4096"),
     ({"dtype": "nothing"}, "missing or damaged")])
 def test_a_file_that_is_not_what_its_header_says(tmp_path, changed, message):

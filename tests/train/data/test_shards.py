@@ -93,7 +93,7 @@ def test_a_bad_token_file_keeps_its_numbers(job, tmp_path):
     keys = {"name": "tokens", "path": str(tmp_path / "*.bin"), "seq_len": 8, "global_batch": 2}
     whole, state = take(job(**keys), 1, 60)
     (tmp_path / "b.bin").unlink()
-    with pytest.raises(ConfigError, match=r"b\.bin: no such file, but b\.bin\.json tells of 401 tokens in uint16; data\.max_bad_shards=0"):
+    with pytest.raises(ConfigError, match=r"b\.bin: no such file, but b\.bin\.json lists 401 tokens in uint16; data\.max_bad_shards=0"):
         take(job(**keys), 1, 1)
     left, bad = take(job(**keys, max_bad_shards=1), 2, 60)
     lost = (whole[..., 0] >= 1000) & (whole[..., 0] < 2000)

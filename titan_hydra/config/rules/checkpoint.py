@@ -12,7 +12,7 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
     """A run that keeps checkpoints must save at least once; one of weeks must not end without having saved."""
     config = job.checkpoint
     if config.name != "off" and config.interval == 0 and config.interval_minutes is None and not config.last_step:
-        yield Fault("checkpoint.interval", 0, "nothing would be saved; checkpoint=off says so", legal=(100,))
+        yield Fault("checkpoint.interval", 0, "nothing would be saved; choose that with checkpoint=off", legal=(100,))
     if config.name == "off" and config.export_dtype:
         yield Fault("checkpoint.export_dtype", config.export_dtype, "checkpoint=off writes nothing", legal=("null",))
 

@@ -80,7 +80,7 @@ def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
     if job.cluster.executor == "slurm" and minutes:
         enough = next(some for some in itertools.count(1) if 60 * some - warning_seconds(job.cluster, some) - EARLY >= START)
         if minutes < enough:
-            stop = f"{warning_seconds(job.cluster, minutes)} s, and SLURM may ask for it {EARLY} s early"
+            stop = f"{warning_seconds(job.cluster, minutes)} s, and SLURM may signal {EARLY} s early"
             yield Fault("cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,))
 
 

@@ -131,7 +131,7 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
         return f"not every rank has pp_schedule.stages_per_rank={per_rank} stages"
     done = [action for actions in ranks for action in actions]
     if len(done) != len(set(done)):
-        return "an action is there twice"
+        return "an action occurs twice"
     for stage in range(stage_count(job)):
         of = {kind: {number for at, what, number in done if (at, what) == (stage, kind)} for kind in "FBIW"}
         if of["F"] != set(range(len(of["F"]))) or len(of["F"]) != sum(what == "F" for at, what, _ in done if at == 0):
@@ -246,7 +246,7 @@ def split_covers_the_model(job: Job) -> Iterator[Fault]:
         elif any(names.index(a) >= names.index(b) for a, b in zip(schedule.split, schedule.split[1:], strict=False)):
             yield Fault("pp_schedule.split", schedule.split, "the names must be in the order of the model")
         if schedule.layers_per_stage is not None:
-            yield Fault("pp_schedule.layers_per_stage", schedule.layers_per_stage, "pp_schedule.split says it already", legal=(None,))
+            yield Fault("pp_schedule.layers_per_stage", schedule.layers_per_stage, "pp_schedule.split already sets it", legal=(None,))
     elif (per_stage := schedule.layers_per_stage) is not None and (per_stage < 1 or -(-layers // per_stage) != stages):
         legal = tuple(number for number in range(1, layers + 1) if -(-layers // number) == stages)
         yield Fault("pp_schedule.layers_per_stage", per_stage, f"{counted(layers, 'block')} do not make {stages} stages of it",
