@@ -16,7 +16,7 @@ from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
-from titan_hydra.data.loader import Batch
+from titan_hydra.data.batch import Batch
 from titan_hydra.models.layers import document_mask
 from titan_hydra.parallel import build_mesh, context, ring_cpu
 from titan_hydra.verify.matrix import case

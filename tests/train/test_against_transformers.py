@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_hydra import data
 from titan_hydra.checkpoint.convert import export_hf
-from titan_hydra.data.loader import IGNORED
+from titan_hydra.data.batch import IGNORED
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.optimizer import lr_factor
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import data, models
 from titan_hydra.config import compose_job
-from titan_hydra.data.loader import IGNORED
+from titan_hydra.data.batch import IGNORED
 from titan_hydra.parallel import loss_head
 from titan_hydra.train.loss import LOSSES, cross_entropy
 from titan_hydra.train.trainer import build

@@ -10,7 +10,8 @@ from torch import nn
 
 from titan_hydra import models, parallel
 from titan_hydra.config.schema import Job
-from titan_hydra.data.loader import IGNORED, Batch, Loader, onto
+from titan_hydra.data.batch import IGNORED, Batch, onto
+from titan_hydra.data.loader import Loader
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import formats, loss_head

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_hydra.config.schema import Job, LrSchedule, Model, Optimizer
-from titan_hydra.data.loader import Batch
+from titan_hydra.data.batch import Batch
 
 Weights = dict[str, Tensor]
 

@@ -29,7 +29,7 @@ from titan_hydra import data, models
 from titan_hydra.base.run import Run
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
-from titan_hydra.data.loader import IGNORED, Batch
+from titan_hydra.data.batch import IGNORED, Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.layers import document_positions
 from titan_hydra.parallel.mesh import local_part

@@ -9,6 +9,7 @@ import torch
 from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.data import loader as loaders
+from titan_hydra.data.batch import cut
 
 SOURCES = ["embedded", "synthetic", "tokens", "hf", "jsonl", "shards", "parquet", "books", "single"]
 
@@ -149,7 +150,7 @@ BOS, EOS = 90, 91
 
 
 def test_cut_without_mask_shifts_by_one():
-    batch = loaders.cut(np.array([[BOS, 1, 2, EOS, BOS]]), None)
+    batch = cut(np.array([[BOS, 1, 2, EOS, BOS]]), None)
     assert batch.tokens.tolist() == [[BOS, 1, 2, EOS]]
     assert batch.labels.tolist() == [[1, 2, EOS, BOS]]
     assert batch.documents is None
@@ -160,7 +161,7 @@ def test_cut_without_mask_shifts_by_one():
     (BOS, [BOS, 1, EOS, BOS, EOS, BOS], [1, EOS, -100, EOS, -100], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]),
     (None, [7, EOS, 1, 2, EOS, 3], [EOS, -100, 2, EOS, -100], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2])])
 def test_document_mask(bos, tokens, labels, documents, positions):
-    batch = loaders.cut(np.array([tokens]), (bos, EOS))
+    batch = cut(np.array([tokens]), (bos, EOS))
     assert batch.labels.tolist() == [labels]
     assert batch.documents.tolist() == [documents]
     assert batch.positions.tolist() == [positions]
