@@ -53,7 +53,7 @@ FAULTS = {
         "            kept = [(p, p.grad) for group in optimizer.param_groups for p in group['params'] if p.ndim == 1]\n"
         "            optimizer.zero_grad()\n            for p, gradient in kept:\n                p.grad = gradient\n"),
     "the loss of bfloat16 is 2 % too large": (
-        "train/loss.py", 'ignore_index=IGNORED, reduction="sum")',
+        "train/objectives/language.py", 'ignore_index=IGNORED, reduction="sum")',
         'ignore_index=IGNORED, reduction="sum") * (1.02 if logits.dtype == torch.bfloat16 else 1)'),
 }
 # Verifies a few random jobs at a time, and ends with status 1 at the first that is wrong.

@@ -11,7 +11,7 @@ from titan_hydra import data, models
 from titan_hydra.config import compose_job
 from titan_hydra.data.batch import IGNORED
 from titan_hydra.parallel import loss_head
-from titan_hydra.train.loss import LOSSES, cross_entropy
+from titan_hydra.train.objectives.language import LOSSES, cross_entropy
 from titan_hydra.train.trainer import build
 from titan_hydra.verify.matrix import BASE, Case, later_wins
 from titan_hydra.verify.verify import job_of, trace

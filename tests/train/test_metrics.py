@@ -11,7 +11,7 @@ from titan_hydra.config import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
 from titan_hydra.runs.checkpoints import complete
-from titan_hydra.train.loss import cross_entropy
+from titan_hydra.train.objectives.language import cross_entropy
 
 ROW = {"step", "loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib",
        "step_seconds", "data_seconds", "tokens_seen"}

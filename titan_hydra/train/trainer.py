@@ -23,7 +23,7 @@ from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.stages import split, whole
 
 from .groups import Groups
-from .loss import LOSSES, TARGETS_IN_FORWARD
+from .objectives.language import LOSSES, TARGETS_IN_FORWARD
 from .optimizer import build_optimizers
 from .optimizer import step as optimizer_step
 from .step import Plain, build_step
