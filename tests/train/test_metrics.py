@@ -64,7 +64,7 @@ def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job
     batches = [loader.next() for _ in range(3)]
     loader.close()
     with torch.no_grad():
-        total = sum(cross_entropy(model(batch.tokens), batch.labels).item() for batch in batches)
+        total = sum(cross_entropy(model(batch["tokens"]), batch["labels"]).item() for batch in batches)
     assert events(directory)[0]["validation_loss"] == pytest.approx(total / (3 * 4 * 64), rel=1e-5)
 
 

@@ -3,14 +3,17 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from titan_hydra.base.errors import ConfigError
 
-from .batch import Batch, cut
+from .batch import Batch
 from .shards import BadShards
+
+Sample = dict[str, np.ndarray]  # what a source gives of it, by name: of text, the seq_len + 1 `tokens`
 
 
 class Samples(Protocol):
@@ -18,8 +21,8 @@ class Samples(Protocol):
     separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
     tokenizer: str | None  # sha256 of the tokenizer's file, which defines the ids; None if they mean nothing
 
-    def sample(self, number: int, slot: int) -> np.ndarray:
-        """Return the seq_len + 1 tokens of sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
+    def sample(self, number: int, slot: int) -> Sample:
+        """Return sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
 
     def state(self, slot: int) -> dict[str, Any]: ...
 
@@ -30,9 +33,9 @@ class Loader:
     """Endless batches of the slots that this rank owns: next(), state(), load(), rewind(), close()."""
 
     def __init__(self, samples: Samples, slots: range, global_batch: int, signature: dict[str, Any],
-                 separators: tuple[int | None, int | None] | None, prefetch: int, bad: BadShards):
-        """Create the loader. `separators` are the begin- and end-of-text ids for a document mask; None: no mask."""
-        self.samples, self.slots, self.global_batch, self.separators, self.prefetch = samples, slots, global_batch, separators, prefetch
+                 collate: Callable[[Sequence[Sample]], Batch], prefetch: int, bad: BadShards):
+        """Create the loader. `collate` is the objective's: it makes a batch of samples, in the loader's thread."""
+        self.samples, self.slots, self.global_batch, self.collate, self.prefetch = samples, slots, global_batch, collate, prefetch
         self.signature = signature | samples.signature
         self.bad, self.told = bad, set[str]()  # shards that could not be read; shards that all ranks know of
         self.step = 0  # batches produced
@@ -105,9 +108,9 @@ class Loader:
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
         first = self.step * self.global_batch
-        tokens = np.stack([self.samples.sample(first + slot, slot) for slot in self.slots]).astype(np.int64)
+        samples = [self.samples.sample(first + slot, slot) for slot in self.slots]
         self.step += 1
-        return cut(tokens, self.separators), self._snapshot()
+        return self.collate(samples), self._snapshot()
 
     def _fill(self) -> None:
         try:
