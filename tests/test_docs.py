@@ -63,7 +63,7 @@ def unknown_names(page: Path) -> set[str]:
 
 
 THE_READERS_OWN = {"cluster=mysite", "sweeps=layouts16", "model=squared_1b", "model.power", "data=lines", "optimizer=adagrad",
-                    "lr_scheduler=steps", "pp_schedule=patient", "precision=halves"}  # what a page tells the reader how to write
+                    "lr_scheduler=steps", "pp_schedule=patient", "precision=halves", "data=weighted_tokens"}  # a page tells how to write it
 FILES = ("md", "json", "jsonl", "py", "yaml", "model")  # metrics.jsonl is a file, not a key
 
 

@@ -162,14 +162,14 @@ def test_functions_fit_a_screen():
 
 LINES = {  # of a room, at most: the design's budget stands behind where it is not kept yet. A number here may fall; it rises for a reason.
     "base": 460,  # 350 and the table of private names
-    "config": 3790,  # 2,100; up by 40: the record of number formats
+    "config": 3840,  # 2,100; up by 90: the records of number formats and of objectives, with the rules of the latter
     "models": 750,
     "runs": 1680,  # 1,150; up by 10: configurations of version 0.1 are compared
     "parallel": 1450,
     "data": 1150,
     "observe": 1240,  # 1,100
     "checkpoint": 1040,  # 900
-    "train": 1000,
+    "train": 1100,  # 1,200
     "fault_tolerance": 840,  # 500
     "verify": 990,  # 550
     "launch": 1655,  # 1,300

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FAULTS = {
     "a local batch is divided by its own tokens": (
-        "train/trainer.py", "labels, tokens, last=", "labels, (labels != IGNORED).sum() * len(parts) * self.mesh.data_ranks, last="),
+        "train/trainer.py", "(part, count, last=", "(part, self.objective.count(part.tensors) * len(parts) * self.mesh.data_ranks, last="),
     "weights become NaN after step 2": (
         "train/trainer.py", "        self.drop_gradients()\n        formats",
         "        self.drop_gradients()\n        self.steps = getattr(self, 'steps', 0) + 1\n"
@@ -31,7 +31,8 @@ FAULTS = {
         "parallel/gradients.py", "    dist.all_reduce(total)\n",
         "    total *= pipeline is None or pipeline.rank() < pipeline.size() - 1\n    dist.all_reduce(total)\n"),
     "positions are off by one on a context-parallel rank": (
-        "parallel/context.py", "positions=positions[:, index])", "positions=(positions[:, index] + mesh.coordinate('cp')) % seq_len)"),
+        "train/objectives/language.py", "batch[name] for name in (", "(batch[name] + (name == 'positions') * "
+        "(torch.distributed.get_rank() % self.job.parallelism.cp)) % self.job.data.seq_len for name in ("),
     "rotary positions are shifted on a tensor-parallel rank": (
         "train/trainer.py", "        init_weights(stage, job.model, job.seed)\n",
         "        init_weights(stage, job.model, job.seed)\n"
@@ -53,7 +54,7 @@ FAULTS = {
         "            kept = [(p, p.grad) for group in optimizer.param_groups for p in group['params'] if p.ndim == 1]\n"
         "            optimizer.zero_grad()\n            for p, gradient in kept:\n                p.grad = gradient\n"),
     "the loss of bfloat16 is 2 % too large": (
-        "train/loss.py", 'ignore_index=IGNORED, reduction="sum")',
+        "train/objectives/language.py", 'ignore_index=IGNORED, reduction="sum")',
         'ignore_index=IGNORED, reduction="sum") * (1.02 if logits.dtype == torch.bfloat16 else 1)'),
 }
 # Verifies a few random jobs at a time, and ends with status 1 at the first that is wrong.

@@ -9,7 +9,7 @@ from titan_hydra.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import activation_checkpoint, compile
 from titan_hydra.parallel.mesh import Mesh
-from titan_hydra.train.loss import cross_entropy
+from titan_hydra.train.objectives.language import cross_entropy
 
 JOB = compose_job("precision=fp32", "model.dim=32", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.vocab_size=64",
                   "data=synthetic", "data.seq_len=16", "parallelism=single")

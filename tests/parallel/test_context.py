@@ -16,9 +16,10 @@ from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
-from titan_hydra.data.loader import Batch
+from titan_hydra.data.batch import Batch
 from titan_hydra.models.layers import document_mask
 from titan_hydra.parallel import build_mesh, context, ring_cpu
+from titan_hydra.train.objectives.language import Language
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import job_of, verify
 
@@ -68,16 +69,16 @@ def test_a_token_keeps_its_label_and_its_position(world, rotate, balance, packed
     """Cut differently, the three would still train without an error."""
     tokens = torch.arange(64).view(2, 32)
     positions = torch.arange(32) % 5 if packed else torch.arange(32)
-    given = positions.expand(2, 32) if packed else None
-    whole = Batch(tokens, tokens + 1000, documents=torch.arange(32).expand(2, 32) // 5 if packed else None, positions=given)
+    documents = {"documents": torch.arange(32).expand(2, 32) // 5} if packed else {}
+    whole = Batch({"tokens": tokens, "labels": tokens + 1000, "positions": positions.expand(2, 32)} | documents, Language.dims)
     seen = []
     for rank in range(4):
         part = context.shard_batch(whole, world(job_with(rotate, balance, 4).parallelism, rank))
-        assert part.tokens.shape == (2, 8)
-        assert torch.equal(part.labels, part.tokens + 1000)
-        assert torch.equal(part.positions, positions[part.tokens % 32])
-        assert part.documents is whole.documents
-        seen.append(part.tokens)
+        assert part["tokens"].shape == (2, 8)
+        assert torch.equal(part["labels"], part["tokens"] + 1000)
+        assert torch.equal(part["positions"], positions[part["tokens"] % 32])
+        assert not packed or part["documents"] is whole["documents"]
+        seen.append(part["tokens"])
     assert torch.equal(torch.cat(seen, 1).sort().values, tokens)  # every token on one rank
 
 

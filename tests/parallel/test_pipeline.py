@@ -82,7 +82,8 @@ def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
         mesh = world(job)
         for number in range(1, 13):
             job.pp_schedule.microbatches = job.data.local_batch = number
-            parts = [Stage(nn.Linear(1, 1), stage, mesh, job, torch.device("cpu")) for stage in layout.stages_of_ranks(job)[0]]
+            first = torch.empty(1)
+            parts = [Stage(nn.Linear(1, 1), stage, mesh, job, torch.device("cpu"), first, dict) for stage in layout.stages_of_ranks(job)[0]]
             if layout.objection(job, number) is None:
                 build_schedule(parts, job, lambda output, labels: output.sum())
             else:
@@ -115,7 +116,7 @@ def test_stages_hold_every_parameter_once_under_its_own_name(world):
 def test_the_schedule_leaves_gradients_as_the_loss_made_them(world):
     """The loss is divided by the tokens of the global batch. torch would divide by the microbatches again, which AdamW's losses hide."""
     job = job_with("1f1b")
-    stage = Stage(nn.Linear(1, 1), 0, world(job), job, torch.device("cpu"))
+    stage = Stage(nn.Linear(1, 1), 0, world(job), job, torch.device("cpu"), torch.empty(1), dict)
     assert build_schedule([stage], job, lambda output, labels: output.sum()).scale_grads is False
 
 

@@ -15,7 +15,7 @@ from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import build_mesh, compile, tensor
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.norm import Norm
-from titan_hydra.train.loss import cross_entropy
+from titan_hydra.train.objectives.language import cross_entropy
 
 SMALL = ("precision=fp32", "model.dim=32", "model.n_layers=2", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=63",
          "data=synthetic", "data.seq_len=16", "parallelism=tp", "gpus=2")

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from titan_hydra import data
 from titan_hydra.checkpoint.convert import export_hf
-from titan_hydra.data.loader import IGNORED
 from titan_hydra.runs.checkpoints import newest
+from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.train.optimizer import lr_factor
 
 
@@ -27,8 +27,8 @@ def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, tied):
     expected = []
     for step in range(1, 11):
         batch = loader.next()
-        logits = model(batch.tokens).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+        logits = model(batch["tokens"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.max_norm).item()
         for group in optimizer.param_groups:

@@ -11,7 +11,7 @@ from titan_hydra.config import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
 from titan_hydra.runs.checkpoints import complete
-from titan_hydra.train.loss import cross_entropy
+from titan_hydra.train.objectives.language import cross_entropy
 
 ROW = {"step", "loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib",
        "step_seconds", "data_seconds", "tokens_seen"}
@@ -64,7 +64,7 @@ def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job
     batches = [loader.next() for _ in range(3)]
     loader.close()
     with torch.no_grad():
-        total = sum(cross_entropy(model(batch.tokens), batch.labels).item() for batch in batches)
+        total = sum(cross_entropy(model(batch["tokens"]), batch["labels"]).item() for batch in batches)
     assert events(directory)[0]["validation_loss"] == pytest.approx(total / (3 * 4 * 64), rel=1e-5)
 
 

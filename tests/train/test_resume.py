@@ -82,7 +82,7 @@ def test_another_number_of_ranks_sees_the_same_samples(tiny, source):
         if state is not None:
             for loader in loaders:
                 loader.load(json.loads(json.dumps(state)))
-        samples = Counter(tuple(row.tolist()) for _ in range(steps) for loader in loaders for row in loader.next().tokens)
+        samples = Counter(tuple(row.tolist()) for _ in range(steps) for loader in loaders for row in loader.next()["tokens"])
         state = data.loader.merge([loader.state() for loader in loaders])
         for loader in loaders:
             loader.close()

@@ -6,7 +6,7 @@ is imported only on the ranks: so a record, and the module that registers it, ne
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from titan_hydra.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from . import schema
+    from .fault import Fault
 
 Reference = str | Callable[..., Any]  # a function or class, or "module:name" of one
 
@@ -30,6 +31,21 @@ class DataSourceKind:
     reads: tuple[str, ...] = ()  # the keys of a source that it uses; the others must stay at their defaults
     needs_path: bool = False
     suffixes: tuple[str, ...] = ()  # of the files that `path` and `validation_path` name; () if they name no files
+    gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
+
+
+@dataclass(frozen=True)
+class ObjectiveKind:
+    """What is learned: `build(Job)` returns a titan_hydra.train.objectives.Objective. `faults(Job)` yields what it cannot be combined with
+    beyond what the other fields tell.
+    """
+
+    name: str
+    build: Reference
+    needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that it uses
+    head_loss: bool = False  # the head can compute its loss (loss=linear_cross_entropy)
+    split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
+    faults: Callable[[schema.Job], Iterable[Fault]] = lambda job: ()
 
 
 @dataclass(frozen=True)
@@ -180,6 +196,10 @@ DATA_SOURCES = Registry(
     DataSourceKind("hf", "titan_hydra.data:open_hub", reads=HUB, needs_path=True),
     DataSourceKind("synthetic", "titan_hydra.data:draw_tokens", documents=False),
 )
+OBJECTIVES = Registry(
+    "train.objective",
+    ObjectiveKind("language", "titan_hydra.train.objectives.language:Language", head_loss=True, split_logits=True),
+)
 ADAM = ("beta1", "beta2", "eps")
 OPTIMIZERS = Registry(
     "optimizer.name",
@@ -207,5 +227,5 @@ FORMATS = Registry(
 )
 REGISTRIES: dict[type, Registry] = {
     PipelineScheduleKind: PIPELINE_SCHEDULES, DataSourceKind: DATA_SOURCES, OptimizerKind: OPTIMIZERS, LrScheduleKind: LR_SCHEDULES,
-    TrackerKind: TRACKERS, Format: FORMATS,
+    TrackerKind: TRACKERS, ObjectiveKind: OBJECTIVES, Format: FORMATS,
 }

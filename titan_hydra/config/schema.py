@@ -13,7 +13,7 @@ from typing import Any
 from .field import key
 from .model import Model
 from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
-from .registry import DATA_SOURCES, FORMATS, LR_SCHEDULES, OPTIMIZERS, PIPELINE_SCHEDULES, TRACKERS, Names
+from .registry import DATA_SOURCES, FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, TRACKERS, Names
 
 DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 
@@ -283,6 +283,8 @@ class Train:
                              "the checks and on every rank", WORD)
     sources: str | None = key(None, "digest of the files of train.imports and of what they import from the same folder; filled in by "
                               "launch.py", WORD, late=True)
+    objective: str = key("language", "what is learned: what a sample is, which of its elements count, and the loss", late=True,
+                         choices=Names(OBJECTIVES))
     gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", COUNT,
                            identity=False)
 

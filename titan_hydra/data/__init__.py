@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.registry import DATA_SOURCES, resolve
+from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 
 if TYPE_CHECKING:
     from .loader import Loader, Samples
@@ -47,8 +47,9 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
         samples = Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed)
     else:
         samples = _samples("data", data, wanted, seed)
-    return Loader(samples, wanted.slots, global_batch, signature, samples.separators if data.document_mask else None, data.prefetch,
-                  wanted.bad)
+    objective = resolve(OBJECTIVES[job.train.objective].build)(job)
+    collate = functools.partial(objective.batch, separators=samples.separators)
+    return Loader(samples, wanted.slots, global_batch, signature, collate, data.prefetch, wanted.bad)
 
 
 @dataclass(frozen=True)

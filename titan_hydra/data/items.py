@@ -53,14 +53,14 @@ class TokenFiles:
         self.signature = {"samples": self.ends[-1]}
         self._open = functools.lru_cache(OPEN_FILES)(lambda shard: self.shards[shard].file.open("rb", buffering=0))
 
-    def sample(self, number: int, slot: int) -> np.ndarray:
+    def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         epoch, index = divmod(number, self.ends[-1])
         if self.seed is not None:
             index = permute(index, self.ends[-1], self.seed, epoch)
         for another in range(1, TRIES):
             tokens = self._read(index)
             if tokens is not None:
-                return tokens
+                return {"tokens": tokens}
             index = permute(number % self.ends[-1], self.ends[-1], self.seed or 0, epoch, another)
         raise ConfigError(f"{self.key}: {TRIES} samples in a row lie in files that cannot be read")
 
@@ -139,9 +139,9 @@ class Synthetic:
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
         self.signature = {"vocab_size": vocab_size}
 
-    def sample(self, number: int, slot: int) -> np.ndarray:
+    def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         key = np.array([self.seed % (1 << 64), number], dtype=np.uint64)
-        return np.random.Generator(np.random.Philox(key=key)).integers(self.vocab_size, size=self.seq_len + 1)
+        return {"tokens": np.random.Generator(np.random.Philox(key=key)).integers(self.vocab_size, size=self.seq_len + 1)}
 
     def state(self, slot: int) -> dict[str, int]:
         return {}

@@ -3,44 +3,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from titan_hydra.base.errors import ConfigError
 
+from .batch import Batch
 from .shards import BadShards
 
-IGNORED = -100  # the label of a token that does not count
-
-
-@dataclass
-class Batch:
-    """This rank's samples of one step, all [slots, seq_len] int64; documents and positions only under data.document_mask."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    documents: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-
-    def split(self, size: int) -> list[Batch]:
-        """Return microbatches of `size` samples, in order."""
-        return [self._each(lambda tensor, row=row: tensor[row : row + size]) for row in range(0, len(self.tokens), size)]
-
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device."""
-        return self._each(lambda tensor: onto(device, tensor))
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        return Batch(*(None if tensor is None else change(tensor) for tensor in (self.tokens, self.labels, self.documents, self.positions)))
-
-
-def onto(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a host tensor to a device through pinned memory: from pageable memory the host would wait for all work queued there."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+Sample = dict[str, np.ndarray]  # what a source gives of it, by name: of text, the seq_len + 1 `tokens`
 
 
 class Samples(Protocol):
@@ -48,8 +21,8 @@ class Samples(Protocol):
     separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
     tokenizer: str | None  # sha256 of the tokenizer's file, which defines the ids; None if they mean nothing
 
-    def sample(self, number: int, slot: int) -> np.ndarray:
-        """Return the seq_len + 1 tokens of sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
+    def sample(self, number: int, slot: int) -> Sample:
+        """Return sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
 
     def state(self, slot: int) -> dict[str, Any]: ...
 
@@ -60,9 +33,9 @@ class Loader:
     """Endless batches of the slots that this rank owns: next(), state(), load(), rewind(), close()."""
 
     def __init__(self, samples: Samples, slots: range, global_batch: int, signature: dict[str, Any],
-                 separators: tuple[int | None, int | None] | None, prefetch: int, bad: BadShards):
-        """Create the loader. `separators` are the begin- and end-of-text ids for a document mask; None: no mask."""
-        self.samples, self.slots, self.global_batch, self.separators, self.prefetch = samples, slots, global_batch, separators, prefetch
+                 collate: Callable[[Sequence[Sample]], Batch], prefetch: int, bad: BadShards):
+        """Create the loader. `collate` is the objective's: it makes a batch of samples, in the loader's thread."""
+        self.samples, self.slots, self.global_batch, self.collate, self.prefetch = samples, slots, global_batch, collate, prefetch
         self.signature = signature | samples.signature
         self.bad, self.told = bad, set[str]()  # shards that could not be read; shards that all ranks know of
         self.step = 0  # batches produced
@@ -135,9 +108,9 @@ class Loader:
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
         first = self.step * self.global_batch
-        tokens = np.stack([self.samples.sample(first + slot, slot) for slot in self.slots]).astype(np.int64)
+        samples = [self.samples.sample(first + slot, slot) for slot in self.slots]
         self.step += 1
-        return cut(tokens, self.separators), self._snapshot()
+        return self.collate(samples), self._snapshot()
 
     def _fill(self) -> None:
         try:
@@ -162,30 +135,3 @@ class Loader:
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge all ranks' states of the same step into one."""
     return states[0] | {key: {name: value for part in states for name, value in part.get(key, {}).items()} for key in ("slots", "bad")}
-
-
-def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> Batch:
-    """Split samples [n, S + 1] into inputs and labels; with separators also the document of each token, and its position in it.
-
-    The first token of a document is no label: the text before it does not predict it.
-    """
-    inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
-    if separators is None:
-        return Batch(torch.from_numpy(inputs.copy()), torch.from_numpy(labels))
-    begins = _begins(tokens, *separators)
-    labels[begins[:, 1:]] = IGNORED
-    place = np.arange(inputs.shape[1])
-    positions = place - np.maximum.accumulate(np.where(begins[:, :-1], place, 0), axis=1)
-    documents = begins[:, :-1].cumsum(axis=1)
-    documents -= documents[:, :1]  # a sample's first document is number 0, whether or not it begins there
-    return Batch(*map(torch.from_numpy, (inputs.copy(), labels, documents, positions)))
-
-
-def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
-    """Return True where a document begins: at begin-of-text, or after end-of-text if the tokenizer has no begin-of-text."""
-    if bos is not None:
-        return tokens == bos
-    begins = np.zeros(tokens.shape, dtype=bool)
-    if eos is not None:
-        begins[:, 1:] = tokens[:, :-1] == eos
-    return begins

@@ -40,7 +40,7 @@ class Mixture:
         part = self.turns[place]
         return self.names[part], int(period * self.before[-1, part] + self.before[place, part])
 
-    def sample(self, number: int, slot: int) -> np.ndarray:
+    def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         name, number = self.choose(number)
         return self.parts[name].sample(number, slot)
 

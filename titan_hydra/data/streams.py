@@ -51,8 +51,8 @@ class Streams:
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
         self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots}
 
-    def sample(self, number: int, slot: int) -> np.ndarray:
-        return self.streams[slot].sample()
+    def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
+        return {"tokens": self.streams[slot].sample()}
 
     def state(self, slot: int) -> dict[str, int]:
         return dict(self.streams[slot].state)

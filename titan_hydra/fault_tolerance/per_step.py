@@ -24,7 +24,8 @@ from torchft.process_group import ProcessGroupGloo
 from titan_hydra.base.errors import RunError
 from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
-from titan_hydra.data.loader import Batch, Loader
+from titan_hydra.data.batch import Batch
+from titan_hydra.data.loader import Loader
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import formats
 from titan_hydra.train.groups import Groups

@@ -6,7 +6,6 @@ for the whole sequence with a part of the heads, and back.
 """
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -45,16 +44,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Return this rank's part of every sequence of a batch: tokens, labels and positions, cut by the same index.
-
-    `documents` stay whole: only Ulysses can mask by them, and there each rank's heads cover the whole sequence.
-    """
-    if mesh.degrees.cp == 1:
-        return batch
-    seq_len = batch.tokens.shape[1]
-    index = local_index(seq_len, mesh)
-    positions = torch.arange(seq_len).expand_as(batch.tokens) if batch.positions is None else batch.positions
-    return dataclasses.replace(batch, tokens=batch.tokens[:, index], labels=batch.labels[:, index], positions=positions[:, index])
+    """Return this rank's part of every sequence of a titan_hydra.data.batch.Batch: of each tensor along the dimension it declares."""
+    return batch if mesh.degrees.cp == 1 else batch.of_sequences(lambda length: local_index(length, mesh))
 
 
 def local_index(seq_len: int, mesh: Mesh) -> Tensor:
@@ -64,10 +55,13 @@ def local_index(seq_len: int, mesh: Mesh) -> Tensor:
     front and the r-th from the back, as torch's ring expects; under Ulysses every rank has all queries, and order is kept.
     """
     cp, rank = mesh.degrees.cp, mesh.coordinate("cp")
-    places = torch.arange(seq_len)
-    if mesh.degrees.cp_rotate == "ulysses" or not mesh.degrees.cp_load_balance:
-        return places.chunk(cp)[rank]
-    chunks = places.chunk(2 * cp)
+    in_order = mesh.degrees.cp_rotate == "ulysses" or not mesh.degrees.cp_load_balance
+    parts = cp if in_order else 2 * cp
+    if seq_len % parts:
+        raise ConfigError(f"parallelism.cp={cp}: a sequence of length {seq_len} cannot be cut into {parts} parts")
+    chunks = torch.arange(seq_len).chunk(parts)
+    if in_order:
+        return chunks[rank]
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,24 +18,32 @@ from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 
-from .mesh import Mesh
+from .mesh import Mesh, local_part
 
+Tensors = dict[str, Tensor]  # of a batch, by name
+Inputs = Callable[[Tensors], tuple[Tensor, Tensors]]  # the first argument of the model's forward, and the others by name
+Summed = Callable[[Tensor, Tensors], Tensor]  # of what the model returned, and the batch
 FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV_F)
 
 
 class Stage(PipelineStage):
-    """torch's pipeline stage, with the shapes of its input and output given."""
+    """torch's pipeline stage, with the shapes of its input and output given. `inputs` are those of an objective, for a microbatch."""
 
-    def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device):
+    def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs):
         stages = layout.stage_count(job)
         hidden = hidden_state(job)
-        tokens = torch.empty(hidden.shape[0], job.data.seq_len // job.parallelism.cp, dtype=torch.int64, device="meta")
+        first = torch.empty(first.shape, dtype=first.dtype, device="meta")
         # Given shapes save torch a run to infer them. The last stage's output is used only by the loss.
-        super().__init__(module, index, stages, device, input_args=hidden if index else tokens, output_args=hidden,
+        super().__init__(module, index, stages, device, input_args=hidden if index else first, output_args=hidden,
                          group=mesh.pipeline)
+        self.inputs, self.microbatches = inputs, list[Tensors]()
+        self.newest: Tensors = {}  # the microbatch whose forward was run last
 
-    def forward_one_chunk(self, number: int, *args, **kwargs) -> Tensor:
-        output = super().forward_one_chunk(number, *args, **kwargs)
+    def forward_one_chunk(self, number: int, args: tuple = (), kwargs: dict | None = None, **options: bool) -> Tensor:
+        """Run the forward of a microbatch. torch has no part in cutting it, as it would cut all tensors along their first dimension."""
+        self.newest = self.microbatches[number]
+        first, others = self.inputs(self.newest)
+        output = super().forward_one_chunk(number, (first,), others, **options)
         if self.is_last and not self.has_backward:
             self.fwd_cache[number] = ((), ())  # else it would hold the logits of all microbatches until the next step
         return output
@@ -48,45 +57,50 @@ class Stage(PipelineStage):
 
 
 class Pipeline:
-    """This rank's stages under the job's schedule. `loss(output, labels)` is a sum over tokens, computed by the rank of the last stage."""
+    """This rank's stages under the job's schedule. `inputs`, `loss` and `measure` are an objective's; the rank of the last stage computes
+    the sums. `first` has the shape and the dtype of the first stage's input.
+    """
 
-    def __init__(self, modules: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, loss: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(self, modules: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs, loss: Summed,
+                 measure: Summed):
         indices = layout.stages_of_ranks(job)[mesh.coordinate("pp")]
-        self.stages = [Stage(module, index, mesh, job, device) for module, index in zip(modules, indices, strict=True)]
-        self.has_first, self.has_loss = self.stages[0].is_first, self.stages[-1].is_last
-        self.device, self.loss, self.tokens = device, loss, torch.ones((), device=device)
-        self.schedule = build_schedule(self.stages, job, lambda output, labels: self.loss(output, labels) / self.tokens)
+        self.stages = [Stage(module, index, mesh, job, device, first, inputs) for module, index in zip(modules, indices, strict=True)]
+        self.has_loss = self.stages[-1].is_last
+        self.size = job.data.local_batch // layout.microbatches(job)  # of a microbatch
+        self.device, self.loss, self.measure = device, loss, measure
+        self.summed, self.count = loss, torch.ones((), device=device)
+        self.schedule = build_schedule(self.stages, job, self._loss_of)
         # Made now: NCCL would make the group's communicator at its first mixed exchange, in which not every rank takes part.
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
-    def forward_backward(self, inputs: Tensor, labels: Tensor, tokens: Tensor, last: bool, **context: Tensor) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `tokens`. Returns that loss, 0 if another rank has the last stage.
+    def forward_backward(self, batch: Any, count: Tensor, last: bool) -> Tensor:
+        """Accumulate a local batch's gradients of its summed loss / `count`. Returns that loss, 0 if another rank has the last stage.
 
         torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's `last`.
         """
-        self.tokens, losses = tokens, []
-        self.schedule.step(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
-        return self._sum(losses).detach()
+        return self._run(self.schedule.step, batch, self.loss, count).detach()
 
-    def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
-        """Return the summed loss of a local batch, 0 if another rank has the last stage. Call with gradients off."""
-        self.tokens, losses = torch.ones((), device=self.device), []
+    def forward(self, batch: Any) -> Tensor:
+        """Return the summed measure of a local batch, 0 if another rank has the last stage. Call with gradients off."""
         with forward_only(self.schedule, self.stages):
-            self.schedule.eval(*self._inputs(inputs), **self._labels(labels, losses), return_outputs=False, **context)
-        return self._sum(losses)
+            return self._run(self.schedule.eval, batch, self.measure, torch.ones((), device=self.device))
 
-    def _inputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        return (inputs,) if self.has_first else ()
+    def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the last stage's share of the mean loss. torch counts microbatches by the target; the stage has the tensors."""
+        return local_part(self.summed(output, self.stages[-1].newest)) / self.count
 
-    def _labels(self, labels: Tensor, losses: list[Tensor]) -> dict:
-        return {"target": labels, "losses": losses} if self.has_loss else {}
-
-    def _sum(self, losses: list[Tensor]) -> Tensor:
+    def _run(self, run: Callable, batch: Any, summed: Summed, count: Tensor) -> Tensor:
+        """Run the schedule over the microbatches of a titan_hydra.data.batch.Batch. Returns the sum of what the last stage computed."""
+        self.summed, self.count, losses = summed, count, list[Tensor]()
+        parts = [part.tensors for part in batch.split(self.size)]
+        for stage in self.stages:
+            stage.microbatches = parts
+        run(**{"target": torch.empty(len(parts)), "losses": losses} if self.has_loss else {}, return_outputs=False)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
 def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineSchedule:
-    """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by the tokens of the global
+    """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by what counts in the global
     batch.
     """
     kind = resolve(PIPELINE_SCHEDULES[job.pp_schedule.name].schedule)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from titan_hydra.data.loader import Batch, Loader
+from titan_hydra.data.batch import Batch
+from titan_hydra.data.loader import Loader
 
 if TYPE_CHECKING:
     from .trainer import Agreement

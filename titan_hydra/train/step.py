@@ -1,47 +1,52 @@
 """Run one local batch through the model: gradients or loss alone, with the same loss function whether or not there is a pipeline."""
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
+from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
+from titan_hydra.data.batch import Batch
 from titan_hydra.parallel import compile
+from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import data as data_parallel
 from titan_hydra.parallel.mesh import Mesh, local_part
-from titan_hydra.parallel.pipeline import Pipeline
+from titan_hydra.parallel.pipeline import Inputs, Pipeline, Summed
+
+from .objectives import Objective
 
 
-def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, loss_function: Callable) -> Plain | Pipeline:
+def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, objective: Objective) -> Plain | Pipeline:
     """Build the object that runs a local batch, with `forward_backward` and `forward`, pipelined or not."""
-    summed = compile.function(loss_function, job.compile)
-
-    def loss(output: Tensor, labels: Tensor) -> Tensor:
-        return local_part(summed(output, labels))
-
-    if mesh.degrees.pp > 1:
-        return Pipeline(stages, mesh, job, device, loss)
-    return Plain(stages[0], loss)
+    loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
+    if mesh.degrees.pp == 1:
+        return Plain(stages[0], objective.inputs, loss, measure)
+    microbatch = objective.example(job.data.local_batch // layout.microbatches(job))
+    first, _ = objective.inputs(context_parallel.shard_batch(microbatch, mesh).tensors)
+    return Pipeline(stages, mesh, job, device, first, objective.inputs, loss, measure)
 
 
 class Plain:
-    """Runs local batches through a whole model. `loss(output, labels)` is a sum over tokens."""
+    """Runs local batches through a whole model. `inputs`, `loss` and `measure` are an objective's."""
 
     has_loss = True  # on every rank; in a pipeline only on the rank of the last stage
 
-    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):
-        self.model, self.loss = model, loss
+    def __init__(self, model: nn.Module, inputs: Inputs, loss: Summed, measure: Summed):
+        self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
 
-    def forward_backward(self, inputs: Tensor, labels: Tensor, tokens: Tensor, last: bool, **context: Tensor) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `tokens`, and return that loss. Replicas reduce their gradients at the
+    def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
+        """Accumulate a local batch's gradients of its summed loss / `count`, and return that loss. Replicas reduce their gradients at the
         `last`.
         """
         data_parallel.last_microbatch(self.model, last)
-        loss = self.forward(inputs, labels, **context) / tokens
+        loss = self._sum(self.loss, batch) / count
         loss.backward()
         return loss.detach()
 
-    def forward(self, inputs: Tensor, labels: Tensor, **context: Tensor) -> Tensor:
-        """Return the summed loss of a local batch."""
-        return self.loss(self.model(inputs, **context), labels)
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the summed measure of a local batch."""
+        return self._sum(self.measure, batch)
+
+    def _sum(self, function: Summed, batch: Batch) -> Tensor:
+        first, others = self.inputs(batch.tensors)
+        return local_part(function(self.model(first, **others), batch.tensors))

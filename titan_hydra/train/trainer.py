@@ -10,7 +10,8 @@ from torch import nn
 
 from titan_hydra import models, parallel
 from titan_hydra.config.schema import Job
-from titan_hydra.data.loader import IGNORED, Batch, Loader, onto
+from titan_hydra.data.batch import Batch, onto
+from titan_hydra.data.loader import Loader
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import formats, loss_head
@@ -22,7 +23,7 @@ from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.stages import split, whole
 
 from .groups import Groups
-from .loss import LOSSES, TARGETS_IN_FORWARD
+from .objectives import Objective, build_objective
 from .optimizer import build_optimizers
 from .optimizer import step as optimizer_step
 from .step import Plain, build_step
@@ -52,6 +53,7 @@ class Trainer:
     job: Job
     mesh: Mesh
     device: torch.device
+    objective: Objective
     model: nn.Module  # the modules of all of this rank's stages, under the plain names
     masters: Masters  # the parameters as the optimizers hold them
     step: Plain | Pipeline
@@ -65,34 +67,30 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the mean loss.
 
-        The loss is the sum over all tokens that count, divided by their number in the whole global batch, counted once before the first
+        The loss is the sum over all elements that count, divided by their number in the whole global batch, counted once before the first
         microbatch: correct under accumulation, uneven masks and replica groups alike.
         """
         self.masters.cast()
-        tokens = onto(self.device, (batch.labels != IGNORED).sum())
+        count = onto(self.device, self.objective.count(batch.tensors))
         if self.mesh.batch is not None:
-            dist.all_reduce(tokens, group=self.mesh.batch)
-        self.groups.add_up([tokens])
-        tokens = tokens.clamp(min=1)
+            dist.all_reduce(count, group=self.mesh.batch)
+        self.groups.add_up([count])
+        count = count.masked_fill(count == 0, 1)  # not clamp: weights can sum to less than 1
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
         for number, part in enumerate(parts, start=1):
-            inputs, labels, context = self.prepare(part)
+            part = self.prepare(part)
             with tensor_parallel.loss_context(self.mesh):
-                total += self.step.forward_backward(inputs, labels, tokens, last=number == len(parts), **context)
+                total += self.step.forward_backward(part, count, last=number == len(parts))
         self.masters.take_gradients()
         self.groups.add_up([total])
         self.groups.add_up_gradients()
         return total
 
-    def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return inputs and labels of a local batch on this rank's device, and by name the other arguments of the model's forward."""
+    def prepare(self, batch: Batch) -> Batch:
+        """Return this rank's part of a local batch, on its device."""
         self.progress()
-        batch = context_parallel.shard_batch(batch, self.mesh).to(self.device)
-        context = {"positions": batch.positions, "documents": batch.documents}
-        if self.job.loss.name in TARGETS_IN_FORWARD:
-            context["targets"] = batch.labels
-        return batch.tokens, batch.labels, {name: value for name, value in context.items() if value is not None}
+        return context_parallel.shard_batch(batch, self.mesh).to(self.device)
 
     def measure(self) -> torch.Tensor:
         """Return the norm of the whole model's gradient."""
@@ -121,21 +119,21 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
-        """Return the mean loss over `steps` held-out global batches; every token counts once, whatever the layout."""
+        """Return the objective's mean over `steps` held-out global batches; every element counts once, whatever the layout."""
         self.model.eval()
         self.masters.cast()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         loader.rewind()
         for _ in range(steps):
             for part in loader.next().split(self.job.data.local_batch):
-                inputs, labels, context = self.prepare(part)
+                part = self.prepare(part)
                 with tensor_parallel.loss_context(self.mesh):
-                    loss = self.step.forward(inputs, labels, **context)
+                    summed = self.step.forward(part)
                 if self.mesh.reports_loss and self.step.has_loss:
-                    totals += torch.stack([loss.double(), (labels != IGNORED).sum().double()])
+                    totals += torch.stack([summed.double(), self.objective.count(part.tensors).double()])
         dist.all_reduce(totals)
         self.model.train()
-        return (totals[0] / totals[1].clamp(min=1)).item()
+        return (totals[0] / totals[1].masked_fill(totals[1] == 0, 1)).item()
 
 
 @dataclass
@@ -150,11 +148,11 @@ class Parts:
 
     def trainer(self, device: torch.device) -> Trainer:
         """Build the trainer, once the stages have memory."""
-        job, model = self.job, whole(self.stages).train()
+        job, model, objective = self.job, whole(self.stages).train(), build_objective(self.job)
         masters = separate(model, self.mesh, job.precision)
-        step = build_step(self.stages, self.mesh, job, device, LOSSES[job.loss.name])
+        step = build_step(self.stages, self.mesh, job, device, objective)
         optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh)
-        return Trainer(job, self.mesh, device, model, masters, step, optimizers, self.parameters, self.notes)
+        return Trainer(job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes)
 
 
 def assemble(job: Job, device: torch.device) -> Parts:

@@ -15,7 +15,6 @@ from titan_hydra.base.private import FakeStore, FakeTensorMode, settle_shapes
 from titan_hydra.base.run import Run
 from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
-from titan_hydra.data.loader import Batch
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.train.loop import write_result
 from titan_hydra.train.trainer import Trainer, assemble
@@ -60,7 +59,7 @@ def step(job: Job) -> Trainer:
         if isinstance(trainer.step, Pipeline):
             settle_shapes(trainer.step.schedule)
         samples = job.data.global_batch // trainer.mesh.data_ranks
-        tokens = torch.zeros(samples, job.data.seq_len, dtype=torch.int64)
-        share = trainer.forward_backward(Batch(tokens, tokens))
+        batch = trainer.objective.example(samples).each(lambda tensor, dims: torch.zeros_like(tensor))
+        share = trainer.forward_backward(batch)
         trainer.update(trainer.agree(share, trainer.measure()))
     return trainer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_hydra.config.schema import Job, LrSchedule, Model, Optimizer
-from titan_hydra.data.loader import Batch
+from titan_hydra.data.batch import Batch
 
 Weights = dict[str, Tensor]
 
@@ -43,20 +43,20 @@ def train(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[li
 def mean_loss(weights: Weights, batch: Batch, model: Model) -> Tensor:
     """Return the cross-entropy of the labels that count, divided by their number."""
     logits = forward(weights, batch, model).log_softmax(-1)
-    counts = batch.labels >= 0
-    picked = logits.gather(-1, batch.labels.where(counts, 0).unsqueeze(-1)).squeeze(-1)
+    counts = batch["labels"] >= 0
+    picked = logits.gather(-1, batch["labels"].where(counts, 0).unsqueeze(-1)).squeeze(-1)
     return -(picked * counts).sum() / max(int(counts.sum()), 1)
 
 
 def forward(weights: Weights, batch: Batch, model: Model) -> Tensor:
     """Return logits [batch, seq, vocab]."""
-    size, length = batch.tokens.shape
+    size, length = batch["tokens"].shape
     places = torch.arange(length)
-    positions = places.expand(size, length) if batch.positions is None else batch.positions
+    positions = batch.tensors.get("positions", places.expand(size, length))
     sees = (places.unsqueeze(0) <= places.unsqueeze(1)).expand(size, length, length)
-    if batch.documents is not None:
-        sees = sees & (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1))
-    x = weights["tok_embeddings.weight"][batch.tokens]
+    if (documents := batch.tensors.get("documents")) is not None:
+        sees = sees & (documents.unsqueeze(2) == documents.unsqueeze(1))
+    x = weights["tok_embeddings.weight"][batch["tokens"]]
     for layer in range(model.n_layers):
         block = {name.removeprefix(f"layers.{layer}."): value for name, value in weights.items() if name.startswith(f"layers.{layer}.")}
         x = x + attention(block, rms_norm(x, block["attention_norm.weight"], model.norm_eps), positions, sees, model)

@@ -29,10 +29,11 @@ from titan_hydra import data, models
 from titan_hydra.base.run import Run
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
-from titan_hydra.data.loader import IGNORED, Batch
+from titan_hydra.data.batch import Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.layers import document_positions
 from titan_hydra.parallel.mesh import local_part
+from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
@@ -103,7 +104,7 @@ def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
     for step in range(1, job.steps + 1):
         batch = loader.next()
         if case is not None:
-            batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * len(batch.labels))
+            batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * batch.samples)
         set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
         with reductions() as dtypes:
             share = trainer.forward_backward(batch)
@@ -194,21 +195,25 @@ def exact(job: Job, case: Case) -> Trace:
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
-    """Apply the case's mask and documents to a batch. Both depend only on slot and step; the first sample is in slot `first` of `slots`.
+    """Apply the case's mask and documents to a batch of text. Both depend only on slot and step; the first sample is in slot `first`
+    of `slots`.
 
     Up to 80 % of a sample's labels are ignored, so that no two microbatches count the same number. In the first quarter of the slots at
     step 1, and the first half at step 2, no label counts, so that whole ranks have none.
     """
-    shape = batch.labels.shape
+    if not case.uneven_mask and not case.documents:
+        return batch
+    shape = batch["labels"].shape
     documents = torch.zeros(shape, dtype=torch.int64)
     for row in range(shape[0]):
         slot = first + row
         dice = torch.Generator().manual_seed(slot * 10007 + step)
         share = 1.0 if (slot + 1) * 4 <= slots * (step if step < 3 else 0) else (slot * 37 + step * 61) % 81 / 100
         if case.uneven_mask:
-            batch.labels[row, torch.rand(shape[1], generator=dice) < share] = IGNORED
+            batch["labels"][row, torch.rand(shape[1], generator=dice) < share] = IGNORED
         documents[row] = (torch.rand(shape[1], generator=dice) < 0.1).cumsum(0)
-    return dataclasses.replace(batch, documents=documents, positions=document_positions(documents)) if case.documents else batch
+    packed = {"documents": documents, "positions": document_positions(documents)} if case.documents else {}
+    return Batch(batch.tensors | packed, batch.dims)
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:

@@ -46,7 +46,7 @@ def test_rows_go_on_from_their_number(job, hub):
 
 def test_validation_split(job, hub):
     loader = data.build(job(name="hf", path=str(hub), subset="en", global_batch=1), 0, 1, "validation")
-    assert "held out" in _decode(loader.next().tokens[0].tolist())
+    assert "held out" in _decode(loader.next()["tokens"][0].tolist())
 
 
 def _decode(ids):

@@ -17,7 +17,7 @@ def write(path, ids, **changed):
 
 
 def epoch_of(source, samples, epoch=0):
-    return [source.sample(epoch * samples + i, 0).tolist() for i in range(samples)]
+    return [source.sample(epoch * samples + i, 0)["tokens"].tolist() for i in range(samples)]
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -37,7 +37,7 @@ def test_tokens_are_what_the_stream_of_the_same_text_packs(job, corpus):
     one = {"global_batch": 1, "shuffle": False}
     streamed, stored = (data.build(job(**corpus[source], **one), 0, 1) for source in ("jsonl", "tokens"))
     for _ in range(streamed_samples := 30):
-        assert streamed.next().tokens.tolist() == stored.next().tokens.tolist()
+        assert streamed.next()["tokens"].tolist() == stored.next()["tokens"].tolist()
     assert stored.signature["samples"] > streamed_samples
 
 
@@ -66,8 +66,8 @@ def test_files_that_do_not_fit(tmp_path):
 
 def test_synthetic_is_uniform_and_a_function_of_its_number():
     source = Synthetic(100, 1000, seed=-3)
-    tokens = np.concatenate([source.sample(number, 0) for number in range(100)])
+    tokens = np.concatenate([source.sample(number, 0)["tokens"] for number in range(100)])
     counts = np.bincount(tokens, minlength=100)
     assert len(counts) == 100
     assert (abs(counts - 1001) < 160).all()  # five standard deviations
-    assert np.array_equal(Synthetic(100, 1000, seed=-3).sample(5, 1), source.sample(5, 3))
+    assert np.array_equal(Synthetic(100, 1000, seed=-3).sample(5, 1)["tokens"], source.sample(5, 3)["tokens"])

@@ -9,6 +9,7 @@ import torch
 from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.data import loader as loaders
+from titan_hydra.train.objectives.language import cut
 
 SOURCES = ["embedded", "synthetic", "tokens", "hf", "jsonl", "shards", "parquet", "books", "single"]
 
@@ -36,7 +37,7 @@ def take(job, ranks, steps, state=None, split="train"):
         if state:
             loader.load(state)
         batches = [loader.next() for _ in range(steps)]
-        parts.append([torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1).numpy() for batch in batches])
+        parts.append([torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1).numpy() for batch in batches])
         states.append(loader.state())
         loader.close()
     return np.concatenate(parts, axis=1), json.loads(json.dumps(loaders.merge(states)))
@@ -94,9 +95,9 @@ def test_nothing_is_prepared_before_the_first_next(job):
 
 def test_rewind_starts_over(job):
     loader = data.build(job(prefetch=2), 0, 1, "validation")
-    first = [loader.next().tokens for _ in range(3)]
+    first = [loader.next()["tokens"] for _ in range(3)]
     loader.rewind()
-    assert all(torch.equal(loader.next().tokens, tokens) for tokens in first)
+    assert all(torch.equal(loader.next()["tokens"], tokens) for tokens in first)
     loader.close()
 
 
@@ -149,10 +150,10 @@ BOS, EOS = 90, 91
 
 
 def test_cut_without_mask_shifts_by_one():
-    batch = loaders.cut(np.array([[BOS, 1, 2, EOS, BOS]]), None)
-    assert batch.tokens.tolist() == [[BOS, 1, 2, EOS]]
-    assert batch.labels.tolist() == [[1, 2, EOS, BOS]]
-    assert batch.documents is None
+    batch = cut(np.array([[BOS, 1, 2, EOS, BOS]]), None)
+    assert batch["tokens"].tolist() == [[BOS, 1, 2, EOS]]
+    assert batch["labels"].tolist() == [[1, 2, EOS, BOS]]
+    assert len(batch) == 2
 
 
 @pytest.mark.parametrize(("bos", "tokens", "labels", "documents", "positions"), [
@@ -160,20 +161,20 @@ def test_cut_without_mask_shifts_by_one():
     (BOS, [BOS, 1, EOS, BOS, EOS, BOS], [1, EOS, -100, EOS, -100], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]),
     (None, [7, EOS, 1, 2, EOS, 3], [EOS, -100, 2, EOS, -100], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2])])
 def test_document_mask(bos, tokens, labels, documents, positions):
-    batch = loaders.cut(np.array([tokens]), (bos, EOS))
-    assert batch.labels.tolist() == [labels]
-    assert batch.documents.tolist() == [documents]
-    assert batch.positions.tolist() == [positions]
+    batch = cut(np.array([tokens]), (bos, EOS))
+    assert batch["labels"].tolist() == [labels]
+    assert batch["documents"].tolist() == [documents]
+    assert batch["positions"].tolist() == [positions]
 
 
 @pytest.mark.parametrize("source", ["jsonl", "tokens"])
 def test_document_mask_of_real_batches(job, corpus, source):
     batch = data.build(job(**corpus[source], document_mask=True), 0, 1).next()
     bos = 3840
-    assert (batch.tokens == bos).any()
-    assert (batch.positions[batch.tokens == bos] == 0).all()
-    assert bos not in batch.labels
-    assert all(tensor.dtype == torch.int64 for tensor in vars(batch).values())
+    assert (batch["tokens"] == bos).any()
+    assert (batch["positions"][batch["tokens"] == bos] == 0).all()
+    assert bos not in batch["labels"]
+    assert all(tensor.dtype == torch.int64 for tensor in batch.tensors.values())
     plain = data.build(job(**corpus[source]), 0, 1).next()
-    assert torch.equal(plain.tokens, batch.tokens)
-    assert plain.documents is None
+    assert torch.equal(plain["tokens"], batch["tokens"])
+    assert set(plain.tensors) == {"tokens", "labels"}

@@ -48,7 +48,8 @@ def read(job, ranks, steps, state=None):
         loader = data.build(job, rank, ranks)
         if state:
             loader.load(state)
-        parts.append([np.concatenate([batch.tokens, batch.labels[:, -1:]], axis=1) for batch in (loader.next() for _ in range(steps))])
+        batches = [loader.next() for _ in range(steps)]
+        parts.append([np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1) for batch in batches])
         states.append(loader.state())
     return np.concatenate(parts, axis=1).reshape(-1, job.data.seq_len + 1), json.loads(json.dumps(loaders.merge(states)))
 
@@ -103,9 +104,9 @@ def test_documents_are_masked_within_each_source(three):
     loader = data.build(three(document_mask=True), 0, 1)
     for step in range(3):
         batch = loader.next()
-        assert np.array_equal(batch.tokens, plain.reshape(3, 40, 5)[step, :, :4])
-        assert (batch.positions[batch.tokens == BOS] == 0).all() and (batch.tokens == BOS).any()
-        assert BOS not in batch.labels
+        assert np.array_equal(batch["tokens"], plain.reshape(3, 40, 5)[step, :, :4])
+        assert (batch["positions"][batch["tokens"] == BOS] == 0).all() and (batch["tokens"] == BOS).any()
+        assert BOS not in batch["labels"]
 
 
 def test_another_mixture_does_not_go_on_from_the_state(three):
@@ -126,7 +127,7 @@ def test_ids_of_different_tokenizers_do_not_meet(three, tmp_path):
 def test_synthetic_sources_are_not_alike(job):
     parts = {name: schema.Part(name="synthetic", weight=1) for name in "ab"}
     batch = data.build(job(name="mixture", mixture=parts), 0, 1).next()
-    assert len({sample.numpy().tobytes() for sample in batch.tokens}) == 4
+    assert len({sample.numpy().tobytes() for sample in batch["tokens"]}) == 4
 
 
 @pytest.mark.parametrize(("changed", "message"), [

@@ -156,6 +156,6 @@ def test_a_token_file_that_is_cut_off_while_it_is_read_is_noticed(job, tmp_path)
     loader = data.build(job(**keys), 0, 1)
     with (tmp_path / "b.bin").open("r+b") as file:
         file.truncate(300)
-    samples = [loader.next().tokens for _ in range(50)]
+    samples = [loader.next()["tokens"] for _ in range(50)]
     assert all(batch.shape == (2, 8) for batch in samples)
     assert "it has been cut off since it was opened" in loader.news()[str(tmp_path / "b.bin")]

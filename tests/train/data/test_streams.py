@@ -83,7 +83,7 @@ def test_fewer_rows_than_slots_still_feed_every_slot(job, tmp_path):
     (tmp_path / "tiny.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     for shuffle in (True, False):
         loader = data.build(job(name="text_files", path=str(tmp_path / "tiny.jsonl"), global_batch=16, shuffle=shuffle), 0, 1)
-        assert [loader.next().tokens.shape for _ in range(3)] == [(16, 32)] * 3
+        assert [loader.next()["tokens"].shape for _ in range(3)] == [(16, 32)] * 3
 
 
 @settings(deadline=None, max_examples=40)

@@ -1,0 +1,33 @@
+"""The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES
+from titan_hydra.config.schema import Job
+
+from .data import sources
+
+
+def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
+    """The samples of every data source have the arrays that the objective uses."""
+    needs = OBJECTIVES[job.train.objective].needs
+    suitable = tuple(name for name, record in DATA_SOURCES.items() if set(needs) <= set(record.gives))
+    for key, source in sources(job.data).items():
+        if lacking := [name for name in needs if name not in DATA_SOURCES[source.name].gives]:
+            yield Fault(f"{key}.name", source.name, f"train.objective={job.train.objective} needs {' and '.join(lacking)} of each sample, "
+                        "which this source does not give", legal=suitable)
+
+
+def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
+    """A loss that is not made for it can neither be computed in the head nor on logits that are split over the vocabulary."""
+    record = OBJECTIVES[job.train.objective]
+    if job.loss.name == "linear_cross_entropy" and not record.head_loss:
+        yield Fault("loss.name", job.loss.name, f"train.objective={record.name} needs the logits", legal=("cross_entropy",))
+    if job.parallelism.tp > 1 and job.parallelism.loss_parallel and not record.split_logits:
+        yield Fault("parallelism.loss_parallel", True, f"train.objective={record.name} needs whole logits", legal=(False,))
+    yield from record.faults(job)
+
+
+RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss]

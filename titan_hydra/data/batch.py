@@ -1,0 +1,65 @@
+"""The samples of a step on one data-parallel rank: tensors by name, each with the dimensions along which it may be cut."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The dimensions of a tensor along which a batch is cut: microbatches cut samples, context parallelism cuts the sequence.
+
+    `sequence` is None if the tensor has no such dimension, or if every context-parallel rank needs all of it.
+    """
+
+    samples: int = 0
+    sequence: int | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Named tensors. `dims` has an entry for each of them, and may have others."""
+
+    tensors: dict[str, torch.Tensor]
+    dims: Mapping[str, Dims]
+
+    def __post_init__(self) -> None:
+        if missing := self.tensors.keys() - self.dims.keys():
+            raise ValueError(f"no dimensions are declared for {', '.join(sorted(missing))}")
+        numbers = {name: tensor.shape[self.dims[name].samples] for name, tensor in self.tensors.items()}
+        if len(set(numbers.values())) != 1:
+            raise ValueError(f"the tensors of a batch hold different numbers of samples: {numbers}")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        name, tensor = next(iter(self.tensors.items()))
+        return tensor.shape[self.dims[name].samples]
+
+    def split(self, size: int) -> list[Batch]:
+        """Return batches of `size` samples each, in order."""
+        pieces = [tensor.split(size, self.dims[name].samples) for name, tensor in self.tensors.items()]
+        return [Batch(dict(zip(self.tensors, row, strict=True)), self.dims) for row in zip(*pieces, strict=True)]
+
+    def of_sequences(self, index: Callable[[int], torch.Tensor]) -> Batch:
+        """Return a part of every sequence: the elements at `index(length)`, in that order."""
+        return self.each(lambda tensor, dims: tensor if dims.sequence is None else
+                         tensor.index_select(dims.sequence, index(tensor.shape[dims.sequence])))
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return self.each(lambda tensor, dims: onto(device, tensor))
+
+    def each(self, change: Callable[[torch.Tensor, Dims], torch.Tensor]) -> Batch:
+        """Return the batch with every tensor changed."""
+        return Batch({name: change(tensor, self.dims[name]) for name, tensor in self.tensors.items()}, self.dims)
+
+
+def onto(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a host tensor to a device through pinned memory: from pageable memory the host would wait for all work queued there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,77 @@
+"""Language modelling: every token of a packed text is predicted from those before it."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from titan_hydra.data.batch import Batch, Dims
+from titan_hydra.data.loader import Sample
+
+from . import Objective, Tensors
+
+IGNORED = -100  # the label of a token that does not count
+
+
+class Language(Objective):
+    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels, and documents and positions where something asks for them."""
+
+    # Documents stay whole: only Ulysses can mask by them, and there each rank's heads cover the whole sequence.
+    dims = {"tokens": Dims(sequence=1), "labels": Dims(sequence=1), "positions": Dims(sequence=1), "documents": Dims()}
+
+    def blank_sample(self) -> Sample:
+        return {"tokens": np.zeros(self.job.data.seq_len + 1, dtype=np.int64)}
+
+    def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
+        tokens = np.stack([sample["tokens"] for sample in samples]).astype(np.int64)
+        arrays = cut(tokens, separators if self.job.data.document_mask else None)
+        if self.job.parallelism.cp > 1 and "positions" not in arrays:  # the model would count the positions of a part from 0
+            arrays["positions"] = np.broadcast_to(np.arange(self.job.data.seq_len), arrays["tokens"].shape).copy()
+        return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, self.dims)
+
+    def count(self, batch: Tensors) -> torch.Tensor:
+        return (batch["labels"] != IGNORED).sum()
+
+    def inputs(self, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
+        others = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        if self.job.loss.name == "linear_cross_entropy":
+            others["targets"] = batch["labels"]
+        return batch["tokens"], others
+
+    def loss(self, output: torch.Tensor, batch: Tensors) -> torch.Tensor:
+        """Return the summed loss: with linear_cross_entropy the head has computed it from the targets (parallel/loss_head.py)."""
+        return output if self.job.loss.name == "linear_cross_entropy" else cross_entropy(output, batch["labels"])
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of logits [batch, seq, vocab] for labels [batch, seq]; computed in float32 whatever the logits are."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
+
+
+def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> dict[str, np.ndarray]:
+    """Split samples [n, S + 1] into tokens and labels; with separators also the document of each token, and its position in it.
+
+    The first token of a document is no label: the text before it does not predict it.
+    """
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
+    if separators is None:
+        return {"tokens": inputs.copy(), "labels": labels}
+    begins = _begins(tokens, *separators)
+    labels[begins[:, 1:]] = IGNORED
+    place = np.arange(inputs.shape[1])
+    positions = place - np.maximum.accumulate(np.where(begins[:, :-1], place, 0), axis=1)
+    documents = begins[:, :-1].cumsum(axis=1)
+    documents -= documents[:, :1]  # a sample's first document is number 0, whether or not it begins there
+    return {"tokens": inputs.copy(), "labels": labels, "documents": documents, "positions": positions}
+
+
+def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
+    """Return True where a document begins: at begin-of-text, or after end-of-text if the tokenizer has no begin-of-text."""
+    if bos is not None:
+        return tokens == bos
+    begins = np.zeros(tokens.shape, dtype=bool)
+    if eos is not None:
+        begins[:, 1:] = tokens[:, :-1] == eos
+    return begins
