@@ -18,15 +18,15 @@ trainer.Trainer.update = slowly
 """
 STEPS, GROUPS = 300, 4
 # A node a group: the groups are smaller than the nodes, and would share one.
-LINE = ("gpus=1", f"steps={STEPS}", "checkpoint.interval=0", "+cluster.sbatch.exclusive=true", "fault_tolerance=torchft",
-        f"fault_tolerance.replicas={GROUPS}")
+LINE = ("gpus=1", f"steps={STEPS}", "checkpoint.interval=0", "+cluster.sbatch.exclusive=true", f"fault_tolerance.replicas={GROUPS}",
+        "fault_tolerance.timeout_seconds=5")
 
 
-def start(submit, *overrides):
+def start(submit, *kind):
     """Submit four groups and wait until they train together. Returns their run folders, and the job of each."""
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     submit.sabotage(SLOWLY)
-    submit.submit(*LINE, *overrides)
+    submit.submit(*LINE, *kind)
     (run,) = submit.cells()
     homes = [run, *(run / "replicas" / str(group) for group in range(1, GROUPS))]
     submit.wait(lambda: all(len(steps(home)) > 3 and quorums(home)[-1] == GROUPS for home in homes), 240)
@@ -43,8 +43,8 @@ def steps(home):
 
 
 def quorums(home):
-    """How many groups there were, whenever that changed."""
-    return [row["groups"] for row in rows(home, "events") if row["event"] == "quorum"]
+    """How many groups there were, whenever that changed, or in each meeting."""
+    return [row["groups"] for row in rows(home, "events") if row["event"] in ("quorum", "meeting")]
 
 
 def again(home):
@@ -66,7 +66,7 @@ def finish(submit, homes):
 @pytest.mark.slow  # more than a minute, as SLURM takes half of one to see that a node is gone
 @pytest.mark.parametrize("victim", [2, 0], ids=["another node", "the lighthouse's node"])
 def test_a_group_is_killed_with_its_node_and_the_others_go_on(submit, victim):
-    homes, jobs = start(submit)
+    homes, jobs = start(submit, "fault_tolerance=torchft")
     node = submit.cluster.jobs()[jobs[victim]]["NodeList"]
     assert len({submit.cluster.jobs()[job]["NodeList"] for job in jobs}) == GROUPS
     submit.cluster.manage("crash", node)
@@ -96,7 +96,7 @@ def test_a_group_is_killed_with_its_node_and_the_others_go_on(submit, victim):
 
 @pytest.mark.slow
 def test_a_group_whose_rank_is_killed_is_requeued_and_all_are_cancelled_and_retried(submit):
-    homes, jobs = start(submit)
+    homes, jobs = start(submit, "fault_tolerance=torchft")
     submit.cluster.call("scancel", "--signal=KILL", f"{jobs[3]}.0")
     submit.wait(lambda: quorums(homes[0])[-2:] == [GROUPS - 1, GROUPS], 240)
     assert submit.attempts(homes[3]) == [1, 2] and (homes[3] / "attempts" / "1" / "exit").read_text() == "137\n"
@@ -114,3 +114,18 @@ def test_a_group_whose_rank_is_killed_is_requeued_and_all_are_cancelled_and_retr
     assert retried.returncode == 0 and "1 queued" in retried.stdout, retried.stdout + retried.stderr
     finish(submit, homes)
     assert [submit.attempts(home)[-1] for home in homes] == [2, 2, 2, 3]
+
+
+@pytest.mark.slow
+def test_groups_that_meet_through_files_go_on_without_the_first(submit):
+    """DiLoCo has no lighthouse: the groups find each other in a folder of the run."""
+    homes, jobs = start(submit, "fault_tolerance=diloco", "fault_tolerance.sync_every=2")
+    node = submit.cluster.jobs()[jobs[0]]["NodeList"]
+    submit.cluster.manage("crash", node)
+    submit.wait(lambda: all(quorums(home)[-1] == GROUPS - 1 for home in homes[1:]), 60)
+    submit.cluster.manage("boot", node)
+    submit.wait(lambda: all(quorums(home)[-1] == GROUPS for home in homes), 240)
+    finish(submit, homes)
+    for home in homes[1:]:
+        assert steps(home) == list(range(1, STEPS + 1)) and submit.attempts(home) == [1]
+    assert GROUPS - 1 in quorums(homes[1]) and submit.attempts(homes[0]) == [1, 2]
