@@ -95,13 +95,17 @@ def test_a_group_is_killed_with_its_node_and_the_others_go_on(submit, victim):
 
 
 @pytest.mark.slow
-def test_a_group_whose_rank_is_killed_is_requeued_and_all_are_cancelled_and_retried(submit):
+def test_one_is_preempted_and_one_rank_is_killed_and_all_are_cancelled_and_retried(submit):
+    """Whatever happens to one group alone is over when its job has been requeued."""
     homes, jobs = start(submit, "fault_tolerance=torchft")
-    submit.cluster.call("scancel", "--signal=KILL", f"{jobs[3]}.0")
+    submit.cluster.signal_job(jobs[1], "USR2")
     submit.wait(lambda: quorums(homes[0])[-2:] == [GROUPS - 1, GROUPS], 240)
+    assert submit.attempts(homes[1]) == [1, 2] and (homes[1] / "attempts" / "1" / "exit").read_text() == "75\n"
+    submit.cluster.call("scancel", "--signal=KILL", f"{jobs[3]}.0")
+    submit.wait(lambda: quorums(homes[0])[-4:] == [GROUPS - 1, GROUPS] * 2, 240)
     assert submit.attempts(homes[3]) == [1, 2] and (homes[3] / "attempts" / "1" / "exit").read_text() == "137\n"
     log = submit.titan("logs", homes[0].name, "--rank", "3")
-    assert log.returncode == 0 and log.stdout == (homes[3] / "attempts" / "2" / "rank_0.log").read_text()
+    assert log.returncode == 0 and (homes[3] / "attempts" / "2" / "rank_0.log").read_text().startswith(log.stdout or "nothing"), log
 
     cancelled = submit.titan("cancel", homes[0].name, "--yes")
     assert cancelled.returncode == 0 and "cancelled 1 cell" in cancelled.stdout, cancelled.stdout + cancelled.stderr
@@ -109,11 +113,12 @@ def test_a_group_whose_rank_is_killed_is_requeued_and_all_are_cancelled_and_retr
     cell = submit.status()[homes[0]]
     assert cell["state"] == "interrupted" and {group["state"] for group in cell["groups"]} == {"interrupted"}, cell
     made = [steps(home)[-1] for home in homes]
-    assert max(made) - min(made) <= 1 and [submit.attempts(home)[-1] for home in homes] == [1, 1, 1, 2]
+    assert max(made) - min(made) <= 1, made
+    assert [submit.attempts(home)[-1] for home in homes] == [1, 2, 1, 2]
     retried = submit.titan("retry", "--only", "interrupted")
     assert retried.returncode == 0 and "1 queued" in retried.stdout, retried.stdout + retried.stderr
     finish(submit, homes)
-    assert [submit.attempts(home)[-1] for home in homes] == [2, 2, 2, 3]
+    assert [submit.attempts(home)[-1] for home in homes] == [2, 3, 2, 3]
 
 
 @pytest.mark.slow
