@@ -161,20 +161,20 @@ def test_functions_fit_a_screen():
 
 
 LINES = {  # of a room, at most: the design's budget stands behind where it is not kept yet. A number here may fall; it rises for a reason.
-    "base": 460,  # 350 and the table of private names
+    "base": 465,  # 350 and the table of private names
     "config": 3840,  # 2,100; up by 90: the records of number formats and of objectives, with the rules of the latter
     "models": 750,
-    "runs": 1680,  # 1,150; up by 10: configurations of version 0.1 are compared
+    "runs": 1740,  # 1,150; up by 10: configurations of version 0.1 are compared; by 55: replica groups are jobs
     "parallel": 1450,
     "data": 1150,
     "observe": 1240,  # 1,100
     "checkpoint": 1040,  # 900
     "train": 1100,  # 1,200
-    "fault_tolerance": 840,  # 500
+    "fault_tolerance": 1030,  # 500
     "verify": 990,  # 550
-    "launch": 1655,  # 1,300
+    "launch": 1685,  # 1,300
     "report": 1660,  # 1,300
-    "commands": 2280,  # 1,500
+    "commands": 2290,  # 1,500
 }
 
 

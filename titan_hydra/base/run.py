@@ -24,6 +24,7 @@ class Run:
     world_size: int = 1
     store: object | None = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
     replica: int = 0
+    submission: str = ""  # token of the SLURM submission: then each replica group is a job, whose attempts are in its own folder
 
     @property
     def home(self) -> Path:
@@ -32,12 +33,12 @@ class Run:
 
     @property
     def meetings(self) -> Path:
-        """The folder that the replica groups of this attempt use for rendezvous."""
-        return self._attempt / "meetings"
+        """The folder that the replica groups of this attempt, or of this submission, use for rendezvous."""
+        return self.home / "meetings" / self.submission if self.submission else self._attempt / "meetings"
 
     def record_of(self, rank: int) -> Path:
-        """Return the path of a rank's record. The file name counts ranks over all replica groups, as the launcher does."""
-        return self._attempt / f"rank_{self.replica * self.world_size + rank}.json"
+        """Return the path of a rank's record. The file name counts ranks as the launcher does: over all groups that it has started."""
+        return self._attempt / f"rank_{rank + (0 if self.submission else self.replica * self.world_size)}.json"
 
     @property
     def newer_attempt(self) -> int | None:
@@ -45,12 +46,12 @@ class Run:
 
         A later attempt owns the run: this one must no longer write to it.
         """
-        mine, newest = self._attempt.name, max(attempts_of(self.home), default=0)
+        mine, newest = self._attempt.name, max(attempts_of(self.directory if self.submission else self.home), default=0)
         return newest if mine.isdecimal() and newest > int(mine) else None
 
     @property
     def _attempt(self) -> Path:
-        return self.attempt.parents[1] if self.replica else self.attempt
+        return self.attempt.parents[1] if self.replica and not self.submission else self.attempt
 
 
 def attempts_of(directory: Path) -> list[int]:
@@ -62,6 +63,16 @@ def rank_files(attempt: Path, kind: str, suffix: str = ".json") -> dict[int, Pat
     """Return the files `<kind>_<rank><suffix>` of an attempt, by rank."""
     found = ((re.fullmatch(rf"{kind}_([0-9]+)", path.name.removesuffix(suffix)), path) for path in attempt.glob(f"{kind}_*{suffix}"))
     return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
+
+
+def homes_of(directory: Path, replicas: int) -> list[Path]:
+    """Return the run folders of the replica groups: the run's own for the first, folders below it for the others."""
+    return [folders_of(replica, directory, directory)[0] for replica in range(replicas)]
+
+
+def group_at(home: Path) -> tuple[Path, int]:
+    """Return the directory of the whole run, and the replica group whose run folder this is."""
+    return (home.parents[1], int(home.name)) if home.parent.name == "replicas" and home.name.isdecimal() else (home, 0)
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:

@@ -21,7 +21,7 @@ from titan_hydra.config.files import read_json, write_json
 from titan_hydra.launch.attach import stop
 from titan_hydra.runs import rundir, slurm
 from titan_hydra.runs.records import alive
-from titan_hydra.runs.view import ACTIVE, Row, add_target, choose, look
+from titan_hydra.runs.view import ACTIVE, Row, add_target, choose, jobs_of, look
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,24 +69,27 @@ def asked(question: str) -> bool:
         return False
 
 
-def mark(row: Row) -> None:
+def mark(attempt: Path) -> None:
     """Record in the attempt that it is being cancelled, before it is."""
-    write_json(row.directory / "attempts" / str(row.state.attempt) / "cancelled", {"by": getpass.getuser(), "time": time.time()})
+    write_json(attempt / "cancelled", {"by": getpass.getuser(), "time": time.time()})
 
 
 def cancel_slurm(rows: list[Row]) -> Iterable[str]:
     """Cancel the jobs of exactly these cells with one scancel. Yields the reasons why some cannot be cancelled."""
-    jobs: list[str] = []  # of each cell: packed ones share theirs
+    cells: list[Path] = []
+    jobs: list[str] = []  # packed cells share theirs, and replica groups have one each
     for row in rows:
-        owner = owner_of(row)
-        if row.state.job is None:
+        owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].kind in ACTIVE]
+        if any(state.job is None for _, _, state in live):
             yield f"{row.cell}: is being submitted right now; try again"
         elif others := sharing(owner, row, rows) if owner.get("packed") else []:
             yield (f"{row.cell}: shares the packed job {row.state.job.id} with {counted(len(others), 'other cell')} "
                    f"({', '.join(others[:3])}); cancel the whole sweep, or scancel {row.state.job.id}")
         else:
-            mark(row)
-            jobs.append(row.state.job.id)
+            cells.append(row.directory)
+            for home, attempt, state in live:
+                mark(home / "attempts" / str(attempt))
+                jobs.append(state.job.id)
     if not jobs:
         return
     try:
@@ -97,7 +100,7 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
     if said:
         yield f"scancel: {said}"
     else:
-        print(f"cancelled {counted(len(jobs), 'cell')} ({', '.join(dict.fromkeys(jobs))})")
+        print(f"cancelled {counted(len(cells), 'cell')} ({', '.join(dict.fromkeys(jobs))})")
 
 
 def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
@@ -122,7 +125,7 @@ def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
         if not row.state.here:
             yield f"{row.cell}: runs on {row.state.host}; cancel it there"
             continue
-        mark(row)
+        mark(attempt)
         if whole and alive(launcher) and "ended" not in launcher:
             if launcher["pid"] not in told:  # a second signal kills
                 os.kill(launcher["pid"], signal.SIGTERM)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.run import attempts_of, rank_files
+from titan_hydra.config.files import read_json
 from titan_hydra.runs import rundir
 from titan_hydra.runs.records import last_lines
 from titan_hydra.runs.rundir import State
-from titan_hydra.runs.view import ACTIVE, add_runs, choose_one
+from titan_hydra.runs.view import ACTIVE, add_runs, choose_one, jobs_of
 
 POLL = 0.2  # seconds between two reads of the log
 ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: local, SLURM
@@ -34,6 +35,11 @@ def main(args: argparse.Namespace) -> int:
     state = rundir.inspect(directory)
     if args.guilty:
         return guilty(directory, state)
+    if state.groups:  # jobs of their own, whose ranks are counted from 0
+        group, args.rank = divmod(args.rank, (read_json(directory / "config.json") or {}).get("gpus") or 1)
+        if group >= len(state.groups):
+            raise ConfigError(f"--rank: {directory.name} has {len(state.groups)} replica groups")
+        directory, _, state = jobs_of(directory, state)[group]
     number = args.attempt or state.attempt
     if args.follow and args.attempt is None:
         return follow(directory, state, args.rank, args.lines)

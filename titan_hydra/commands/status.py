@@ -122,6 +122,8 @@ def note(row: Row) -> str:
         parts.append("first step" if row.to_go is None else f"{clock(row.to_go)} to go")
     if state.attempt > 1:
         parts.append(f"attempt {state.attempt}")
+    if 0 < (some := sum(group.kind == "running" for group in state.groups)) < len(state.groups):
+        parts.append(f"{some} of {len(state.groups)} replica groups run")
     return ", ".join(parts)
 
 
@@ -184,6 +186,7 @@ def as_json(row: Row) -> dict:
         "step": row.step, "steps": row.steps, "tokens_per_second": row.tokens_per_second, "loss": row.loss, "where": row.where,
         "seconds": row.seconds, "to_go_seconds": row.to_go, "silent_seconds": row.silent, "phase": row.phase, "cancelled_by": row.cancelled,
         "job": {"id": job.id, "state": job.state, "reason": job.reason, "start": job.start} if job else None,
+        "groups": [{"state": group.kind, "attempt": group.attempt, "job": group.job and group.job.id} for group in state.groups],
         "failure": {"kind": str(failure.kind), "rank": failure.rank, "status": int(failure.status), "line": failure.line,
                     "host": failure.host, "hint": failure.hint, "log": str(failure.log) if failure.log else None} if failure else None,
     }

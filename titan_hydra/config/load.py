@@ -128,7 +128,8 @@ def freeze(job: Job) -> Job:
         fixed *= max(getattr(degrees, name), 1)
     if job.gpus is None:
         node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
-        job.gpus = max(node // fixed // max(job.fault_tolerance.replicas, 1), 1) * fixed if free else fixed
+        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)  # on one machine they share it
+        job.gpus = max(node // fixed // groups, 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)
     if job.data.global_batch is None and data_parallel(job) > 0 and job.data.local_batch > 0:

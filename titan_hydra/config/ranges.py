@@ -95,6 +95,7 @@ NOTE = Text("text on one line")
 WORD = Text("a word without blanks", r"\S+", longest=1000)
 NAME = Text("a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200)  # a folder's
 PATH = Text("a path", ".+", longest=4095, longest_part=255)
+ADDRESS = Text("an address HOST:PORT", r"[\w.-]+:[1-9]\d{0,4}", longest=300)
 ANY = Text("")  # text of the user's own; control characters are refused all the same
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .field import key
 from .model import Model
-from .ranges import ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
+from .ranges import ADDRESS, ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
 from .registry import DATA_SOURCES, FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, TRACKERS, Names
 
 DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
@@ -237,6 +237,8 @@ class FaultTolerance:
                                identity=False, late=True)
     max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED,
                             identity=False, late=True)
+    lighthouse: str | None = key(None, "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
+                                 ADDRESS, only=("torchft",), identity=False, late=True)
 
 
 @dataclass

@@ -8,6 +8,7 @@ that is ahead.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -32,6 +33,7 @@ from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Agreement, Trainer
 from titan_hydra.train.world import open_store
 
+from . import shared_lighthouse
 from .outer import local, shards
 
 POLL = 0.05  # seconds between two reads of the files
@@ -59,13 +61,14 @@ class PerStep(Groups):
         self.exchange = AllreduceOptions()
         self.exchange.timeout = limit / 2  # the ranks of this group wait for each other for `limit`
         self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))  # to connect: all do it at once
-        self.store = open_store("127.0.0.1", None, limit) if run.rank == 0 else None
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # of rank 0
+        self.store = open_store(host, None, limit) if run.rank == 0 else None
         port = [self.store.port if self.store is not None else 0]
         dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
         self.manager = Manager(
             self.channel, self.receive, self.own, min_replica_size=1, use_async_quorum=False, init_sync=False, quorum_retries=RETRIES,
             timeout=limit, quorum_timeout=limit, connect_timeout=limit,
-            rank=run.rank, world_size=run.world_size, store_addr="127.0.0.1", store_port=port[0], hostname="127.0.0.1",
+            rank=run.rank, world_size=run.world_size, store_addr=host, store_port=port[0], hostname=host,
             replica_id=f"group_{run.replica}", lighthouse_addr=self._lighthouse() if run.rank == 0 else None,
             checkpoint_transport=Handover(self.channel, self.own),
         )
@@ -83,6 +86,7 @@ class PerStep(Groups):
         self.data_ahead = data_step - step
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         if self.run.rank == 0:
+            self.run.meetings.mkdir(parents=True, exist_ok=True)
             (self.run.meetings / f"came_{self.run.replica}").touch()
             # Then those that are here begin; the other ranks wait in the barrier, whose limit is twice that.
             deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
@@ -149,14 +153,14 @@ class PerStep(Groups):
         self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
 
     def commits(self, agreement: Agreement) -> bool:
-        """Return whether the step counts. All groups stop after the same step, if any was asked to."""
+        """Return whether the step counts. All groups stop after the same step, if any was asked to; a SLURM job of a group stops alone."""
         _, _, stop, _ = agreement.read()
         asked = torch.tensor([float(stop)])
         self.add_up([asked])
         self.counts = self.manager.should_commit()
         if self.counts:
             self.exchange.timeout = timedelta(seconds=self.job.comm.train_timeout_seconds) / 2
-        self.asked = stop or (self.counts and bool(asked))
+        self.asked = stop or (self.counts and bool(asked) and not self.run.submission)
         return self.counts
 
     def stops(self, asked: bool) -> bool:
@@ -165,6 +169,8 @@ class PerStep(Groups):
 
     def close(self) -> None:
         """Leave the other groups, which notice it after `fault_tolerance.timeout_seconds`."""
+        if self.asked:  # those that begin again wait for this group too
+            (self.run.meetings / f"came_{self.run.replica}").unlink(missing_ok=True)
         self.manager.shutdown(wait=False)
 
     # --- a group's state, for one that is behind --------------------------------------------------------------------------------------
@@ -209,8 +215,17 @@ class PerStep(Groups):
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
-        """Return the lighthouse's address, once it is written. Raises RunError after the time-out."""
-        path, deadline = self.run.meetings / "lighthouse", time.monotonic() + self.job.comm.init_timeout_seconds
+        """Return the lighthouse's address: the one given, that of a SLURM job's own process, or the local launcher's once it is written.
+
+        Raises RunError after the time-out.
+        """
+        config, limit = self.job.fault_tolerance, self.job.comm.init_timeout_seconds
+        if config.lighthouse:
+            return f"http://{config.lighthouse}"
+        if self.run.submission:
+            self.helper, address = shared_lighthouse.start(self.run.meetings, config.timeout_seconds, limit / 4 if self.run.replica else 0)
+            return address
+        path, deadline = self.run.meetings / "lighthouse", time.monotonic() + limit
         while not path.exists():
             if time.monotonic() > deadline:
                 raise RunError(f"torchft's lighthouse did not start: {path} is not there; its errors are in submitit/parent.log")

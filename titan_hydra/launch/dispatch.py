@@ -44,7 +44,8 @@ class Cell:
 
     @property
     def nodes(self) -> int:
-        return math.ceil(self.ranks / (self.job.cluster.gpus_per_node or self.ranks))
+        groups = self.job.fault_tolerance.replicas if self.job.cluster.executor == "slurm" else 1  # each has nodes of its own
+        return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 
     @property
     def name(self) -> str:

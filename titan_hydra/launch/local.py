@@ -95,12 +95,13 @@ class Ranks(Controller):
         config = (read_json(self.folder.parents[2] / "config.json") or {}).get("fault_tolerance", {"name": "off", "replicas": 1})
         size = self.ntasks // config["replicas"]
         groups = [Group(range(first, first + size)) for first in range(0, self.ntasks, size)]
-        if config["name"] == "torchft":
+        lights = config["name"] == "torchft" and not config.get("lighthouse")
+        if lights:
             self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
         started = time.monotonic()
         while any(task.poll() is None for task in self.tasks) or any("ended" not in rank for rank in self.ranks):
             now = time.monotonic()
-            if config["name"] == "torchft" and self.lighthouse.poll() is not None:
+            if lights and self.lighthouse.poll() is not None:
                 self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
             for group in groups:
                 self.note_ends(group, now)

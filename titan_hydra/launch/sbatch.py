@@ -2,7 +2,8 @@
 
 submitit makes the script's header from its parameters. Its pickles are not used: they are named after the job's id, so a submitter killed
 just after sbatch would leave a job without its pickle. Here everything a job needs is on disk before sbatch: a list of cells, a line each
-(number, nodes, ranks, run directory, attempt); an array's task takes its own line, a packed job all of them.
+(number, nodes, ranks, run directory, attempt, restarts); an array's task takes its own line, a packed job all of them. A replica group has
+a line of its own, with its run folder for the run directory: SLURM requeues it alone.
 
 A job starts an attempt only if attempt.json has the submission's token, and only once: the first job to write its id into the attempt's
 file `job` owns it. A requeued job creates the next attempt; a job that finds another token or another job's id starts nothing.
@@ -68,13 +69,23 @@ requeue() {{
     if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
     scontrol requeue "$job" && sleep 300
 }}
+# Whether the ranks' failure, $rc, is one of a replica group that is started again: not of its configuration, and not once too often.
+# $1 run directory, $2 its attempt at submission, $3 how often the group may be started again.
+restarts() {{
+    local number deaths=0
+    [ "$3" -gt 0 ] && [ "$rc" != 0 ] && [ "$rc" != {config} ] && [ -e "$attempt/exit" ] || return
+    for ((number = $2; number <= ${{attempt##*/}}; number++)); do
+        ! grep -qsvx 75 "$1/attempts/$number/exit" || deaths=$((deaths + 1))
+    done
+    [ "$deaths" -le "$3" ]
+}}
 trap : TERM USR2  # this script waits for its ranks, which get the signal too
 status=0
-while IFS=$'\\t' read -r line nodes ranks run first <&3; do
+while IFS=$'\\t' read -r line nodes ranks run first allowed <&3; do
     [ ! -e {folder}/over-"$line" ] || continue
     run_cell "$nodes" "$ranks" "$run" "$first"
     rc=$?
-    if [ "$rc" = 75 ]; then requeue; exit 75; fi
+    if [ "$rc" = 75 ] || restarts "$run" "$first" "$allowed"; then requeue; exit "$rc"; fi
     {done}
     [ "$rc" = 0 ] || [ "$status" != 0 ] || status=$rc
 done 3< <({lines})
@@ -93,12 +104,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Line:
-    """One cell of a job."""
+    """One cell of a job, or one replica group of a cell."""
 
     nodes: int
     ranks: int
     directory: Path
     attempt: int
+    restarts: int = 0  # of a replica group that has failed
 
 
 class SubmissionError(Exception):
@@ -109,7 +121,8 @@ class Batch(SlurmExecutor):
     """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the same nodes."""
 
     def __init__(self, folder: Path, name: str, shape: Shape, lines: list[Line], cluster: Cluster, paths: list[Path],
-                 packed: bool) -> None:
+                 packed: bool, at_once: int = 0) -> None:
+        """Set sbatch's parameters; at most `at_once` lines of an array run at the same time (0: all)."""
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
         self.token, self.lines, self.cluster, self.paths = name.rpartition("-")[2], lines, cluster, paths
         self.array = len(lines) > 1 and not packed
@@ -124,7 +137,7 @@ class Batch(SlurmExecutor):
         self.update_parameters(**{key: value for key, value in settings.items() if value is not None})
         self.parameters["additional_parameters"] = self.flags(shape, cluster)
         if self.array:
-            self.parameters |= {"map_count": len(lines), "array_parallelism": cluster.max_parallel or len(lines)}
+            self.parameters |= {"map_count": len(lines), "array_parallelism": at_once or len(lines)}
 
     @classmethod
     def affinity(cls) -> int:
@@ -174,7 +187,8 @@ class Batch(SlurmExecutor):
         """Write all files that the job needs."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\n" for number, line in enumerate(self.lines)]
+        rows = [f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\t{line.restarts}\n"
+                for number, line in enumerate(self.lines)]
         (folder / LIST).write_text("".join(rows))
         (folder / SCRIPT).write_text(self.text)
 

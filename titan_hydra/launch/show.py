@@ -42,10 +42,11 @@ def plan(cells: list, states: list[State], hours: float | None) -> None:
 
 def shape(array) -> str:
     """Describe the resources of an array of cells."""
-    many, nodes = len(array.cells), array.shape.nodes
-    kind = "one after another in one job" if array.packed else "one job array" if many > 1 else "one job"
+    many, nodes, groups = len(array.cells), array.shape.nodes, array.cells[0].job.fault_tolerance.replicas
+    kind = "one after another in one job" if array.packed else "one job array" if many * groups > 1 else "one job"
     per_node = f"{counted(nodes, 'node')} x {counted(array.shape.ranks_per_node, 'GPU')}"
-    return f"{counted(many, 'cell')}, {kind}, {per_node}"
+    of_groups = f" of {groups} replica groups" if groups > 1 else ""
+    return f"{counted(many, 'cell')}{of_groups}, {kind}, {per_node}{' a task' * bool(of_groups)}"
 
 
 def submitted(cells: list, states: list[State], folder: Path | None) -> None:

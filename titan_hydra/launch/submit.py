@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import Exit
+from titan_hydra.base.run import homes_of
 from titan_hydra.config import processes
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
@@ -48,15 +49,15 @@ class Array:
 
 
 def shape_of(cell) -> Shape:
-    """Return the resources of a cell's job."""
-    ranks = processes(cell.job)
+    """Return the resources of a cell's job, or of each of its jobs: one for each replica group."""
+    ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
     return Shape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
 def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
-    """Group cells of the same shape and cluster settings, at most `limit` in an array; packed: all into one job of the largest shape, in
-    their order.
+    """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks; packed: all into
+    one job of the largest shape, in their order.
     """
     if packed:
         shapes = [shape_of(cell) for cell in cells]
@@ -64,21 +65,25 @@ def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
         largest = Shape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
                         minutes and minutes * len(cells))
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
-    groups: dict[tuple[Shape, str], list] = {}
+    alike: dict[tuple[Shape, int, str], list] = {}
     for cell in cells:
-        groups.setdefault((shape_of(cell), repr(cell.job.cluster)), []).append(cell)
-    return [Array(secrets.token_hex(4), shape, group[first:first + limit])
-            for (shape, _), group in groups.items() for first in range(0, len(group), limit)]
+        alike.setdefault((shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
+    return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
+            for (shape, groups, _), some in alike.items() for first in range(0, len(some), max(limit // groups, 1))]
 
 
-def batch_of(array: Array, folder: Path, attempts: list[int], name: str, code: Path) -> Batch:
-    """Build the batch job of an array whose files are in `folder`."""
-    lines = [Line(shape_of(cell).nodes, processes(cell.job), cell.directory, attempt)
-             for cell, attempt in zip(array.cells, attempts, strict=True)]
+def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path) -> Batch:
+    """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its replica groups."""
+    lines = []
+    for cell, own in zip(array.cells, attempts, strict=True):
+        shape, config = shape_of(cell), cell.job.fault_tolerance
+        restarts = 0 if config.name == "off" else config.max_restarts
+        lines += [Line(shape.nodes, shape.nodes * shape.ranks_per_node, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
     cluster = array.cells[0].job.cluster
     cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
     paths = [code, code / snapshot.USER] if any(cell.job.train.imports for cell in array.cells) else [code]
-    return Batch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed)
+    at_once = cluster.max_parallel * array.cells[0].job.fault_tolerance.replicas
+    return Batch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
 
 
 @functools.cache
@@ -95,7 +100,9 @@ def scripts(cells: list) -> Iterable[tuple[Array, str]]:
         cells = [*cells, baseline]
     for array in arrays_of(cells, cells[0].job.launch.packed, 1000):
         folder = runs / SWEEPS / "NAME-TIME" / array.token
-        yield array, batch_of(array, folder, [1] * len(array.cells), "NAME-TIME", runs / snapshot.FOLDER / "HASH").text
+        homes = [homes_of(cell.directory, cell.job.fault_tolerance.replicas) for cell in array.cells]
+        attempts = [[home / "attempts" / "1" for home in own] for own in homes]
+        yield array, batch_of(array, folder, attempts, "NAME-TIME", runs / snapshot.FOLDER / "HASH").text
 
 
 def run(cells: list, folder: Path | None) -> int:
@@ -148,7 +155,8 @@ def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> i
             number = states[cell.directory].attempt + 1
             attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
             if attempt is not None:  # another launcher was not faster
-                claimed.append((cell, attempt))
+                groups = rundir.claim_groups(cell.directory, cell.job.fault_tolerance.replicas, cell.overrides, **owner)
+                claimed.append((cell, [attempt, *groups]))
         if claimed:
             mine, attempts = map(list, zip(*claimed, strict=True))
             exclude = unfit_hosts([states[cell.directory] for cell in mine])
@@ -162,11 +170,11 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
     return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
 
 
-def hand_over(array: Array, attempts: list[Path], folder: Path | None, code: Path) -> int:
-    """Call sbatch for claimed attempts, with every file that the job needs written before. Returns the exit status."""
-    place = folder / array.token if folder else attempts[0] / "submission"
+def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path) -> int:
+    """Call sbatch for the claimed attempts of each cell, with every file that the job needs written before. Returns the exit status."""
+    place = folder / array.token if folder else claimed[0][0] / "submission"
     name = folder.name if folder else array.cells[0].directory.name
-    batch = batch_of(array, place, [int(attempt.name) for attempt in attempts], name, code)
+    batch, attempts = batch_of(array, place, claimed, name, code), [attempt for own in claimed for attempt in own]
     batch.write()
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index)
@@ -174,19 +182,18 @@ def hand_over(array: Array, attempts: list[Path], folder: Path | None, code: Pat
     try:
         ids = batch.submit_all()
     except SubmissionError as error:
-        return after_refusal(attempts, str(error))
+        return after_refusal(attempts, counted(len(claimed), "cell"), str(error))
     for attempt, job_id in zip(attempts, ids, strict=True):
         rundir.note(attempt, job_id=job_id)
     return Exit.DONE
 
 
-def after_refusal(attempts: list[Path], reason: str) -> int:
+def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
     """Check whether SLURM has the job although sbatch failed, as when the controller answers too late. Returns the exit status.
 
     After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.
     """
     owners = [read_json(attempt / "attempt.json") for attempt in attempts]
-    cells = counted(len(attempts), "cell")
     uncertain = re.search(NO_ANSWER, reason, re.I)
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)

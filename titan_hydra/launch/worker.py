@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
-from titan_hydra.base.run import Run, attempts_of, folders_of
+from titan_hydra.base.run import Run, attempts_of, folders_of, group_at
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
 from titan_hydra.config.user_code import changed
@@ -114,7 +114,8 @@ def _stop_before_training(number: int, frame: object) -> None:
     raise Stopped("stopped before the first step")
 
 
-def _train(directory: Path, attempt: Path, place: Place) -> None:
+def _train(folder: Path, attempt: Path, place: Place) -> None:
+    directory, _ = group_at(folder)
     if place.starter in ("slurm", "torchrun"):
         until_seen(directory / "config.json")
     if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
@@ -126,19 +127,21 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
     job = load_job(directory)
     if fault := changed(job.train):
         raise ConfigError(str(fault))
-    replica, group = _group_of(job, place, directory)
-    _check_claim(attempt, place)
+    replica, group = _group_of(job, place, folder)
+    submission = _check_claim(attempt, place)
     if (read_json(directory / "result.json") or {}).get("status") == "done":
         return None  # requeued after its end
     os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks))
-    home, folder = folders_of(replica, directory, attempt)
-    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("RUST_LOG", "error")  # torchft writes many lines a step
+    home, attempt = (folder, attempt) if submission else folders_of(replica, directory, attempt)
+    attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
         print("loading torch", flush=True)  # some seconds, on a busy machine many
-    store = _rendezvous(folder / "rendezvous", group)
+    here = place.local_ranks >= group.ranks and (job.fault_tolerance.name == "off" or not submission)
+    store = _rendezvous(attempt / "rendezvous", group, "127.0.0.1" if here else socket.gethostname())
 
-    run = Run(home, folder, group.rank, place.local_rank, group.ranks, store, replica)
+    run = Run(home, attempt, group.rank, place.local_rank, group.ranks, store, replica, submission)
     if job.comm.name == "fake":
         from titan_hydra.verify import fake
 
@@ -152,14 +155,19 @@ def _train(directory: Path, attempt: Path, place: Place) -> None:
     return train(job, run, open_groups)
 
 
-def _group_of(job: Job, place: Place, directory: Path) -> tuple[int, Place]:
-    """Return the replica group of a rank, and its place in it. Raises ConfigError if the number of ranks is wrong."""
-    ranks = processes(job)
-    size = ranks // job.fault_tolerance.replicas
+def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
+    """Return the replica group of a rank and its place in it; on SLURM a group is a job. Raises ConfigError if there are not as many ranks
+    as the job needs.
+    """
+    directory, replica = group_at(folder)
+    size = processes(job) // job.fault_tolerance.replicas
+    ranks = size if place.starter == "slurm" else processes(job)
     if place.ranks != ranks:
         raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
     if job.fault_tolerance.name != "off" and "MASTER_PORT" in os.environ:
         raise ConfigError("replica groups cannot be started by one torchrun, which ends all ranks when one dies; launch.py starts them")
+    if place.starter == "slurm":
+        return replica, place
     return place.rank // size, replace(place, rank=place.rank % size, ranks=size)
 
 
@@ -181,8 +189,10 @@ def load_job(directory: Path) -> Job:
     return job
 
 
-def _check_claim(attempt: Path, place: Place) -> None:
-    """Raise ConfigError if another attempt has taken over, or the code is not the one that was submitted."""
+def _check_claim(attempt: Path, place: Place) -> str:
+    """Return the token of the attempt's submission to SLURM, or "". Raises ConfigError if another attempt has taken over, or the code is
+    not the one that was submitted.
+    """
     newest = max(attempts_of(attempt.parents[1]))
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
@@ -196,6 +206,7 @@ def _check_claim(attempt: Path, place: Place) -> None:
         code = digest(copied(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
+    return owner.get("token", "")
 
 
 def _job_id() -> str | None:
@@ -204,8 +215,8 @@ def _job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
 
 
-def _rendezvous(file: Path, place: Place):
-    """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0 takes a free port and writes it to `file`.
+def _rendezvous(file: Path, place: Place, host: str):
+    """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0, on `host`, writes a free port to `file`.
 
     Under torchrun the existing store is used. Raises NoRendezvous if rank 0 does not start.
     """
@@ -219,7 +230,6 @@ def _rendezvous(file: Path, place: Place):
     if place.starter == "torchrun" and "MASTER_PORT" in os.environ:
         return next(distributed.rendezvous("env://", place.rank, place.ranks, timeout=limit))[0]
     if place.rank == 0:
-        host = "127.0.0.1" if place.local_ranks >= place.ranks else socket.gethostname()
         store = open_store(host, place.ranks, limit)
         write_text(file, f"{host} {store.port}\n")
         port = store.port

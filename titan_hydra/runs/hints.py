@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError, Kind
+from titan_hydra.base.run import group_at
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.files import read_json
@@ -21,7 +22,7 @@ NEXT = {  # ac.name: what keeps less for the backward, the nearest first
 
 def hint(failure: Failure) -> str:
     """Return the next thing to try after a failure; "" if there is no suggestion."""
-    directory = failure.attempt.parent.parent
+    directory, _ = group_at(failure.attempt.parent.parent)
     job = job_of(directory)
     if job is None:
         return ""

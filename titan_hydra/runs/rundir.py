@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ from pathlib import Path
 import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.redact import redact
-from titan_hydra.base.run import attempts_of, rank_files, versions
+from titan_hydra.base.run import attempts_of, homes_of, rank_files, versions
 from titan_hydra.config import Job, identity, to_dict
 from titan_hydra.config.files import read_json, write_json, write_text
 
@@ -49,6 +50,7 @@ class State:
     host: str | None = None  # where it runs: a host, or SLURM's list of nodes
     job: SlurmJob | None = None  # SLURM's entry of its job
     damage: str = ""  # of a damaged run: which of its files cannot be read
+    groups: tuple[State, ...] = ()  # of replica groups that are SLURM jobs of their own, each with its own attempts
 
     @property
     def here(self) -> bool:
@@ -115,7 +117,35 @@ def damage_of(directory: Path, now: State) -> str:
 
 
 def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
-    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the submitter."""
+    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the submitter.
+
+    Replica groups are jobs of one submission. The run goes on while one of them does, and failed if one has when all are over.
+    """
+    groups = [job_state(directory, attempt, owner, queue)]
+    for home, number, other in submitted_groups(directory, owner["token"]):
+        groups.append(State("done", number) if groups[0].kind == "done" else job_state(home, number, other, queue))
+    if len(groups) == 1:
+        return groups[0]
+    named = [replace(group, failure=group.failure and replace(group.failure, line=f"replica group {number}: {group.failure.line}"))
+             for number, group in enumerate(groups)]
+    kinds = ("running", "queued", "unknown", "failed", "interrupted", "done")
+    first = min(named, key=lambda group: kinds.index(group.kind))
+    hosts = [group.host for group in groups if group.host]
+    return replace(first, attempt=attempt, host=",".join(hosts) or None, groups=tuple(named))
+
+
+def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict]]:
+    """Yield run folder, newest attempt and its attempt.json of the replica groups but the first that a submission to SLURM has claimed."""
+    homes = homes_of(directory, 1 + sum(1 for _ in directory.glob("replicas/*/attempts")))[1:]
+    for home in homes:
+        number = newest_attempt(home)
+        owner = read_json(home / "attempts" / str(number) / "attempt.json")
+        if owner and owner.get("token") == token:
+            yield home, number, owner
+
+
+def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
+    """Read the state of a job from the newest attempt in the folder of its run, or of its replica group."""
     folder = directory / "attempts" / str(attempt)
     if (read_json(directory / "result.json") or {}).get("status") == "done":
         return State("done", attempt)
@@ -170,7 +200,7 @@ def queue_of(directories: list[Path]) -> Queue:
     for directory in directories:
         owner = read_json(directory / "attempts" / str(newest_attempt(directory)) / "attempt.json")
         if owner and owner.get("executor") == "slurm" and not (directory / "result.json").exists():
-            owners.append(owner)
+            owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
     return slurm.queue_of(owners)
 
 
@@ -212,14 +242,8 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
     if not directory.is_dir():
         return _create(directory, job, owner)
     attempts = directory / "attempts"
-    attempts.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".claim-", dir=attempts, ignore_cleanup_errors=True) as scratch:
-        mine = Path(scratch) / "attempt"
-        _write_attempt(mine, owner)
-        try:
-            mine.rename(attempts / str(number))
-        except OSError:
-            return None
+    if _rename_into(attempts, number, owner) is None:
+        return None
     if any(host_of_running(attempts / str(other)) for other in attempts_of(directory) if other != number):
         shutil.rmtree(attempts / str(number))  # a launcher with launch.force has replaced the directory meanwhile
         return None
@@ -228,6 +252,28 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
         return _create(directory, job, owner)
     _write_run(directory, job, overrides)
     return attempts / str(number)
+
+
+def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: object) -> list[Path]:
+    """Claim the next attempt of each replica group but the first, for the launcher that has claimed the run's."""
+    claimed = []
+    for home in homes_of(directory, replicas)[1:]:
+        while (attempt := _rename_into(home / "attempts", newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:
+            continue  # a job of an earlier submission, requeued after its end, was faster
+        claimed.append(attempt)
+    return claimed
+
+
+def _rename_into(attempts: Path, number: int, owner: dict) -> Path | None:
+    """Create an attempt's folder with its owner's record, in one rename. Returns None if it exists already."""
+    attempts.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".claim-", dir=attempts, ignore_cleanup_errors=True) as scratch:
+        mine = Path(scratch) / "attempt"
+        _write_attempt(mine, owner)
+        try:
+            return mine.rename(attempts / str(number))
+        except OSError:
+            return None
 
 
 def _create(directory: Path, job: Job, owner: dict) -> Path | None:

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.run import homes_of
 from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import differing
@@ -155,9 +156,10 @@ def row(cell: str, directory: Path, state: State) -> Row:
     """Read the few files that show the progress of a run."""
     if state.kind in ("new", "damaged"):
         return Row(cell, directory, state)
-    attempt = directory / "attempts" / str(state.attempt)
+    home, number, _ = shown_group(directory, state)
+    attempt = home / "attempts" / str(number)
     result = (read_json(directory / "result.json") if state.kind == "done" else None) or {}
-    last = last_record(directory / "metrics.jsonl")
+    last = last_record(home / "metrics.jsonl")
     told = read_json(attempt / "status.json") or {}
     rank = read_json(attempt / "rank_0.json") or {}
     config = read_json(directory / "config.json") or {}
@@ -165,7 +167,7 @@ def row(cell: str, directory: Path, state: State) -> Row:
     now, phase, silent, to_go = time.time(), None, None, None
     if state.kind == "running":
         beat = read_json(attempt / "beat_0.json") or {}
-        logged = directory / "metrics.jsonl"
+        logged = home / "metrics.jsonl"
         steady = bool(last.get("step_seconds")) and logged.stat().st_mtime > rank.get("started", now)  # this attempt has done a step
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
@@ -177,6 +179,18 @@ def row(cell: str, directory: Path, state: State) -> Row:
         result.get("final_loss") or last.get("loss"), where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
         phase, (read_json(attempt / "cancelled") or {}).get("by") if state.kind in ("interrupted", "queued", "running") else None,
     )
+
+
+def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:
+    """Return run folder, newest attempt and state of each job of a run: one, or one for each replica group."""
+    homes = homes_of(directory, max(len(state.groups), 1))
+    return [(home, job.attempt, job) for home, job in zip(homes, state.groups or (state,), strict=True)]
+
+
+def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
+    """Return the job that is shown for a run: its first replica group, or, while only others run, the first of these."""
+    jobs = jobs_of(directory, state)
+    return next((job for job in jobs if job[2].kind == state.kind == "running"), jobs[0])
 
 
 def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:

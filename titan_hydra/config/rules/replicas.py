@@ -23,18 +23,18 @@ def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
 
 
 def torchft_is_there(job: Job) -> Iterator[Fault]:
-    """torchft is installed in this Python: the ranks of replica groups run on this machine."""
+    """torchft is installed in this Python, which the ranks of replica groups use too."""
     if job.fault_tolerance.name == "torchft" and not PathFinder.find_spec("torchft", sys.path):
         yield Fault("fault_tolerance.name", "torchft", "is not installed: pip install -e '.[torchft]'", legal=("local_sgd", "diloco"))
 
 
-def replica_groups_are_processes_here(job: Job) -> Iterator[Fault]:
-    """A replica group that dies must leave the others alive: srun would end them all, and a single process has no other group."""
+def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
+    """A replica group that dies must leave the others alive: on SLURM each is a job, here processes; a single process has no other group.
+    """
     if job.fault_tolerance.name == "off":
         return
-    if job.cluster.executor == "slurm":
-        yield Fault("cluster.executor", "slurm", "replica groups cannot be started by one srun, which ends all ranks when one dies",
-                    legal=("local",))
+    if job.launch.packed:
+        yield Fault("launch.packed", True, "replica groups are jobs of their own, which run at the same time", legal=(False,))
     if job.cluster.executor == "inline" and job.fault_tolerance.replicas > 1:
         yield Fault("cluster.executor", "inline", "runs one process, and each replica group is one at least", legal=("local",))
     if job.comm.name == "fake":
@@ -50,4 +50,4 @@ def too_many(job: Job, node: int) -> Fault:
     return Fault("gpus", job.gpus, f"this machine has {counted(node, 'device')}{of_groups}", legal=(node // groups,))
 
 
-RULES = [fragments_are_whole_layers, torchft_is_there, replica_groups_are_processes_here]
+RULES = [fragments_are_whole_layers, torchft_is_there, replica_groups_are_processes]

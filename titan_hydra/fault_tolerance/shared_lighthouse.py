@@ -1,0 +1,176 @@
+"""torchft's lighthouse for replica groups that are SLURM jobs: the first group's job runs it, and another job takes over if that is gone.
+
+    python -m titan_hydra.fault_tolerance.shared_lighthouse FOLDER SILENT_SECONDS WAIT_SECONDS
+
+Rank 0 of each group starts this process, which ends with it. The one that serves writes its address and a counter to
+FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file appears for WAIT_SECONDS), another
+process serves, as number n + 1: link(2) lets only one process create that file. The new lighthouse gives no quorum for another
+SILENT_SECONDS. By then the old one has stopped, if only because its counter could not be written: with two lighthouses the groups would
+learn apart.
+
+torchft's manager takes one address for its whole life. It gets a port of this process on loopback, and is connected from there to the
+newest lighthouse; its requests wait while there is none.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torchft.coordination import LighthouseClient, LighthouseServer
+
+from titan_hydra.base.errors import RunError
+from titan_hydra.base.run import rank_files
+from titan_hydra.config.files import read_json, write_text
+
+from .lighthouse import DAY
+from .quorum import once
+
+POLL = 1.0  # seconds between two reads of the files
+ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to all processes of a rank
+
+
+def start(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
+    """Start this process for the present one, which must keep the first result. Returns it, once there is a lighthouse, and the address for
+    torchft's manager.
+    """
+    command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)  # the new process never receives them: it is needed until its rank has ended
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    address = process.stdout.readline().strip()
+    if not address:
+        raise RunError("the process for torchft's lighthouse did not start: its errors are in this log")
+    return process, address
+
+
+class Lighthouse:
+    """The newest lighthouse as this process knows it, which may be its own, and the manager's connections to it."""
+
+    def __init__(self, folder: Path, silent: float, wait: float) -> None:
+        self.folder, self.silent = folder, silent
+        self.number, self.content = 0, {}  # of the newest lighthouse's file
+        self.deadline = time.monotonic() + wait  # when it counts as gone
+        self.server: LighthouseServer | None = None  # this process's own
+        self.written = 0.0  # when its counter was last written
+        self.connections: set[asyncio.Task] = set()
+
+    async def watch(self) -> None:
+        """Follow the files, and take over if the lighthouse is gone."""
+        while True:
+            with contextlib.suppress(OSError):  # a full disk: it counts as silence
+                self.look()
+            await asyncio.sleep(POLL)
+
+    def look(self) -> None:
+        """Read the newest file; keep up, give up or take over the service."""
+        files = rank_files(self.folder, "lighthouse")
+        number = max(files, default=0)
+        content = read_json(files[number]) if files else None
+        now = time.monotonic()
+        if self.server is not None and (number != self.number or now > self.written + self.silent):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.server.shutdown()
+            self.server = None
+        if content and (number, content) != (self.number, self.content):
+            if number != self.number:
+                self.disconnect()
+            self.number, self.content, self.deadline = number, content, now + self.silent
+        if self.server is not None:
+            self.content = {**self.content, "counter": self.content["counter"] + 1}
+            write_text(files[number], json.dumps(self.content), durable=False)
+            self.wrote(now)
+        elif now > self.deadline:
+            self.take_over(number + 1)
+
+    def take_over(self, number: int) -> None:
+        """Serve, unless another process has become the lighthouse of this number."""
+        server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY)
+        mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
+        if number > 1:  # the groups do not arrive together: a sign of life from nobody delays the first quorum until it is too old
+            LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
+        began = time.monotonic()
+        once(self.folder / f"lighthouse_{number}.json", mine)
+        if read_json(self.folder / f"lighthouse_{number}.json") != mine:
+            server.shutdown()
+            return
+        self.disconnect()
+        self.server, self.number, self.content, self.deadline = server, number, mine, began + self.silent
+        self.wrote(began)
+        print(f"torchft's lighthouse, number {number}, runs here", file=sys.stderr, flush=True)
+
+    def wrote(self, moment: float) -> None:
+        """Note when the counter was last written. SIGALRM ends this process before another may serve, if a file system blocks it here."""
+        self.written = moment
+        signal.setitimer(signal.ITIMER_REAL, 1.5 * self.silent)
+
+    def disconnect(self) -> None:
+        """Close the manager's connections to a lighthouse that is not the newest any more; it connects again."""
+        for task in self.connections:
+            task.cancel()
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on what the manager and the lighthouse send each other, once there is one, until either ends."""
+        task = asyncio.current_task()
+        try:
+            far_reader, far_writer = await self.reach()
+            self.connections.add(task)
+            try:
+                await asyncio.wait([asyncio.ensure_future(passing) for passing in (copy(reader, far_writer), copy(far_reader, writer))],
+                                   return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                far_writer.close()
+        except asyncio.CancelledError:
+            pass  # by `disconnect`
+        finally:
+            self.connections.discard(task)
+            writer.close()
+
+    async def reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return a connection to the newest lighthouse, once it answers."""
+        while True:
+            with contextlib.suppress(OSError):
+                number = self.number
+                reader, writer = await asyncio.open_connection(self.content["host"], self.content["port"])
+                if number == self.number:
+                    return reader, writer
+                writer.close()
+            await asyncio.sleep(POLL / 10)
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until the sender or the receiver has closed."""
+    with contextlib.suppress(OSError):
+        while some := await reader.read(1 << 16):
+            writer.write(some)
+            await writer.drain()
+
+
+async def serve(folder: Path, silent: float, wait: float) -> None:
+    """Print the manager's address once there is a lighthouse, and serve it until the parent ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lighthouse = Lighthouse(folder, silent, wait)
+    server = await asyncio.start_server(lighthouse.connect, "127.0.0.1", 0)
+    parent, watching = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)), asyncio.ensure_future(lighthouse.watch())
+    while not lighthouse.number and not parent.done() and not watching.done():
+        await asyncio.sleep(POLL / 10)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await asyncio.wait([watching, parent], return_when=asyncio.FIRST_COMPLETED)
+    if watching.done():
+        watching.result()  # raises what has ended it
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))
+    finally:
+        sys.stderr.flush()
+        os._exit(0)  # at once: a thread may still read what the parent never closes
