@@ -45,7 +45,7 @@ FAULTS = {
     "a vocabulary's offset is rounded down": (
         "parallel/loss_head.py", "* -(-weight.shape[0] // mesh.size())", "* (weight.shape[0] // mesh.size())"),
     "norms are in no optimizer": (
-        "train/optimizer.py", "        (muon if", "        if parameter.ndim == 1:\n            continue\n        (muon if"),
+        "train/optimizer.py", "        (matrices if", "        if parameter.ndim == 1:\n            continue\n        (matrices if"),
     "layouts forget the weight decay": (
         "train/optimizer.py", "eps=config.eps, weight_decay=config.weight_decay,",
         "eps=config.eps, weight_decay=config.weight_decay * (torch.distributed.get_world_size() == 1),"),

@@ -1,6 +1,8 @@
 """Random legal jobs learn what arithmetic of its own, in float64, learns from the same weights and batches."""
 import dataclasses
 import random
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,10 @@ def test_a_case_that_raises_has_failed_and_those_after_it_go_on(capfd):
     outcomes = verify([raises, case], steps=2)
     assert [outcome.passed for outcome in outcomes] == [False, True]
     assert "ac.save_ops=aten.nope" in outcomes[0].worst and "in the case raises" in capfd.readouterr().err
+
+
+def test_every_planted_fault_still_has_its_place():
+    """planted.py is run by hand, for an hour: a renamed line would stop it."""
+    program = runpy.run_path(str(Path(__file__).with_name("planted.py")))
+    for name, (file, right, _) in program["FAULTS"].items():
+        assert (program["ROOT"] / "titan_hydra" / file).read_text().count(right) == 1, name
