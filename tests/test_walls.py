@@ -15,6 +15,7 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "config": {"base"},
     "models": GROUND | {"parallel"},  # the styles of parallel in sharding.py alone
     "runs": GROUND,
+    "plan": GROUND,  # and the families' config.py, by their records
     "parallel": GROUND,
     "data": GROUND,
     "observe": GROUND | {"parallel"},
@@ -22,11 +23,11 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "train": GROUND | {"models", "parallel", "data", "observe", "checkpoint"},
     "fault_tolerance": GROUND | {"parallel", "data", "observe", "checkpoint", "train"},
     "verify": GROUND | {"models", "parallel", "data", "train"},
-    "launch": GROUND | {"runs", "train", "fault_tolerance", "verify"},  # but runs inside the worker's rank function alone: NO_TORCH
+    "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},  # but runs inside the worker's rank function alone: NO_TORCH
     "report": GROUND | {"runs"},
-    "commands": GROUND | {"runs", "launch", "report", "data", "observe", "checkpoint", "train", "verify"},
+    "commands": GROUND | {"runs", "plan", "launch", "report", "data", "observe", "checkpoint", "train", "verify"},
 }
-NO_TORCH = ("base", "config", "runs", "launch", "report", "commands", "verify/matrix.py", "cli.py", "models/__init__.py",
+NO_TORCH = ("base", "config", "runs", "plan", "launch", "report", "commands", "verify/matrix.py", "cli.py", "models/__init__.py",
             *(f"models/{family}/{file}.py" for family in ("llama3", "qwen3") for file in ("__init__", "config")))
 
 
