@@ -123,7 +123,8 @@ class Metrics:
         row = {
             "step": step, "loss": loss, "loss_mean": self.mean_loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": rate,
             "tflops": self.flops and self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory,
-            "memory_reserved_gib": reserved, "step_seconds": seconds, "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
+            "memory_reserved_gib": reserved, "step_seconds": seconds, "data_seconds": data_seconds,
+            "tokens_seen": step * self.tokens_per_step,
         }
         if self.clock.disturbed:  # times of this row are not comparable
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
