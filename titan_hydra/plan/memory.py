@@ -10,7 +10,7 @@ from functools import partial
 
 from titan_hydra.config.schema import Job
 
-from .schedules import actions_of, in_flight
+from .schedules import in_flight
 from .shape import Shape, shape_of
 
 GIB = 2**30
@@ -73,10 +73,9 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     stages, job = shape.stages[rank], shape.job
     parameters = sum(map(shape.parameters, stages))
     last = len(shape.layers) - 1 in stages
-    order = actions_of(job)[rank] if job.parallelism.pp > 1 else [(0, "F", 0), (0, "B", 0)]
     always = _states(shape, parameters)
-    kept = _kept(shape, order, stages)
-    at_loss = [*kept, *_unsharded(shape, parameters, at_loss=True), *(_head(shape, order, constants) if last else ())]
+    kept = _kept(shape, rank)
+    at_loss = [*kept, *_unsharded(shape, parameters, at_loss=True), *(_head(shape, rank, constants) if last else ())]
     in_backward = [*kept, *_unsharded(shape, parameters, at_loss=False), *_block(shape)]
     moving = max(at_loss, in_backward, key=lambda terms: sum(term.bytes for term in terms))
     if not shape.compiled:
@@ -120,7 +119,7 @@ def saved(shape: Shape) -> float:
     queries = job.model.n_heads * job.model.head_width / tp
     # A row linear's output is kept after its sum over ranks; an eager cache of selected operators keeps what it had before, too.
     outputs = [one.outputs / (tp if one.column else shape.sequence) for one in shape.linears]
-    inputs = dim * 3 if tp == 1 else dim + 2 * job.model.dim * (1 if job.precision.recipe == "tensorwise" else shape.used) / shape.used
+    inputs = dim * 3 if tp == 1 else dim + 2 * job.model.dim * shape.sent / shape.used
     everything = inputs + queries + sum(outputs) - dim + job.model.ffn_width / tp  # of w2's input, not of its output
     everything *= 1 if shape.compiled else 1.6  # eager keeps float32 copies of norms and rotary positions: 49.1 against 31.1 bytes
     chosen = {
@@ -130,20 +129,20 @@ def saved(shape: Shape) -> float:
     return tokens * chosen[ac.name]
 
 
-def _kept(shape: Shape, order: list, stages: list[int]) -> list[Term]:
+def _kept(shape: Shape, rank: int) -> list[Term]:
     """Return saved activations of all microbatches in flight and, in a pipeline, the buffers between stages.
 
     torch allocates receive buffers for all microbatches, forward and backward, and keeps a stage's outputs until their backward.
     """
-    terms = [Term("saved activations", in_flight(order, lambda stage: shape.layers[stage]) * saved(shape))]
+    terms = [Term("saved activations", in_flight(shape.job, rank, shape.layers) * saved(shape))]
     if shape.job.parallelism.pp > 1:
         message = shape.tokens * shape.used * shape.job.model.dim / shape.sequence
-        terms += [Term("receive buffers", 2 * shape.microbatches * len(stages) * message),
-                  Term("stage outputs", in_flight(order) * message)]
+        terms += [Term("receive buffers", 2 * shape.microbatches * len(shape.stages[rank]) * message),
+                  Term("stage outputs", in_flight(shape.job, rank, (1,) * len(shape.layers)) * message)]
     return terms
 
 
-def _head(shape: Shape, order: list, constants: Constants) -> list[Term]:
+def _head(shape: Shape, rank: int, constants: Constants) -> list[Term]:
     """Return what the head and the loss hold: logits in several forms, or a chunk of them and the gradients computed with it."""
     job, tokens, dim = shape.job, shape.tokens, shape.job.model.dim
     tp, last = job.parallelism.tp > 1, len(shape.layers) - 1
@@ -151,7 +150,7 @@ def _head(shape: Shape, order: list, constants: Constants) -> list[Term]:
     if shape.fused_loss:
         chunk = min(job.loss.chunk_tokens, tokens) * shape.vocabulary * 12
         weight = shape.job.model.vocab_size * dim / job.parallelism.tp
-        waiting = in_flight([action for action in order if action[0] == last])
+        waiting = in_flight(job, rank, (0,) * last + (1,))
         return [Term("head and loss", chunk + 2 * weight + around), Term("head's gradient", waiting * (4 * weight + 2 * tokens * dim))]
     logits = tokens * shape.vocabulary
     each = constants.logits or (16 if tp and job.parallelism.loss_parallel else 6 if shape.compiled else 12)
@@ -165,7 +164,7 @@ def _block(shape: Shape) -> list[Term]:
     """
     job, tp, model = shape.job, shape.job.parallelism.tp, shape.job.model
     queries, keys = (heads * model.head_width / tp for heads in (model.n_heads, model.n_kv_heads))
-    gathered = 2 * (1 if job.precision.recipe == "tensorwise" else 2) * model.dim if tp > 1 else 4 * model.dim
+    gathered = 2 * shape.sent * model.dim if tp > 1 else 4 * model.dim
     width = 8 * model.dim / shape.sequence + gathered + 4 * queries + 4 * keys + 10 * model.ffn_width / tp
     if not shape.compiled:
         width += 24 * model.dim / shape.sequence + 4 * model.ffn_width / tp

@@ -32,10 +32,7 @@ class Prediction:
     @property
     def fits(self) -> str | None:
         """Whether the job fits a device: yes, tight or no; None if the device's memory is unknown."""
-        if self.capacity_gib is None:
-            return None
-        share = self.peak.gib / self.capacity_gib
-        return "yes" if share <= FITS else "tight" if share <= TIGHT else "no"
+        return fits(self.peak.gib, self.capacity_gib)
 
     @property
     def band(self) -> float:
@@ -48,6 +45,18 @@ class Prediction:
         return self.speed and self.speed.step_seconds * self.job.steps * devices(self.job) / 3600
 
 
+def fits(gib: float, capacity: float | None) -> str | None:
+    """Return whether a peak fits a device: yes, tight or no; None if its memory is unknown."""
+    if capacity is None:
+        return None
+    return "yes" if gib <= FITS * capacity else "tight" if gib <= TIGHT * capacity else "no"
+
+
+def capacity_of(job: Job) -> float | None:
+    """Return the GiB of a device of the job; None if they are unknown."""
+    return job.cluster.device_memory_gib or job.hardware.memory_gib
+
+
 def predict(job: Job, exact: bool = True) -> Prediction:
     """Predict a frozen, legal job. Raises NotPredictable if not even its memory can be predicted."""
     shape = shape_of(job)
@@ -56,7 +65,7 @@ def predict(job: Job, exact: bool = True) -> Prediction:
         speed = time.speed(job, shape=shape, exact=exact)
     except NotPredictable as error:
         reason = str(error)
-    return Prediction(job, memory.peak(job, shape=shape), job.cluster.device_memory_gib or job.hardware.memory_gib, speed, reason)
+    return Prediction(job, memory.peak(job, shape=shape), capacity_of(job), speed, reason)
 
 
 def of_launch(job: Job) -> Prediction | None:

@@ -15,16 +15,21 @@ from titan_hydra.config.schema import Job
 Step = tuple[int | None, str]  # stage, kind; a W without a stage is that of the oldest I without one
 
 
-def actions_of(job: Job) -> list[list[Action]]:
-    """Return the actions of every pipeline rank. A schedule of the user's own is taken for the package's one of its kind."""
-    name, degrees = job.pp_schedule.name, job.parallelism
-    if name == "csv":
+def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
+    """Return the actions of every pipeline rank; `number`: for other microbatches than the job's."""
+    if job.pp_schedule.name == "csv":
         return pipeline.read_schedule(job.pp_schedule.csv)
-    if name not in STEPS and name not in ("gpipe", "1f1b"):
-        kind = PIPELINE_SCHEDULES[name]
-        looped = "interleaved_zb" if kind.splits_backward else "interleaved_1f1b"
-        name = "zbv" if kind.v_shaped else "1f1b" if kind.stages_per_rank == 1 else looped
-    return actions(name, degrees.pp, job.pp_schedule.stages_per_rank, pipeline.microbatches(job))
+    number = pipeline.microbatches(job) if number is None else number
+    return actions(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, number)
+
+
+def known(name: str) -> str:
+    """Return the package's own schedule that one of a user's is taken for, by its kind."""
+    if name in STEPS or name in ("gpipe", "1f1b"):
+        return name
+    kind = PIPELINE_SCHEDULES[name]
+    looped = "interleaved_zb" if kind.splits_backward else "interleaved_1f1b"
+    return "zbv" if kind.v_shaped else "1f1b" if kind.stages_per_rank == 1 else looped
 
 
 @cache
@@ -116,19 +121,36 @@ STEPS: dict[str, Callable[[int, int, int, int], Iterable[Step]]] = {
 }
 
 
-def in_flight(order: Iterable[Action], weight: Callable[[int], float] = lambda stage: 1) -> float:
-    """Return the most that a rank holds at once if the forward of each stage keeps `weight` of it until the backward is done."""
+def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> float:
+    """Return the most that a pipeline rank holds at once if each forward keeps its stage's weight until the backward is done."""
+    if job.parallelism.pp == 1:
+        return weights[0]
+    if job.pp_schedule.name == "csv":
+        return _held(actions_of(job)[rank], weights)
+    return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, pipeline.microbatches(job), rank,
+                    weights)
+
+
+@cache
+def _held_by(name: str, pp: int, stages: int, number: int, rank: int, weights: tuple[float, ...]) -> float:
+    return _held(actions(name, pp, stages, number)[rank], weights)
+
+
+def _held(order: Iterable[Action], weights: tuple[float, ...]) -> float:
     held = most = 0.0
     for stage, kind, _ in order:
-        held += weight(stage) * ((kind == "F") - (kind in "BW"))
-        most = max(most, held)
+        if kind == "F":
+            held += weights[stage]
+            most = max(most, held)
+        elif kind != "I":
+            held -= weights[stage]
     return most
 
 
 @cache
-def idle_share(name: str, pp: int, stages: int, number: int) -> float:
-    """Return the share of the span in which the average rank waits, for stages that all take as long and a backward twice a forward."""
+def idle_time(name: str, pp: int, stages: int, number: int) -> float:
+    """Return how long the average rank waits, in forwards of a stage, for stages that all take as long and a backward twice a forward."""
     order = actions(name, pp, stages, number)
     played = pipeline.play(order, pp * stages)
     span = max(start + pipeline.TIME[action[1]] for rank in played for start, action in rank)
-    return 1 - sum(pipeline.TIME[action[1]] for rank in order for action in rank) / pp / span
+    return span - sum(pipeline.TIME[action[1]] for rank in order for action in rank) / pp

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from titan_hydra.config.family import Linear, family_of
 from titan_hydra.config.load import world_size
-from titan_hydra.config.registry import OPTIMIZERS
+from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Job
 
@@ -57,7 +57,22 @@ class Shape:
     @property
     def gathered(self) -> int:
         """The bytes of a parameter of a block that FSDP gathers."""
-        return 1 if self.job.precision.float8_all_gather and self.shards > 1 else self.used
+        return self.format.bytes if self.job.precision.float8_all_gather and self.shards > 1 else self.used
+
+    @property
+    def format(self) -> Format | None:
+        """The number format that the linears compute in; None: the compute dtype, or a format that is emulated in it."""
+        return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether tensors have a single scale in that format, so that ranks cast before they gather."""
+        return self.format is not None and self.job.precision.recipe in self.format.one_scale
+
+    @property
+    def sent(self) -> int:
+        """The bytes of an activation that tensor-parallel ranks gather."""
+        return self.format.bytes if self.one_scale else self.used
 
     @property
     def moments(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Hardware, Job
 
-from .schedules import actions_of, idle_share
+from .schedules import actions_of, idle_time, known
 from .shape import NotPredictable, Shape, devices, shape_of
 
 Passes = dict[str, tuple[float, float]]  # seconds of the forward and of the backward, by what takes them
@@ -55,8 +55,8 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
     needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in ("float8_tflops", "flash_tflops")]
     if missing := [name for name in needed if getattr(hardware, name) is None]:
         raise NotPredictable(f"hardware={hardware.name}: has no {missing[0]}, so no time can be predicted")
-    if job.precision.converter and not job.precision.emulate and hardware.float8_tflops is None:
-        raise NotPredictable(f"precision={job.precision.name}: hardware={hardware.name} has no Float8 matmuls")
+    if shape.format and hardware.float8_tflops is None:
+        raise NotPredictable(f"precision={job.precision.name}: hardware={hardware.name} has no matmuls in this format")
     block, head = block_passes(shape, factors), head_passes(shape, factors)
     parts = {name: sum(block[name]) * job.model.n_layers * shape.microbatches * shape.rounds / len(shape.stages) for name in block}
     parts["head and loss"] = sum(head) * shape.microbatches * shape.rounds / len(shape.stages)
@@ -125,7 +125,7 @@ def _rate(shape: Shape, linear) -> float:
     """Return the FLOP/s of a linear on one rank: less for small dimensions, as a shard's are."""
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.inputs / (1 if linear.column else tp), linear.outputs / (tp if linear.column else 1))
-    fast = precision.converter and not precision.emulate and linear.name not in precision.skip
+    fast = shape.format and linear.name not in precision.skip
     top, half = (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
     return top * 1e12 * smallest / (smallest + half) * (1 if precision.compute_dtype == "bfloat16" else 0.5)
 
@@ -136,14 +136,14 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The weights' gradients take
     both their factors transposed: a byte read and one written; under tensor parallelism these are gathered, so whole.
     """
-    precision, dim = shape.job.precision, shape.job.model.dim
-    if not precision.converter or precision.emulate:
+    dim = shape.job.model.dim
+    if not shape.format:
         return 0, 0
     rows = sum(one.inputs for one in shape.linears if not one.column) / shape.job.parallelism.tp
     inputs = rows + 2 * dim / shape.sequence  # the linears of attention share one input, those of the feed-forward too
     columns = sum(one.outputs for one in shape.linears if one.column) / shape.job.parallelism.tp
     transposed = 2 * (rows + columns + 4 * dim)
-    scale = factors.cast * (1 if precision.recipe == "tensorwise" else factors.rowwise)
+    scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
     return scale * 5 * inputs, scale * (5 * (columns + 2 * dim / shape.sequence) + transposed)
 
 
@@ -162,7 +162,7 @@ def _tensor_parallel(shape: Shape, factors: Factors) -> tuple[float, float]:
     if tp == 1:
         return 0, 0
     scatter = shape.tokens * job.model.dim * shape.used * (tp - 1) / tp / _link(shape, 1, tp)
-    gather = scatter * (0.5 if job.precision.recipe == "tensorwise" and not job.precision.emulate else 1)
+    gather = scatter * shape.sent / shape.used
     again = {"none": 0, "full": 2 * gather + scatter}.get(job.ac.name, 2 * gather)
     seen = factors.async_tp if job.parallelism.async_tp else 1
     return seen * (2 * gather + 2 * scatter), seen * (2 * gather + 2 * scatter + again)
@@ -196,13 +196,17 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
     forward, backward = ([layers * block[side] + head[side] * (stage == last) for stage, layers in enumerate(shape.layers)]
                          for side in (0, 1))
     hop = shape.tokens * shape.used * job.model.dim / shape.sequence / (job.hardware.nic_gbs * 0.8e9)
-    if not exact:
-        work = [sum(forward[stage] + backward[stage] for stage in stages) for stages in shape.stages]
-        idle = idle_share(job.pp_schedule.name, pp, job.pp_schedule.stages_per_rank, shape.microbatches)
-        return max(work) * shape.microbatches / (1 - idle)
+    most = max(sum(forward[stage] + backward[stage] for stage in stages) for stages in shape.stages)
+    number = min(shape.microbatches, 4 * pp)  # idle time does not grow with more, so the rest costs the slowest rank's work
+    if job.pp_schedule.name == "csv":
+        number = shape.microbatches
+    elif not exact:
+        chunks = job.pp_schedule.stages_per_rank
+        return most * (shape.microbatches + idle_time(known(job.pp_schedule.name), pp, chunks, number) / (3 * chunks))
     core = 2 / 2.9  # of a backward without recomputation, which is all in its first half
     second = {stage: seconds * (core if recomputed(shape)[0] else 1) / 2 for stage, seconds in enumerate(backward)}
     seconds = {"F": forward.__getitem__, "B": backward.__getitem__, "W": second.__getitem__,
                "I": lambda stage: backward[stage] - second[stage]}
-    played = pipeline.play(actions_of(job), last + 1, lambda action: seconds[action[1]](action[0]), hop)
-    return max(start + seconds[action[1]](action[0]) for rank in played for start, action in rank[-1:])
+    played = pipeline.play(actions_of(job, number), last + 1, lambda action: seconds[action[1]](action[0]), hop)
+    ends = (start + seconds[action[1]](action[0]) for rank in played for start, action in rank[-1:])
+    return max(ends) + (shape.microbatches - number) * most
