@@ -11,6 +11,7 @@ from titan_hydra.config.schema import Job
 
 from .memory import peak
 from .predict import Prediction, capacity_of, changed, fits, predict
+from .shape import NotPredictable
 
 ROWS = 10  # of an answer
 MODES = ("none", "lean", "op", "full")  # of activation checkpointing, from the least recomputation
@@ -41,8 +42,9 @@ class Row:
                    if name == "dp_shard" or getattr(job.parallelism, name) > 1]
         schedule = [f"pp_schedule={job.pp_schedule.name}", f"pp_schedule.stages_per_rank={job.pp_schedule.stages_per_rank}",
                     f"pp_schedule.microbatches={job.pp_schedule.microbatches}"] if job.parallelism.pp > 1 else []
-        return " ".join([f"gpus={job.gpus}", *degrees, *schedule, f"ac={job.ac.name}", f"data.local_batch={job.data.local_batch}",
-                         f"data.global_batch={job.data.global_batch}"])
+        async_tp = ["parallelism.async_tp=true"] * job.parallelism.async_tp
+        batches = [f"data.local_batch={job.data.local_batch}", f"data.global_batch={job.data.global_batch}"]
+        return " ".join([f"gpus={job.gpus}", *degrees, *async_tp, *schedule, f"ac={job.ac.name}", *batches])
 
 
 def prepared(job: Job, gpus: int) -> Job:
@@ -61,6 +63,8 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
     Those that fit come first, the front of speed against memory before what it dominates; if none fits, those that need least memory.
     """
     found = [predict(point, exact=False) for point in _points(prepared(job, gpus))]
+    if found and found[0].reason:
+        raise NotPredictable(found[0].reason)
     fitting = [one for one in found if one.fits != "no"]
     ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(found, key=lambda one: one.peak.gib)
     rows: dict[tuple, Row] = {}
