@@ -163,7 +163,7 @@ def test_functions_fit_a_screen():
 
 LINES = {  # of a room, at most: the design's budget stands behind where it is not kept yet. A number here may fall; it rises for a reason.
     "base": 460,  # 350 and the table of private names
-    "config": 3840,  # 2,100; up by 90: the records of number formats and of objectives, with the rules of the latter
+    "config": 3900,  # 2,100; up by 90: the records of number formats and of objectives, with the rules of the latter; by 60: hardware
     "models": 750,
     "runs": 1680,  # 1,150; up by 10: configurations of version 0.1 are compared
     "parallel": 1450,
@@ -173,9 +173,10 @@ LINES = {  # of a room, at most: the design's budget stands behind where it is n
     "train": 1100,  # 1,200
     "fault_tolerance": 840,  # 500
     "verify": 990,  # 550
-    "launch": 1655,  # 1,300
+    "launch": 1675,  # 1,300; up by 20: predictions of cells
     "report": 1660,  # 1,300
-    "commands": 2280,  # 1,500
+    "commands": 2465,  # 1,500; up by 185: titan plan
+    "plan": 1000,  # 900; 160 of them are torch's schedules without torch
 }
 
 
