@@ -56,7 +56,7 @@ def test_the_file_names_the_hardware_where_it_is_known(tmp_path):
     (tmp_path / "cluster" / "mysite.yaml").write_text(file_text(next(partitions(SITE)), "mysite", "alps"))
     job = compose_unchecked("cluster=mysite", config_dir=tmp_path)
     assert (job.cluster.name, job.hardware.name, job.hardware.bf16_tflops) == ("mysite", "h100", 690)
-    assert compose_unchecked("cluster=mysite", "hardware=h200", config_dir=tmp_path).hardware.name == "h200"
+    assert compose_unchecked("cluster=mysite", "hardware=h200", config_dir=tmp_path).hardware.memory_gib == 139.8
 
 
 def test_without_slurm_it_is_one_line(launcher):

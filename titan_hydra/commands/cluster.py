@@ -117,7 +117,7 @@ def hardware(kind: str) -> str:
         return ""
     known = {file.stem for file in (CONF / "hardware").glob("*.yaml")}
     found = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)
-    return f"defaults:\n  - override /hardware: {found}\n" if found else ""
+    return f"defaults:\n  - override /hardware@_global_.hardware: {found}\n" if found else ""
 
 
 def minutes_of(limit: str) -> int | None:
