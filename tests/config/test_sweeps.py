@@ -162,3 +162,5 @@ def test_the_papers_rows_are_as_it_has_them_on_the_torch_that_can_run_them(line,
     assert [(job.parallelism.dp_shard, job.parallelism.tp, job.parallelism.pp, job.parallelism.cp, job.data.local_batch,
              job.data.global_batch, job.data.seq_len, job.ac.name, job.compile.name, job.parallelism.async_tp, job.precision.name)
             for job in jobs] == PAPER[line]
+    assert line.startswith("loss") or all(job.pp_schedule.microbatches in (None, job.parallelism.pp) for job in jobs)
+    assert all(job.pp_schedule.microbatches == job.parallelism.pp for job in jobs if job.parallelism.pp > 2)  # as TorchTitan's default was

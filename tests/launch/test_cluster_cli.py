@@ -3,7 +3,8 @@ import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import cluster
-from titan_hydra.commands.cluster import choose, device_memory, file_text, gpus_of, minutes_of, partitions
+from titan_hydra.commands.cluster import choose, device_memory, file_text, gpus_of, hardware, minutes_of, partitions
+from titan_hydra.config.compose import compose_unchecked
 
 SITE = """\
 cpu*|(null)|40|64|256000|1-00:00:00
@@ -46,6 +47,16 @@ def test_the_file_shares_a_node_evenly_among_its_gpus():
     assert text.startswith("# alps, partition gpu: 16 nodes of 8 h100 GPUs, as sinfo had it; see docs/slurm.md.\nname: mysite\n")
     for line in ("gpus_per_node: 8", "device_memory_gib: 80", "cpus_per_task: 12", "sbatch: {mem-per-gpu: 244981M}", "time_minutes: 2880"):
         assert f"\n{line}\n" in text
+
+
+def test_the_file_names_the_hardware_where_it_is_known(tmp_path):
+    assert [hardware(kind) != "" for kind in ("h100", "nvidia_h200", "a100_80gb", "a100", "a100_3g.20gb", "h100+a100", "l4", "")] == [
+        True, True, True, False, False, False, False, False]
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mysite.yaml").write_text(file_text(next(partitions(SITE)), "mysite", "alps"))
+    job = compose_unchecked("cluster=mysite", config_dir=tmp_path)
+    assert (job.cluster.name, job.hardware.name, job.hardware.bf16_tflops) == ("mysite", "h100", 690)
+    assert compose_unchecked("cluster=mysite", "hardware=h200", config_dir=tmp_path).hardware.memory_gib == 139.8
 
 
 def test_without_slurm_it_is_one_line(launcher):

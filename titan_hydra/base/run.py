@@ -1,5 +1,6 @@
 """The place of one rank in a run: what the worker passes to the trainer beside the job."""
 import contextlib
+import functools
 import platform
 import re
 from dataclasses import dataclass
@@ -80,8 +81,11 @@ def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path
     return tuple(folder / "replicas" / str(replica) if replica else folder for folder in (directory, attempt))
 
 
+@functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of packages that affect results or speed; packages that are not installed are left out."""
+    """Return the versions of packages that affect results or speed; packages that are not installed are left out. The result is cached: do
+    not change it.
+    """
     found = {"python": platform.python_version(), "titan_hydra": __version__}
     for package in ("torch", "torchao", "triton", "numpy", "tiktoken", "datasets"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -27,7 +27,7 @@ cpus_per_task: {cores}
 sbatch: {{mem-per-gpu: {memory}M}}
 time_minutes: {minutes}
 setup: []  # shell lines before the ranks start: module load, source
-"""
+{hardware}"""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,15 @@ def device_memory(kind: str) -> int | None:
     return next((DEVICE_MEMORY[word] for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in DEVICE_MEMORY), None)
 
 
+def hardware(kind: str) -> str:
+    """Return the lines that choose the preset of a GPU if its name implies a whole one and its memory; "" if not."""
+    if device_memory(kind) is None or re.search(r"[+.]", kind):  # several kinds of GPU, or a part of one
+        return ""
+    known = {file.stem for file in (CONF / "hardware").glob("*.yaml")}
+    found = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)
+    return f"defaults:\n  - override /hardware@_global_.hardware: {found}\n" if found else ""
+
+
 def minutes_of(limit: str) -> int | None:
     """Convert SLURM's [days-]hours:minutes:seconds, or minutes:seconds, to minutes; None for no limit."""
     if not (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
@@ -136,6 +145,7 @@ def file_text(partition: Partition, name: str, cluster: str) -> str:
         cluster=cluster, name=name, partition=partition.name, nodes=partition.nodes, s="" if partition.nodes == 1 else "s",
         kind=partition.kind, gpus=partition.gpus, p="" if partition.gpus == 1 else "s",
         device_memory=device_memory(partition.kind) or "null", cores=max(partition.cores // partition.gpus, 1),
+        hardware=hardware(partition.kind),
         memory=int(0.95 * partition.memory_mib / partition.gpus), minutes="null" if partition.minutes is None else partition.minutes,
     ).replace("  GPU", " GPU")
 

@@ -45,6 +45,24 @@ def decoder_parameters(config: Model) -> int:
     return config.n_layers * block + config.dim + config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
 
 
+@dataclass(frozen=True)
+class Linear:
+    """A linear of a block, as its widths. Under tensor parallelism a column linear has part of the outputs, another part of the inputs."""
+
+    name: str
+    inputs: int
+    outputs: int
+    column: bool = True
+
+
+def decoder_linears(config: Model) -> tuple[Linear, ...]:
+    """Return the linears of a decoder's block in running order: attention with grouped queries, then a gated feed-forward."""
+    queries, keys = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
+    return (Linear("wq", config.dim, queries), Linear("wk", config.dim, keys), Linear("wv", config.dim, keys),
+            Linear("wo", queries, config.dim, column=False), Linear("w1", config.dim, config.ffn_width),
+            Linear("w3", config.dim, config.ffn_width), Linear("w2", config.ffn_width, config.dim, column=False))
+
+
 def place_in_order(name: str, modules: list[str]) -> int | None:
     """Return the place in the running order of the module that a parameter or a part belongs to, by name; None if it is in none of them."""
     return next((place for place, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
@@ -70,7 +88,8 @@ class Family:
     modules: Callable[[Any], list[str]] = decoder_modules  # (config): names in running order; "layers.3" is block 3
     blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks  # (module or stage): what FSDP, checkpointing and compile wrap, by number
     parameters: Callable[[Any], int] | None = None  # (config): their number, where it is wanted without torch; None: not known
-    flops: Callable[[Any, int, int], int] = decoder_flops  # (config, seq_len, parameters): of a token, forward and backward
+    flops: Callable[[Any, int, int], int] | None = decoder_flops  # (config, seq_len, parameters): of a token, forward and backward
+    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): of a block, for predictions
 
     def part(self, name: str) -> Any:
         """Return the model, the sharding or the Hugging Face side, imported if it was given by name."""

@@ -40,7 +40,10 @@ def from_dict(cls: type, data: dict) -> Any:
     values = dict(data)
     if issubclass(cls, Model):
         values |= values.pop("extra", {})  # of version 0.1: the keys of a user's family
+    late = {spec.name for spec in dataclasses.fields(cls) if spec.metadata["late"]}  # which a file of an earlier version lacks
     for name, kind in hints.items():
+        if name in late and name not in values:
+            continue
         if dataclasses.is_dataclass(kind):
             values[name] = from_dict(kind, values[name])
         elif entry := _entry(kind):

@@ -101,6 +101,7 @@ class Format:
     name: str
     convert: Reference
     step: int = 1  # the matmuls take dimensions in steps of this
+    bytes: int = 1  # of an element
     rounding: float = 4e-3  # share of the loss that a mean may be off by rounding alone
     recipes: tuple[str, ...] = ()  # of `precision.recipe`; () if there is one way to scale
     one_scale: tuple[str, ...] = ()  # the recipes with one scale for a whole tensor: FSDP can gather such weights in this format

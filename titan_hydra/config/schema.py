@@ -269,6 +269,25 @@ class Cluster:
 
 
 @dataclass
+class Hardware:
+    name: str = key("unknown", "which option of conf/hardware this is", NAME, identity=False)
+    measured: bool = key(True, "false: no run was timed on this device, its rates are scaled from another's", identity=False)
+    memory_gib: float | None = key(None, "memory of a device that a process can allocate", POSITIVE, identity=False)
+    gpus_per_node: int | None = key(None, "devices that the fast links join", Interval(1, 1024), identity=False)
+    bf16_tflops: float | None = key(None, "sustained rate of large bf16 matmuls, 10^12 FLOP/s", POSITIVE, identity=False)
+    float8_tflops: float | None = key(None, "the same of Float8 without its casts; null: the device has none", POSITIVE, identity=False)
+    small_matmul: float = key(0.0, "smallest dimension at which a bf16 matmul runs at half its rate", NOT_NEGATIVE, identity=False)
+    small_float8: float = key(0.0, "the same of a Float8 matmul", NOT_NEGATIVE, identity=False)
+    attention_tflops: float | None = key(None, "rate of causal attention, of FLOPs that the mask leaves, 10^12 FLOP/s", POSITIVE,
+                                         identity=False)
+    flash_tflops: float | None = key(None, "the same of torch's flash kernel, for model.attention=flash; null: attention_tflops", POSITIVE,
+                                     identity=False)
+    memory_tbs: float | None = key(None, "bandwidth of the device's memory, 10^12 bytes/s", POSITIVE, identity=False)
+    nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s a device", POSITIVE, identity=False)
+    nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s a device", POSITIVE, identity=False)
+
+
+@dataclass
 class Debug:
     name: str = key("off", "which option of conf/debug this is", NAME)
     deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time")
@@ -299,6 +318,8 @@ class Launch:
     wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
     max_gpu_hours: float | None = key(None, "refuse to start cells that could take more than this together", POSITIVE, identity=False)
+    oom_check: str = key("refuse", "a cell predicted not to fit its devices: refuse beyond 1.1 x their memory and warn below, always warn, "
+                         "or off", identity=False, choices=("refuse", "warn", "off"))
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
 
 
@@ -342,6 +363,7 @@ class Job:
     comm: Comm = key(Comm, "process groups and their time limits")
     fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups that outlive each other", late=True)
     cluster: Cluster = key(Cluster, "where it runs")
+    hardware: Hardware = key(Hardware, "the device that predictions are for: what it holds and how fast it is", late=True)
     debug: Debug = key(Debug, "slower, more telling ways to run")
     train: Train = key(Train, "the loop itself")
     launch: Launch = key(Launch, "what launch.py does with the cell")

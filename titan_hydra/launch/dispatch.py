@@ -18,6 +18,7 @@ from titan_hydra.config.cells import with_count
 from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.config.rules.checks import warnings
 from titan_hydra.config.sweep import named
+from titan_hydra.plan import predict
 from titan_hydra.runs import manifest, rundir
 from titan_hydra.runs.rundir import State
 
@@ -37,6 +38,7 @@ class Cell:
     job: Job
     directory: Path
     of: int  # cells of the command line
+    prediction: predict.Prediction | None = None
 
     @property
     def ranks(self) -> int:
@@ -104,6 +106,7 @@ def begin(cells: list[Cell]) -> int:
             for array, text in submit.scripts(cells):
                 print(f"\n--- {show.shape(array)}\n{text}")
         return Exit.DONE
+    show.predicted([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)])
     try:
         return go(cells, manifest.folder_of(cells))
     except OSError as error:
@@ -125,10 +128,14 @@ def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
             job = freeze(job)
             faults = check(job)
             notices += [] if faults else warnings(job)
+        prediction = None if faults else predict.of_launch(job)
+        if prediction and job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
+            refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
+            (faults if refused else notices).append(fault)
         where = f"   (cell {number} of {len(composed)}: {shown(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
         lines += [f"{fault}{where}" for fault in faults]
         if not faults:
-            cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed)))
+            cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed), prediction))
     for notice in dict.fromkeys(map(str, notices)):
         print(f"warning: {notice}", file=sys.stderr)
     return cells, lines

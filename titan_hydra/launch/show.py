@@ -7,10 +7,13 @@ from pathlib import Path
 from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
+from titan_hydra.plan import predict
 from titan_hydra.runs import checkpoints
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.rundir import State
+
+PREDICTED = ("predicted GiB", "fits", "tokens/s/device", "GPU-hours")
 
 
 def results(cells: list, states: list[State]) -> None:
@@ -32,12 +35,24 @@ def plan(cells: list, states: list[State], hours: float | None) -> None:
     for cell, state in zip(cells, states, strict=True):
         rows.append([cell.directory.name, cell.name, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])
     numbers = ("ranks", "nodes", "GPU-hours at most")
-    print(*table(["run", "cell", *numbers[:2], "state", numbers[2]], rows, numbers, ("cell", "run")), sep="\n")
+    titles = ["run", "cell", *numbers[:2], "state", numbers[2]]
+    if any(cell.prediction for cell in cells):
+        titles += PREDICTED
+        rows = [[*row, *(predict.line(cell.prediction) if cell.prediction else "----")] for row, cell in zip(rows, cells, strict=True)]
+    print(*table(titles, rows, (*numbers, *PREDICTED[:1], *PREDICTED[2:]), ("cell", "run")), sep="\n")
     start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
     others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
     print(f"{counted(len(cells), 'cell')}: " + ", ".join([
         f"{start} to start", *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)),
         f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes"]))
+
+
+def predicted(cells: list) -> None:
+    """Print what each cell is expected to take, before it starts."""
+    for cell in cells:
+        if cell.prediction:
+            gib, fits, rate, hours = predict.line(cell.prediction)
+            print(f"{cell.directory.name}: predicted {gib} GiB ({fits}), {rate} tokens/s/device, {hours} GPU-hours", flush=True)
 
 
 def shape(array) -> str:

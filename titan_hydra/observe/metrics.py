@@ -86,11 +86,11 @@ class Rows:
 class Metrics:
     """Collects the rows of a run on every rank and writes them on rank 0."""
 
-    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, flops: float) -> None:
+    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, flops: float | None) -> None:
         self.job, self.run, self.device, self.clock = job, run, device, Clock()
         self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
-        self.flops = flops  # of a token, forward and backward
+        self.flops = flops  # of a token, forward and backward; None: the family has no formula
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
         self.rows: Rows | None = None  # on rank 0
@@ -122,8 +122,9 @@ class Metrics:
         rate = self.tokens_per_step / seconds / self.ranks
         row = {
             "step": step, "loss": loss, "loss_mean": self.mean_loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": rate,
-            "tflops": self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory, "memory_reserved_gib": reserved,
-            "step_seconds": seconds, "data_seconds": data_seconds, "tokens_seen": step * self.tokens_per_step,
+            "tflops": self.flops and self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory,
+            "memory_reserved_gib": reserved, "step_seconds": seconds, "data_seconds": data_seconds,
+            "tokens_seen": step * self.tokens_per_step,
         }
         if self.clock.disturbed:  # times of this row are not comparable
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
@@ -172,7 +173,7 @@ class Metrics:
                 self.trackers.remove(tracker)
 
     def _mfu(self, rate: float | None) -> float | None:
-        if self.peak is None or rate is None or self.job.precision.converter:
+        if self.peak is None or rate is None or self.flops is None or self.job.precision.converter:
             return None
         return self.flops * rate / self.peak
 

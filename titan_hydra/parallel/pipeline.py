@@ -113,19 +113,11 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
 
 def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[layout.Action]]:
     """Return the computations of every pipeline rank in order, from torch's own list."""
-    if job.pp_schedule.name in ("gpipe", "1f1b"):
-        return [_one_stage(rank, job) for rank in range(job.parallelism.pp)]
+    if job.pp_schedule.name in ("gpipe", "1f1b"):  # torch's own list of 1F1B has wrong microbatches on the last rank (2.13)
+        pp, number, gpipe = job.parallelism.pp, layout.microbatches(job), job.pp_schedule.name == "gpipe"
+        return [layout.actions_of_one_stage(rank, pp, number, gpipe) for rank in range(pp)]
     order = schedule.pipeline_order
     return [[action for step in order[rank] if step for action in _computations(step)] for rank in sorted(order)]
-
-
-def _one_stage(rank: int, job: Job) -> list[layout.Action]:
-    """Return the actions of ScheduleGPipe and Schedule1F1B. torch's own list of 1F1B has wrong microbatches on the last rank (2.13)."""
-    number = layout.microbatches(job)
-    ahead = number if job.pp_schedule.name == "gpipe" else min(number, job.parallelism.pp - rank)
-    forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
-    alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
-    return [*forward[:ahead], *alternating, *backward[number - ahead:]]
 
 
 def _computations(step: Action) -> list[layout.Action]:

@@ -75,7 +75,8 @@ def begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     start, missed = groups.begin(start, loader.state()["step"], resumed=checkpointer.saved >= 0)
     if missed:
         raise Stopped("stopped before the first step")
-    flops = models.family_of(job.model).flops(job.model, job.data.seq_len, trainer.parameters)
+    formula = models.family_of(job.model).flops
+    flops = formula(job.model, job.data.seq_len, trainer.parameters) if formula else None
     metrics = Metrics(job, run, device, start, flops)
     opened.enter_context(contextlib.closing(metrics))
     checkpointer.report = metrics.event

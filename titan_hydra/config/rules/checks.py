@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from math import lcm
 
@@ -32,9 +32,9 @@ RECIPE: list[Rule] = []  # techniques against each other
 PLACE: list[Rule] = []  # the machine and its files
 
 
-def check(job: Job) -> list[Fault]:
+def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE)) -> list[Fault]:
     """Return the faults of a frozen job, from the first group of rules that finds any."""
-    for group in (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE):
+    for group in groups:
         faults = [fault for rule in group for fault in rule(job)]
         if faults:
             return faults

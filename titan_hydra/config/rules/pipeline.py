@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -56,12 +56,17 @@ def blocks_of_stages(job: Job) -> list[int]:
     stages, layers, per_stage = stage_count(job), job.model.n_layers, job.pp_schedule.layers_per_stage
     if per_stage:
         return [min(per_stage, layers - stage * per_stage) for stage in range(stages)]
+    return list(_balanced(layers, stages))
+
+
+@cache
+def _balanced(layers: int, stages: int) -> tuple[int, ...]:
     ends = (0, stages - 1)
     blocks = [1] * stages  # a stage without a block would compute nothing
     for _ in range(layers - stages):
         lightest = min(range(stages), key=lambda stage: (blocks[stage] + (stage in ends), stage in ends, stage))
         blocks[lightest] += 1
-    return blocks
+    return tuple(blocks)
 
 
 def microbatches(job: Job) -> int:
@@ -92,6 +97,14 @@ def splits_backward(job: Job) -> bool:
     if job.pp_schedule.name == "csv":
         return any(kind == "W" for actions in read_schedule(job.pp_schedule.csv) for _, kind, _ in actions)
     return PIPELINE_SCHEDULES[job.pp_schedule.name].splits_backward
+
+
+def actions_of_one_stage(rank: int, ranks: int, number: int, all_forwards: bool) -> list[Action]:
+    """Return the actions of a pipeline rank with one stage for a number of microbatches: all forwards first (gpipe), or 1F1B."""
+    ahead = number if all_forwards else min(number, ranks - rank)
+    forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
+    alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
+    return [*forward[:ahead], *alternating, *backward[number - ahead:]]
 
 
 # --- a schedule from a file ---------------------------------------------------------------------------------------------------------
@@ -147,11 +160,12 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     return None
 
 
-def play(ranks: list[list[Action]], stages: int) -> list[list[tuple[float, Action]]]:
-    """Simulate a schedule: when each action starts if each rank runs its own in order, each as soon as its inputs exist; sending takes no
-    time.
+def play(ranks: list[list[Action]], stages: int, seconds: Callable[[Action], float] = lambda action: TIME[action[1]],
+         travel: float = 0.0) -> list[list[tuple[float, Action]]]:
+    """Simulate a schedule: when each action starts if each rank runs its own in order, each as soon as its inputs exist.
 
-    A rank with an action that waits for ever has no entries from there on.
+    `seconds` is the duration of an action, `travel` that of sending its output to the next stage. A rank with an action that waits for ever
+    has no entries from there on.
     """
     ends: dict[Action, float] = {}
     played: list[list[tuple[float, Action]]] = [[] for _ in ranks]
@@ -160,25 +174,26 @@ def play(ranks: list[list[Action]], stages: int) -> list[list[tuple[float, Actio
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
-            while len(played[rank]) < len(actions) and (ready := _ready(actions[len(played[rank])], ends, stages)) is not None:
+            while len(played[rank]) < len(actions) and (ready := _ready(actions[len(played[rank])], ends, stages, travel)) is not None:
                 action = actions[len(played[rank])]
                 start = max(ready, free[rank])
                 played[rank].append((start, action))
-                ends[action] = free[rank] = start + TIME[action[1]]
+                ends[action] = free[rank] = start + seconds(action)
                 moved = True
     return played
 
 
-def _ready(action: Action, ends: dict[Action, float], stages: int) -> float | None:
+def _ready(action: Action, ends: dict[Action, float], stages: int, travel: float) -> float | None:
     """Return the time at which the inputs of an action are complete; None if that is not known yet."""
     stage, kind, number = action
     if kind == "F":
-        return 0.0 if stage == 0 else ends.get((stage - 1, "F", number))
+        before = ends.get((stage - 1, "F", number))
+        return 0.0 if stage == 0 else None if before is None else before + travel
     if kind == "W":
         return ends.get((stage, "I", number))
     own = ends.get((stage, "F", number))
     after = own if stage == stages - 1 else ends.get((stage + 1, "B", number), ends.get((stage + 1, "I", number)))
-    return None if own is None or after is None else max(own, after)
+    return None if own is None or after is None else max(own, after + travel * (stage < stages - 1))
 
 
 # --- the rules, which checks.py runs with the others on the layout ---------------------------------------------------------------------

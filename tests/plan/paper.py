@@ -1,0 +1,82 @@
+"""The paper's rows, and others, as jobs, with what was measured beside what is predicted.
+
+    python -m tests.plan.paper     # prints the tables of docs/plan.md
+"""
+import functools
+from pathlib import Path
+
+import yaml
+
+from titan_hydra.config import Job, freeze
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.plan import memory, time
+
+HERE = Path(__file__).parent
+TABLES = yaml.safe_load((HERE.parent / "report" / "paper.yaml").read_text())
+HELD_OUT = yaml.safe_load((HERE / "held_out.yaml").read_text())
+KEYS = {"model": "model", "gpus": "gpus", "dp_shard": "parallelism.dp_shard", "tp": "parallelism.tp", "cp": "parallelism.cp",
+        "pp": "parallelism.pp", "async_tp": "parallelism.async_tp", "local_batch": "data.local_batch", "seq_len": "data.seq_len",
+        "global_batch": "data.global_batch", "ac": "ac", "pp_schedule": "pp_schedule"}
+
+
+def rows() -> list[tuple[str, dict]]:
+    """All 18 rows: the name of the table, and the row with what its table shares."""
+    return [(table, {"seq_len": 8192} | content["common"] | row) for table, content in TABLES.items() for row in content["rows"]]
+
+
+def held_out() -> list[dict]:
+    return [{"seq_len": 8192, "compile": True} | row for row in HELD_OUT]
+
+
+def job_of(row: dict) -> Job:
+    """A row as a job; it is cached, so do not change it."""
+    return composed(tuple(row.items()))
+
+
+@functools.cache
+def composed(items: tuple) -> Job:
+    """The paper had torch's flash attention, and as many microbatches as pipeline ranks."""
+    row = dict(items)
+    lines = [f"{KEYS[key]}={str(value).lower() if isinstance(value, bool) else value}" for key, value in row.items() if key in KEYS]
+    lines += [f"pp_schedule.microbatches={row['pp']}"] if "pp" in row else []
+    lines += ["compile=block"] * bool(row.get("compile")) + ["precision=float8_tensorwise"] * bool(row.get("float8"))
+    return freeze(compose_unchecked("data=synthetic", "model.attention=flash", "model.max_seq_len=262144", "hardware=h100_500w",
+                                    "comm=fake", *lines))
+
+
+def of_then(row: dict, table: str = "") -> memory.Constants:
+    """What was different with the torch of 2024: several streams' pools fragment more; the loss was not compiled; a pipeline schedule kept
+    the logits of all microbatches, in float32 at first.
+    """
+    kept = {"table4": 4, "table6": 2}.get(table, 2 if "pp" in row else 0)
+    return memory.Constants(reserve=1.13, logits=16 if "tp" in row else 12, kept_logits=kept)
+
+
+def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, float, float, float]:
+    """Peak GiB and tokens per second of a GPU, each measured and predicted."""
+    job = job_of(row)
+    return row.get("memory"), memory.peak(job, of_then(row, table)).gib, row["throughput"], time.speed(job).tokens_per_second
+
+
+def markdown() -> str:
+    """The tables of docs/plan.md."""
+    head = "| row | GiB measured | predicted | error | tokens/s measured | predicted | error | ratio in its table |\n" + "|---" * 8 + "|"
+    lines, first = [head], {}
+    for table, row in rows():
+        numbers = measured_and_predicted(row, table)
+        ratio = numbers[3] / numbers[2]
+        first.setdefault(table, ratio)
+        lines.append(line(f"T{table[-1]} {row['name']}", numbers, f"{ratio / first[table] - 1:+.1%}"))
+    lines += ["", head.replace("ratio in its table", "blind")]
+    lines += [line(row["name"], measured_and_predicted(row), "no" if row.get("seen") else "yes") for row in held_out()]
+    return "\n".join(lines)
+
+
+def line(name: str, numbers: tuple[float | None, float, float, float], last: str) -> str:
+    gib, peak, rate, predicted = numbers
+    left = f"{gib:.1f} | {peak:.1f} | {peak / gib - 1:+.1%}" if gib else f"- | {peak:.1f} | -"
+    return f"| {name} | {left} | {rate:,.0f} | {predicted:,.0f} | {predicted / rate - 1:+.1%} | {last} |"
+
+
+if __name__ == "__main__":
+    print(markdown())

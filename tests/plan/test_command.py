@@ -1,0 +1,106 @@
+"""`titan plan`, and what launch.py says of cells before they start."""
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_hydra import cli
+from titan_hydra.config.family import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+LINE = ["model=llama3_8b", "data=synthetic", "data.seq_len=8192", "hardware=h100_500w", "compile=block"]
+
+
+def plan(capsys, *words: str) -> tuple[int, str, str]:
+    status = cli.main(["plan", *words])
+    return status, *capsys.readouterr()
+
+
+def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "launch.py"), *words, f"paths.runs={tmp_path / 'runs'}"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+
+def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path):
+    status, out, _ = plan(capsys, *LINE, "data.global_batch=16", "--gpus", "8", "--plot", str(tmp_path / "new"))
+    assert status == 0 and "legal points on 8 x h100_500w of 95 GiB" in out
+    assert any(line.strip().startswith("1  gpus=8 parallelism.dp_shard=8 ac=") for line in out.splitlines())
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {f"plan-{name}.{end}" for name in ("memory", "speed")
+                                                                    for end in ("png", "svg")}
+
+
+def test_one_cell_as_json(capsys):
+    status, out, _ = plan(capsys, *LINE, "gpus=8", "data.local_batch=2", "ac=op", "--cell", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["fits"] == "yes" and found["hardware"] == "h100_500w" and found["rules"] == []
+    assert found["memory_gib"] == pytest.approx(sum(term["gib"] for term in found["terms"]))
+    assert found["memory_gib_band"] == pytest.approx([0.9 * found["memory_gib"], 1.1 * found["memory_gib"]])
+    low, high = found["tokens_per_second_band"]
+    assert low < found["tokens_per_second"] < high
+
+
+def test_why_names_the_rule_or_the_terms(capsys):
+    status, out, _ = plan(capsys, *LINE, "--gpus", "8", "--why", "parallelism.dp_shard=4 parallelism.tp=2 ac=full")
+    assert status == 0 and out.startswith("dropped: ac.name=full: this torch cannot compile it")
+    status, out, _ = plan(capsys, *LINE, "--gpus", "8", "--why", "ac=op data.local_batch=2")
+    assert status == 0 and "saved activations (counted)" in out and "####" in out and "matmuls" in out
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["--gpus", "0"], "--gpus=0: a job needs at least one; nearest legal: 1"),
+    (["--gpus", "-4"], "--gpus=-4: a job needs at least one; nearest legal: 1"),
+    ([], "gpus=null: a search needs their number; nearest legal: 8"),
+    (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
+    (["hardware=unknown", "--gpus", "8"], "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or"),
+    (["hardware=a100", "precision=float8_rowwise", "--gpus", "8"], "precision=float8_rowwise: hardware=a100 has no matmuls in this format"),
+    (["parallelism.tp=16", "gpus=16", "--cell"], "parallelism.tp=16: 8 key/value heads cannot be split over it; nearest legal: 8"),
+    (["hardware.bf16_tflops=0", "--gpus", "8"], "hardware.bf16_tflops=0.0: must be more than 0"),
+])
+def test_bad_input_is_one_line(capsys, words, expected):
+    status, out, err = plan(capsys, *[word for word in LINE if word.split("=")[0] not in " ".join(words)], *words)
+    assert (status, out) == (2, "") and err.startswith(expected) and err.count("\n") == 1
+
+
+def test_a_model_without_a_formula_is_one_line(capsys, tmp_path, monkeypatch):
+    (tmp_path / "formless.py").write_text(
+        "from titan_hydra.models import Family, register\nfrom titan_hydra.models.llama3 import Llama3Config\n"
+        "register(Family('formless', Llama3Config, 'nothing:here', flops=None, parameters=lambda config: 1))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, _, err = plan(capsys, *LINE, "--gpus", "8", "train.imports=[formless]", "model.family=formless")
+    FAMILIES.pop("formless")
+    assert (status, err) == (2, "model.family=formless: has no formula for its flops (Family(flops=...)), so nothing can be predicted\n")
+
+
+def test_a_cell_that_cannot_fit_is_refused_before_anything_starts(tmp_path):
+    line = [*LINE, "cluster=slurm", "gpus=8", "data.local_batch=8", "launch.mode=dry"]
+    refused = launch(tmp_path, *line)
+    assert refused.returncode == 2 and refused.stderr.startswith("ac=none: takes about ") and refused.stderr.count("\n") == 1
+    warned = launch(tmp_path, *line, "launch.oom_check=warn")
+    assert warned.returncode == 0 and warned.stderr.startswith("warning: ac=none: takes about ") and "does not fit" in warned.stdout
+    silent = launch(tmp_path, *line, "launch.oom_check=off")
+    assert (silent.returncode, silent.stderr) == (0, "") and "does not fit" in silent.stdout
+
+
+def test_a_dry_run_shows_what_is_predicted_only_where_the_hardware_is_named(tmp_path):
+    shown = launch(tmp_path, *LINE, "cluster=slurm", "gpus=8", "data.local_batch=2", "ac=op", "launch.mode=dry").stdout
+    assert "predicted GiB" in shown and "+-10% of 95.0" in shown and "fits" in shown and "GPU-hours" in shown
+    assert "predicted" not in launch(tmp_path, "cluster=slurm", "gpus=8", "launch.mode=dry").stdout
+
+
+@pytest.mark.slow
+def test_predictions_of_ninety_six_cells_take_little_time(tmp_path):
+    line = ["-m", "model=llama3_70b", "data=synthetic", "data.seq_len=8192", "cluster=slurm", "launch.mode=dry", "launch.oom_check=warn",
+            "gpus=64,128,256", "parallelism=fsdp,fsdp_tp,fsdp_pp,fsdp_tp_pp", "ac=op,full", "precision=bf16,float8_rowwise",
+            "data.local_batch=2,4"]
+
+    def seconds(*more: str) -> float:
+        start = time.monotonic()
+        done = launch(tmp_path, *line, *more)
+        assert done.returncode == 0 and "96 cells: 96 to start" in done.stdout, done.stderr[-500:]
+        return time.monotonic() - start
+
+    without, with_them = (min(seconds(*more) for _ in range(3)) for more in ([], ["hardware=h100"]))
+    assert with_them < 1.5 * without

@@ -1,0 +1,46 @@
+"""Predictions against the paper's six tables, and against rows that were not part of the fit."""
+from pathlib import Path
+
+import pytest
+
+from tests.plan import paper
+from titan_hydra.plan import memory
+
+DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
+WRONG = {("table5", "FSDP 4, CP 2"): -0.20}  # its throughput over the first row's: twice the attention cost a third less time there
+
+
+@pytest.mark.parametrize(("table", "row"), paper.rows(), ids=lambda value: value if isinstance(value, str) else value["name"])
+def test_memory_of_a_row_is_within_ten_percent(table, row):
+    measured, predicted, _, _ = paper.measured_and_predicted(row, table)
+    assert predicted == pytest.approx(measured, rel=0.10)
+
+
+@pytest.mark.parametrize("table", paper.TABLES)
+def test_ratios_and_order_inside_a_table_are_right(table):
+    found = [(row["name"], *paper.measured_and_predicted(row, table)[2:]) for name, row in paper.rows() if name == table]
+    _, measured, predicted = zip(*found, strict=True)
+    for name, rate, guess in found:
+        error = guess / predicted[0] / (rate / measured[0]) - 1
+        expected = WRONG.get((table, name))
+        assert error == pytest.approx(expected, abs=0.02) if expected else abs(error) < 0.15, (name, error)
+    assert sorted(measured) == [rate for _, rate in sorted(zip(predicted, measured, strict=True))]
+
+
+def test_small_shards_are_slow_in_float8():
+    """Rows of 8B under TP 8, with matmuls of 512 to 1,792 columns a rank: a flat rate is 36 to 44 % off."""
+    for row in paper.held_out():
+        if row["name"].startswith("8B"):
+            _, _, measured, predicted = paper.measured_and_predicted(row)
+            assert predicted == pytest.approx(measured, rel=0.20), row["name"]
+
+
+def test_our_own_jobs_hold_less_than_the_papers():
+    """No kept outputs, a compiled loss: what older versions of torch held is a parameter of these tests alone."""
+    for table, row in paper.rows():
+        job = paper.job_of(row)
+        assert memory.peak(job).gib < memory.peak(job, paper.of_then(row, table)).gib
+
+
+def test_the_page_has_these_tables():
+    assert paper.markdown() in DOCS.read_text(), "run python -m tests.plan.paper"

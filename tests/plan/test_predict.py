@@ -1,0 +1,122 @@
+"""What a prediction says of our own jobs: its terms, its fixes, and how it moves when the job does."""
+import pytest
+
+from titan_hydra.config import freeze
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.rules.checks import check
+from titan_hydra.plan import memory, predict, search
+from titan_hydra.plan.shape import NotPredictable, shape_of
+
+BASE = ("model=llama3_8b", "data=synthetic", "data.seq_len=8192", "data.local_batch=2", "hardware=h100", "cluster=slurm", "gpus=8")
+
+
+def job_of(*overrides: str):
+    return freeze(compose_unchecked(*BASE, *overrides))
+
+
+def terms(job) -> dict[str, float]:
+    return {term.name: term.bytes / memory.GIB for term in memory.peak(job).terms}
+
+
+def test_states_are_sixteen_bytes_for_each_parameter_over_the_shards():
+    job = job_of()
+    states = sum(terms(job)[name] for name in ("weights", "gradients", "optimizer"))
+    assert states == pytest.approx(16 * 8_030_261_248 / 8 / 2**30, rel=1e-4)
+    sgd = terms(job_of("optimizer=sgd"))
+    assert "optimizer" not in sgd and sgd["weights"] == terms(job)["weights"]
+
+
+def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():
+    job = job_of("parallelism=pp", "parallelism.pp=4", "parallelism.dp_shard=2", "data.local_batch=8", "ac=full")
+    peak = memory.peak(job)
+    assert {term.tag for term in peak.terms} == {"counted", "fitted"}
+    assert peak.rank == peak.pipeline_rank * 2 and peak.allocated_gib < peak.gib
+    assert {"receive buffers", "unsharded gradients"} <= {term.name for term in peak.terms}
+
+
+@pytest.mark.parametrize(("more", "less"), [
+    ((), ("ac=lean",)), (("ac=lean",), ("ac=op",)), (("ac=op",), ("ac=full",)), ((), ("loss=linear_cross_entropy",)),
+    ((), ("compile=block",)), ((), ("parallelism.dp_shard=4", "parallelism.tp=2")), (("data.local_batch=4",), ()),
+    (("compile=block",), ("compile=block", "precision=float8_tensorwise")), (("gpus=8",), ("gpus=16",)),
+])
+def test_memory_falls_where_it_should(more, less):
+    assert memory.peak(job_of(*less)).gib < memory.peak(job_of(*more)).gib
+
+
+@pytest.mark.parametrize(("slow", "fast"), [
+    ((), ("compile=block",)), (("compile=block",), ("compile=block", "precision=float8_tensorwise")), (("ac=full",), ("ac=op",)),
+    (("hardware=h100_500w",), ("hardware=h100",)), (("hardware=a100",), ()), (("model.attention=flash",), ()),
+    (("parallelism.dp_shard=1", "parallelism.tp=8"), ()), (("parallelism.cp=2", "parallelism.dp_shard=4"), ()),
+])
+def test_speed_rises_where_it_should(slow, fast):
+    assert predict.predict(job_of(*slow)).speed.tokens_per_second < predict.predict(job_of(*fast)).speed.tokens_per_second
+
+
+def test_the_quick_estimate_of_a_pipeline_is_near_the_played_one():
+    for schedule in ("1f1b", "interleaved_1f1b", "gpipe", "zbv"):
+        job = job_of("parallelism=pp", "parallelism.pp=8", f"pp_schedule={schedule}", "data.local_batch=16", "ac=full")
+        exact, quick = (predict.predict(job, exact=exact).speed.step_seconds for exact in (True, False))
+        assert quick == pytest.approx(exact, rel=0.15), schedule
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (("ac=none",), "ac=none: "), (("data.seq_len=32768", "data.local_batch=1", "ac=full"), "loss=cross_entropy: "),
+    (("model=llama3_70b", "ac=full", "loss=linear_cross_entropy", "data.local_batch=1"), "parallelism.dp_shard=8: "),
+])
+def test_the_nearest_fix_fits(overrides, expected):
+    job = job_of(*overrides)
+    fault = str(predict.objection(predict.predict(job)))
+    assert fault.startswith(expected) and "h100 has 79.1; nearest legal: " in fault and "\n" not in fault
+    key, value = expected.partition("=")[0], fault.partition("nearest legal: ")[2].split(" (")[0]
+    other = freeze(compose_unchecked(*BASE, *overrides, *f"{key}={value}".split(" "),
+                                     *(["data.global_batch=64"] if "gpus" in value else [])))
+    assert not check(other) and predict.predict(other).fits in ("yes", "tight")
+
+
+def test_a_family_without_formulas_is_refused(monkeypatch):
+    from dataclasses import replace
+
+    from titan_hydra.config.family import FAMILIES
+
+    job = job_of()
+    for part in ("parameters", "flops"):
+        monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], **{part: None}))
+        with pytest.raises(NotPredictable, match=f"model.family=llama3: has no formula for its {part}"):
+            shape_of(job)
+        assert predict.of_launch(job) is None
+        monkeypatch.undo()
+
+
+def test_the_rows_of_a_search_are_legal_and_hold_what_they_say():
+    base = compose_unchecked("model=llama3_8b", "data=synthetic", "data.seq_len=8192", "data.global_batch=16", "hardware=h100",
+                             "compile=block")
+    rows, points = search.search(base, 8)
+    assert 1 < len(rows) <= search.ROWS < points and rows[0].front
+    rates = [row.prediction.speed.tokens_per_second for row in rows]
+    assert rates == sorted(rates, reverse=True) and len({row.key for row in rows}) == len(rows)
+    assert rows[0].overrides.startswith("gpus=8 parallelism.dp_shard=8 ac=")  # FSDP alone, as everybody runs 8B on a node
+    for row in rows:
+        again = freeze(compose_unchecked("model=llama3_8b", "data=synthetic", "data.seq_len=8192", "hardware=h100", "compile=block",
+                                         "cluster=slurm", *row.overrides.split(" ")))
+        assert not check(again), row.overrides
+        found = predict.predict(again)
+        assert (found.peak.gib, found.speed.tokens_per_second) == pytest.approx(
+            (row.prediction.peak.gib, row.prediction.speed.tokens_per_second))
+
+
+def test_the_paper_and_megatron_run_what_is_found():
+    common = ("data=synthetic", "data.seq_len=8192", "hardware=h100", "compile=block", "precision=float8_tensorwise")
+    for model, gpus, batch, degrees in (("llama3_70b", 64, 128, {"tp": 4, "pp": 8}), ("llama3_405b", 512, 256, {"tp": 8, "pp": 16})):
+        rows, _ = search.search(compose_unchecked(f"model={model}", f"data.global_batch={batch}", *common), gpus)
+        layouts = [vars(row.prediction.job.parallelism) for row in rows]
+        assert any(degrees.items() <= layout.items() for layout in layouts), model
+
+
+def test_presets_say_where_each_constant_comes_from():
+    from titan_hydra.config.files import CONF
+
+    for file in (CONF / "hardware").glob("*.yaml"):
+        first, *lines = file.read_text().splitlines()
+        assert first.startswith("# ")
+        for line in lines:
+            assert "  # " in line or line.split(":")[0] in ("name", "measured", "gpus_per_node"), (file, line)

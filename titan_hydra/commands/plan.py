@@ -1,0 +1,172 @@
+"""`titan plan`: what layouts of a job would take and how fast they would be, on devices that nobody has to have."""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import table
+from titan_hydra.config import Fault, Job, freeze
+from titan_hydra.config.compose import CONF, compose_unchecked
+from titan_hydra.config.load import world_size
+from titan_hydra.config.rules import checks
+from titan_hydra.plan import memory, predict
+from titan_hydra.plan.predict import Prediction
+from titan_hydra.plan.search import Row, prepared, search
+from titan_hydra.plan.shape import NotPredictable
+
+BAR = 40  # characters of the longest bar
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan plan`."""
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py, and hardware=NAME; the global batch "
+                        "stays fixed, without one it is data.local_batch on every GPU")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many devices (or gpus=N)")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
+    parser.add_argument("--cell", action="store_true", help="answer for the one layout of the line instead of searching")
+    parser.add_argument("--why", metavar="LAYOUT", help="the rule that drops a layout (overrides in quotes), or the terms of its estimate")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw memory by term, and speed against the number of GPUs")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the fastest layouts, or one layout. Returns 0, or 1 if nothing fits."""
+    own = [*args.overrides, *(args.why or "").split()]
+    job = compose_unchecked(*own, config_dir=args.config_dir)
+    gpus = job.gpus if args.gpus is None else args.gpus
+    if args.gpus is not None and args.gpus < 1:
+        raise ConfigError(str(Fault("--gpus", args.gpus, "a job needs at least one", legal=(1,))))
+    if job.hardware.name == "unknown":
+        names = sorted(file.stem for file in (CONF / "hardware").glob("*.yaml") if file.stem != "unknown")
+        raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=tuple(names))))
+    try:
+        if args.cell or args.why:
+            return one_layout(job, gpus, args)
+        if gpus is None:
+            raise ConfigError(str(Fault("gpus", None, "a search needs their number", legal=(job.hardware.gpus_per_node or 8,))))
+        return layouts(job, gpus, args)
+    except NotPredictable as error:
+        raise ConfigError(str(error)) from error
+
+
+def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
+    """Search, print the rows and draw them."""
+    rows, points = search(job, gpus)
+    if not rows:
+        least = Fault("--gpus", gpus, "no layout obeys the rules: the global batch "
+                      f"{prepared(job, gpus).data.global_batch} and the model cannot be split over them")
+        raise ConfigError(str(least))
+    if args.json:
+        print(json.dumps([{"overrides": row.overrides, "front": row.front} | predict.as_json(row.prediction) for row in rows], indent=2))
+    else:
+        show(rows, points)
+    if args.plot:
+        draw(args.plot, rows, {count: rows if count == gpus else search(job, count)[0] for count in halves(gpus)})
+    return Exit.DONE if rows[0].prediction.fits != "no" else Exit.BUG
+
+
+def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
+    """Predict the layout of the line. Rules that a layout breaks end the command, but for those of techniques that do not combine here."""
+    node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
+    cluster = {"executor": "slurm", "gpus_per_node": node}
+    job = freeze(predict.changed(job, gpus=gpus, cluster=cluster))
+    if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
+        raise ConfigError("\n".join(map(str, faults)))
+    broken = [*map(str, checks.check(job, (checks.RECIPE, checks.PLACE)))]
+    if broken and args.why:
+        print(*(f"dropped: {line}" for line in broken), sep="\n")
+        return Exit.DONE
+    found = predict.predict(job)
+    if found.reason:
+        raise ConfigError(found.reason)
+    if args.json:
+        print(json.dumps(predict.as_json(found) | {"rules": broken}, indent=2))
+    else:
+        print(*(f"not to be started here: {line}" for line in broken), *explained(found), sep="\n")
+    return Exit.DONE
+
+
+def show(rows: list[Row], points: int) -> None:
+    """Print the layouts as a table, and each as a line of overrides."""
+    titles = ("", "dp", "cp", "tp", "pp", "schedule", "ac", "local batch", "tokens/s/device", "GiB", "fits", "GiB to spare", "limited by")
+    cells = []
+    for number, row in enumerate(rows, start=1):
+        job, found = row.prediction.job, row.prediction
+        layout, schedule = job.parallelism, job.pp_schedule
+        dp = f"{layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 else layout.dp_shard
+        order = f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if layout.pp > 1 else "-"
+        spare = predict.FITS * found.capacity_gib - found.peak.gib
+        cells.append((f"{number}{'*' * row.front}", dp, layout.cp, layout.tp, layout.pp, order, job.ac.name, job.data.local_batch,
+                      f"{found.speed.tokens_per_second:,.0f}", f"{found.peak.gib:.1f}", found.fits, f"{spare:+.1f}",
+                      f"{found.speed.limit}; {found.peak.largest.name}"))
+    first = rows[0].prediction
+    world = world_size(first.job)
+    print(f"{points:,} legal points on {world:,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB, global batch "
+          f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}")
+    print(*table(titles, cells, ("dp", "cp", "tp", "pp", *titles[7:10], titles[11])), sep="\n")
+    print("* none faster takes less memory. `limited by`: the most time beside matmuls and attention; the most memory.\n")
+    for number, row in enumerate(rows, start=1):
+        print(f"{number:>2}  {row.overrides}")
+    if first.fits == "no":
+        print("nothing fits; the layouts that need least memory are shown")
+
+
+def explained(found: Prediction) -> list[str]:
+    """Return the terms of a prediction as bars."""
+    gib, fits, rate, hours = predict.line(found)
+    stage = f", pipeline rank {found.peak.pipeline_rank}" if found.job.parallelism.pp > 1 else ""
+    lines = [f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps"]
+    terms = [(f"{term.name} ({term.tag})", term.bytes / memory.GIB) for term in found.peak.terms]
+    lines += bars("GiB", terms)
+    return [*lines, *bars("seconds of a step", [(name, value) for name, value in found.speed.parts.items() if value > 0])]
+
+
+def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
+    """Return one line a value, with a bar in proportion to the largest."""
+    most = max(value for _, value in values)
+    rows = [(name, f"{value:,.2f}", "#" * max(round(BAR * value / most), value > 0)) for name, value in values]
+    return ["", *table(("", unit, ""), rows, (unit,))]
+
+
+def halves(gpus: int) -> list[int]:
+    """Return the number of devices and its halves down to a quarter, ascending."""
+    return [gpus // times for times in (4, 2, 1) if gpus % times == 0 and gpus // times]
+
+
+def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
+    """Draw the memory of each layout, stacked by term, and the speed of the fastest against the number of GPUs; print the files."""
+    import matplotlib
+
+    from titan_hydra.report.plots import figure
+    from titan_hydra.report.style import settings
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(str(Fault("--plot", folder, f"cannot be written: {error.strerror}"))) from error
+    with matplotlib.rc_context(settings("plan")):
+        drawn, axes = figure(2.2 + 0.36 * len(rows))
+        names = dict.fromkeys(term.name for row in rows for term in row.prediction.peak.terms)
+        left = [0.0] * len(rows)
+        for index, name in enumerate(names):
+            widths = [sum(term.bytes for term in row.prediction.peak.terms if term.name == name) / memory.GIB for row in rows]
+            axes.barh(range(len(rows)), widths, left=left, label=name, color=matplotlib.colormaps["tab20"](index % 20))
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.axvline(rows[0].prediction.capacity_gib, color="black", linewidth=1)
+        axes.set_yticks(range(len(rows)), [f"{number}: {row.overrides.split(' ac=')[0].replace('parallelism.', '')}"[:48]
+                                           for number, row in enumerate(rows, start=1)])
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB; the line is a device's memory")
+        drawn.legend(loc="outside lower center", ncols=3)
+        speed, plane = figure(3.4)
+        fitting = {count: found[0].prediction for count, found in by_gpus.items() if found and found[0].prediction.fits != "no"}
+        plane.plot(list(fitting), [one.speed.tokens_per_second * count for count, one in fitting.items()], marker="o")
+        plane.set_xlabel("GPUs, at a fixed global batch")
+        plane.set_title("tokens/s of the fastest layout that fits", loc="left")
+        plane.set_ylim(bottom=0)
+        for name, made in (("memory", drawn), ("speed", speed)):
+            for ending in ("png", "svg"):
+                made.savefig(folder / f"plan-{name}.{ending}", facecolor="white")
+                print(folder / f"plan-{name}.{ending}")

@@ -1,0 +1,176 @@
+"""One answer for one job: memory against what the device has, tokens per second, GPU-hours; and what would make it fit."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.load import freeze
+from titan_hydra.config.rules.checks import check
+from titan_hydra.config.schema import Job
+
+from . import memory, time
+from .memory import Peak
+from .shape import NotPredictable, devices, shape_of
+from .time import Speed
+
+Change = tuple[str, object, object]  # key, old value, new value
+FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10  # of the device's memory: up to which a job fits, is tight, and from which it is refused
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a job. A part that cannot be predicted is None, `reason` then is why."""
+
+    job: Job
+    peak: Peak
+    capacity_gib: float | None
+    speed: Speed | None
+    reason: str | None = None
+
+    @property
+    def fits(self) -> str | None:
+        """Whether the job fits a device: yes, tight or no; None if the device's memory is unknown."""
+        return fits(self.peak.gib, self.capacity_gib)
+
+    @property
+    def band(self) -> float:
+        """The half-width of the error band of all times, relative."""
+        return time.BAND if self.job.hardware.measured else time.UNMEASURED
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """The GPU-hours of all steps; checkpoints, validation and the start are not counted."""
+        return self.speed and self.speed.step_seconds * self.job.steps * devices(self.job) / 3600
+
+
+def fits(gib: float, capacity: float | None) -> str | None:
+    """Return whether a peak fits a device: yes, tight or no; None if its memory is unknown."""
+    if capacity is None:
+        return None
+    return "yes" if gib <= FITS * capacity else "tight" if gib <= TIGHT * capacity else "no"
+
+
+def capacity_of(job: Job) -> float | None:
+    """Return the GiB of a device of the job; None if they are unknown."""
+    return job.cluster.device_memory_gib or job.hardware.memory_gib
+
+
+def predict(job: Job, exact: bool = True) -> Prediction:
+    """Predict a frozen, legal job. Raises NotPredictable if not even its memory can be predicted."""
+    shape = shape_of(job)
+    speed = reason = None
+    try:
+        speed = time.speed(job, shape=shape, exact=exact)
+    except NotPredictable as error:
+        reason = str(error)
+    return Prediction(job, memory.peak(job, shape=shape), capacity_of(job), speed, reason)
+
+
+def of_launch(job: Job) -> Prediction | None:
+    """Predict a job that is about to start; None if its device is unknown, its ranks are simulated, or its family has no formulas."""
+    known = job.hardware.name != "unknown" or job.cluster.device_memory_gib
+    if not known or job.comm.name == "fake":
+        return None
+    try:
+        return predict(job)
+    except NotPredictable:
+        return None
+
+
+def objection(prediction: Prediction) -> Fault | None:
+    """Return the fault of a job that is predicted not to fit its devices, with the nearest change that would; None if it fits."""
+    job, peak, capacity = prediction.job, prediction.peak, prediction.capacity_gib
+    if prediction.fits != "no":
+        return None
+    what = (f"about {peak.gib:,.1f} GiB (+-{memory.BAND:.0%}) on rank {peak.rank}, most of it {peak.largest.name} "
+            f"({peak.largest.bytes / memory.GIB:,.1f}), and {job.hardware.name if job.hardware.name != 'unknown' else 'a device'} "
+            f"has {capacity:,.1f}")
+    for changes in _remedies(job):
+        other = freeze(_with(job, changes))
+        answer = predict(other, exact=False)
+        if answer.fits != "no" and not check(other):  # in this order, as checks take longer
+            (key, old, value), *others = changes
+            also = "".join(f" {name}={new}" for name, _, new in others)
+            return Fault(key, old, f"takes {what}", legal=(f"{value}{also} ({answer.peak.gib:,.1f} GiB)",))
+    return Fault("gpus", job.gpus, f"each of them takes {what}; no change of ac, loss, local_batch or dp_shard alone makes it fit, titan "
+                 "plan searches further")
+
+
+def too_large(prediction: Prediction) -> bool:
+    """Whether a job is predicted so far beyond the device that it is refused, and not only warned of."""
+    return prediction.fits == "no" and prediction.peak.gib > REFUSED * prediction.capacity_gib
+
+
+def _remedies(job: Job) -> Iterator[list[Change]]:
+    """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller local batches."""
+    modes = [[("ac", job.ac.name, mode)] for mode in _after(job.ac.name, ("none", "lean", "op", "full"))]
+    losses = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
+    whole = job.data.local_batch
+    sizes = [[("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0]
+    shards = job.parallelism.dp_shard
+    yield from [*modes, *losses, *sizes]
+    yield from ([*mode, *loss, *size] for size in [[], *sizes] for mode in [*modes, []] for loss in [*losses, []])
+    if shards > 1 or job.gpus == 1:
+        yield from ([("parallelism.dp_shard", shards, shards * times), ("gpus", job.gpus, job.gpus * times)] for times in (2, 4, 8, 16))
+
+
+def _with(job: Job, changes: list[Change]) -> Job:
+    """Return a job with the changes of a remedy. More shards take a larger global batch, so that each has as many samples."""
+    new = {key: value for key, _, value in changes}
+    if "ac" in new:
+        job = changed(job, ac={"name": new["ac"], "save_ops": [], "every": 2, "budget": 0.5})
+    if "loss" in new:
+        job = changed(job, loss={"name": new["loss"]})
+    if "data.local_batch" in new:
+        job = changed(job, data={"local_batch": new["data.local_batch"]}, pp_schedule={"microbatches": None})
+    if "gpus" in new:
+        batch = {"global_batch": job.data.global_batch * new["gpus"] // job.gpus}
+        job = changed(job, parallelism={"dp_shard": new["parallelism.dp_shard"]}, data=batch, gpus=new["gpus"])
+    return job
+
+
+def _after(value: str, choices: Iterable[str]) -> list[str]:
+    choices = list(choices)
+    return choices[choices.index(value) + 1 :] if value in choices else choices[-1:]
+
+
+def changed(job: Job, gpus: int | None = None, **sections: dict) -> Job:
+    """Return a copy of a job with other values of some keys, by section. Sections that do not change are shared."""
+    job = copy.copy(job)
+    for name, values in sections.items():
+        section = copy.copy(getattr(job, name))
+        vars(section).update(values)
+        setattr(job, name, section)
+    job.gpus = job.gpus if gpus is None else gpus
+    return job
+
+
+def line(prediction: Prediction) -> list[str]:
+    """Return memory, whether it fits, tokens per second and GPU-hours as texts, with their error bands."""
+    peak, speed, room = prediction.peak, prediction.speed, prediction.capacity_gib
+    word = {"yes": "fits", "tight": "tight", "no": "does not fit", None: "unknown device"}[prediction.fits]
+    times = ["-", "-"] if speed is None else [f"{speed.tokens_per_second:,.0f}", f"{prediction.gpu_hours:,.1f}"]
+    return [f"{peak.gib:,.1f} +-{memory.BAND:.0%}{f' of {room:,.1f}' if room else ''}", word,
+            *(f"{number} +-{prediction.band:.0%}" if number != "-" else number for number in times)]
+
+
+def as_json(prediction: Prediction) -> dict:
+    """Return a prediction as plain values: what scripts and the report read."""
+    peak, speed = prediction.peak, prediction.speed
+    rate = speed and speed.tokens_per_second
+
+    def around(value: float | None, band: float) -> list[float] | None:
+        return None if value is None else [value * (1 - band), value * (1 + band)]
+
+    return {
+        "memory_gib": peak.gib, "memory_gib_band": around(peak.gib, memory.BAND), "allocated_gib": peak.allocated_gib,
+        "capacity_gib": prediction.capacity_gib, "fits": prediction.fits, "rank": peak.rank,
+        "tokens_per_second": rate, "tokens_per_second_band": around(rate, prediction.band),
+        "step_seconds": speed and speed.step_seconds, "gpu_hours": prediction.gpu_hours,
+        "gpu_hours_band": around(prediction.gpu_hours, prediction.band), "hardware": prediction.job.hardware.name,
+        "gpus": devices(prediction.job), "reason": prediction.reason,
+        "terms": [{"name": term.name, "gib": term.bytes / memory.GIB, "tag": term.tag} for term in peak.terms],
+        "parts": speed and [{"name": name, "seconds": seconds} for name, seconds in speed.parts.items()],
+    }

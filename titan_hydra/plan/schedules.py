@@ -1,0 +1,156 @@
+"""The order in which pipeline ranks compute, for torch's schedules without torch, and what follows from it: idle time, microbatches in
+flight. tests/plan compares it with torch's own lists.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from titan_hydra.config.registry import PIPELINE_SCHEDULES
+from titan_hydra.config.rules import pipeline
+from titan_hydra.config.rules.pipeline import Action
+from titan_hydra.config.schema import Job
+
+Step = tuple[int | None, str]  # stage, kind; a W without a stage is that of the oldest I without one
+
+
+def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
+    """Return the actions of every pipeline rank; `number`: for other microbatches than the job's."""
+    if job.pp_schedule.name == "csv":
+        return pipeline.read_schedule(job.pp_schedule.csv)
+    number = pipeline.microbatches(job) if number is None else number
+    return actions(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, number)
+
+
+def known(name: str) -> str:
+    """Return the package's own schedule that one of a user's is taken for, by its kind."""
+    if name in STEPS or name in ("gpipe", "1f1b"):
+        return name
+    kind = PIPELINE_SCHEDULES[name]
+    looped = "interleaved_zb" if kind.splits_backward else "interleaved_1f1b"
+    return "zbv" if kind.v_shaped else "1f1b" if kind.stages_per_rank == 1 else looped
+
+
+@cache
+def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
+    """Return the actions of `pp` ranks with `stages` stages each for a number of microbatches. The result is cached: do not change it."""
+    if name in ("gpipe", "1f1b"):
+        return [pipeline.actions_of_one_stage(rank, pp, number, name == "gpipe") for rank in range(pp)]
+    order = [numbered(STEPS[name](rank, pp, stages, number)) for rank in range(pp)]
+    return [[action for action in ranks if action[2] < number] for ranks in order]  # zbv plans more than there may be
+
+
+def numbered(steps: Iterable[Step]) -> list[Action]:
+    """Give each step its microbatch: forwards and backwards of a stage in order, weight gradients in the order of their first halves."""
+    counts: Counter[tuple[int, bool]] = Counter()
+    pending: list[tuple[int, int]] = []
+    done: list[Action] = []
+    for stage, kind in steps:
+        if kind != "W":
+            number = counts[stage, kind == "F"]
+            counts[stage, kind == "F"] += 1
+            pending += [(stage, number)] * (kind == "I")
+            done.append((stage, kind, number))
+        elif pending:
+            entry = next(one for one in pending if stage in (None, one[0]))
+            pending.remove(entry)
+            done.append((entry[0], "W", entry[1]))
+    return done
+
+
+def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
+    """Looped BFS. It goes through the microbatches backwards in the backward, which no time or memory depends on."""
+    own = range(rank, pp * stages, pp)
+    return [*((stage, "F") for stage in own for _ in range(number)), *((stage, "B") for stage in reversed(own) for _ in range(number))]
+
+
+def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool = False) -> Iterable[Step]:
+    """Interleaved 1F1B; with `zero_bubble` the weights' half of a backward is done `rank` backwards later."""
+    in_round, all_of_them = number // max(1, number // pp), stages * number
+    warm_up = min((stages - 1) * in_round + (1 if zero_bubble else 2) * (pp - 1 - rank), all_of_them)
+    for step in range(all_of_them + warm_up):
+        if step < all_of_them:
+            yield step // in_round % stages * pp + rank, "F"
+        if step >= warm_up:
+            yield (stages - 1 - (step - warm_up) // in_round % stages) * pp + rank, "I" if zero_bubble else "B"
+            if zero_bubble and step - warm_up >= rank:
+                yield None, "W"
+    yield from [(None, "W")] * (rank * zero_bubble)
+
+
+def zero_bubble_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
+    """ZBV (arXiv 2401.10241, section 6)."""
+    low, high = rank, 2 * pp - 1 - rank
+    number = max(2 * pp - 1, number)
+    yield from [(low, "F")] * (2 * (pp - rank) - 1)
+    yield from [(high, "F"), (low, "F")] * rank
+    yield from [(high, "F"), (high, "I"), (high, "W")] * (pp - rank)
+    low_done, high_done = 2 * pp - 1 - rank, pp
+    while high_done < low_done or low_done < number:
+        yield from [(low, "F")] * (low_done < number)
+        low_done, high_done = min(low_done + 1, number), high_done + 1
+        yield from [(low, "I"), (low, "W"), (high, "F"), (high, "I"), (high, "W")]
+    yield from [(low, "I"), (high, "I")] * rank
+    yield from [(low, "I"), (low, "W")] * (pp - rank)
+    yield from [(high, "W")] * rank
+    yield from [(low, "W")] * rank
+
+
+def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
+    """DualPipeV; an overlapped forward and backward are two steps here."""
+    low, high, left = rank, 2 * pp - 1 - rank, pp - rank - 1
+    yield from [(low, "F")] * (2 * left)
+    yield from [(low, "F"), (high, "F")] * (rank + 1)
+    yield from [(high, "I"), (None, "W"), (high, "F")] * left
+    yield from [(low, "F"), (high, "B"), (high, "F"), (low, "B")] * (number - 2 * pp + rank + 1)
+    yield from [(high, "B"), (high, "F"), (low, "B")] * left
+    half = False
+    for index in range(rank + 1):
+        half = half or (index == (rank + 1) // 2 and rank % 2 == 1)
+        yield high, "I" if half else "B"
+        half = half or (index == (rank + 1) // 2 and rank % 2 == 0)
+        yield low, "I" if half else "B"
+    yield from [(None, "W"), (low, "I" if half else "B")] * left
+    yield from [(None, "W")] * (rank + 1)
+
+
+STEPS: dict[str, Callable[[int, int, int, int], Iterable[Step]]] = {
+    "looped_bfs": breadth_first, "interleaved_1f1b": interleaved, "zbv": zero_bubble_v, "dualpipe_v": dual_pipe_v,
+    "interleaved_zb": lambda *layout: interleaved(*layout, zero_bubble=True),
+}
+
+
+def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> float:
+    """Return the most that a pipeline rank holds at once if each forward keeps its stage's weight until the backward is done."""
+    if job.parallelism.pp == 1:
+        return weights[0]
+    if job.pp_schedule.name == "csv":
+        return _held(actions_of(job)[rank], weights)
+    return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, pipeline.microbatches(job), rank,
+                    weights)
+
+
+@cache
+def _held_by(name: str, pp: int, stages: int, number: int, rank: int, weights: tuple[float, ...]) -> float:
+    return _held(actions(name, pp, stages, number)[rank], weights)
+
+
+def _held(order: Iterable[Action], weights: tuple[float, ...]) -> float:
+    held = most = 0.0
+    for stage, kind, _ in order:
+        if kind == "F":
+            held += weights[stage]
+            most = max(most, held)
+        elif kind != "I":
+            held -= weights[stage]
+    return most
+
+
+@cache
+def idle_time(name: str, pp: int, stages: int, number: int) -> float:
+    """Return how long the average rank waits, in forwards of a stage, for stages that all take as long and a backward twice a forward."""
+    order = actions(name, pp, stages, number)
+    played = pipeline.play(order, pp * stages)
+    span = max(start + pipeline.TIME[action[1]] for rank in played for start, action in rank)
+    return span - sum(pipeline.TIME[action[1]] for rank in order for action in rank) / pp

@@ -1,0 +1,133 @@
+"""Every legal layout of a job on a number of devices, at a fixed global batch: which fit, and how fast each is."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from titan_hydra.config.fault import divisors
+from titan_hydra.config.registry import PIPELINE_SCHEDULES
+from titan_hydra.config.rules import checks
+from titan_hydra.config.schema import Job
+
+from .memory import peak
+from .predict import Prediction, capacity_of, changed, fits, predict
+from .shape import NotPredictable
+
+ROWS = 10  # of an answer
+MODES = ("none", "lean", "op", "full")  # of activation checkpointing, from the least recomputation
+CHUNKS = (2, 3, 4, 5, 6, 8)  # stages of a pipeline rank, where the schedule leaves it open
+LONG = 32_768  # tokens of a sequence from which context parallelism is tried without being asked for
+LARGEST = 64  # samples of a local batch without a pipeline
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout of the answer. `front`: no faster one takes less memory."""
+
+    prediction: Prediction
+    front: bool = False
+
+    @property
+    def key(self) -> tuple:
+        """What makes it another layout than others, whatever its batches and checkpointing."""
+        job = self.prediction.job
+        return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
+
+    @property
+    def overrides(self) -> str:
+        """The layout as it is typed."""
+        job = self.prediction.job
+        degrees = [f"parallelism.{name}={getattr(job.parallelism, name)}" for name in DEGREES
+                   if name == "dp_shard" or getattr(job.parallelism, name) > 1]
+        schedule = [f"pp_schedule={job.pp_schedule.name}", f"pp_schedule.stages_per_rank={job.pp_schedule.stages_per_rank}",
+                    f"pp_schedule.microbatches={job.pp_schedule.microbatches}"] if job.parallelism.pp > 1 else []
+        async_tp = ["parallelism.async_tp=true"] * job.parallelism.async_tp
+        batches = [f"data.local_batch={job.data.local_batch}", f"data.global_batch={job.data.global_batch}"]
+        return " ".join([f"gpus={job.gpus}", *degrees, *async_tp, *schedule, f"ac={job.ac.name}", *batches])
+
+
+def prepared(job: Job, gpus: int) -> Job:
+    """Return a job for planning: on `gpus` devices of a cluster of its hardware's nodes, whatever this machine is.
+
+    Without a global batch, it is the local batch on every device.
+    """
+    cluster = {"executor": "slurm", "gpus_per_node": job.cluster.gpus_per_node or job.hardware.gpus_per_node}
+    batch = {"global_batch": job.data.global_batch or job.data.local_batch * gpus}
+    return changed(job, gpus=gpus, cluster=cluster, data=batch)
+
+
+def search(job: Job, gpus: int) -> tuple[list[Row], int]:
+    """Return up to ROWS layouts, the fastest first, and the number of legal points looked at. Raises NotPredictable.
+
+    Those that fit come first, the front of speed against memory before what it dominates; if none fits, those that need least memory.
+    """
+    found = [predict(point, exact=False) for point in _points(prepared(job, gpus))]
+    if found and found[0].reason:
+        raise NotPredictable(found[0].reason)
+    fitting = [one for one in found if one.fits != "no"]
+    ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(found, key=lambda one: one.peak.gib)
+    rows: dict[tuple, Row] = {}
+    for one in ranked:
+        row = Row(one)
+        if row.key not in rows and not checks.check(one.job):
+            rows[row.key] = row
+        if len(rows) == 2 * ROWS:  # the exact times of twice as many are compared
+            break
+    exact = [Row(predict(row.prediction.job)) for row in rows.values()]
+    if fitting:
+        exact.sort(key=lambda row: -row.prediction.speed.tokens_per_second)
+    marked, least = [], float("inf")
+    for row in exact:
+        marked.append(replace(row, front=row.prediction.peak.gib < least))
+        least = min(least, row.prediction.peak.gib)
+    best = sorted(marked, key=lambda row: not row.front)[:ROWS] if fitting else marked[:ROWS]
+    return [row for row in marked if row in best], len(found)
+
+
+def _points(job: Job) -> Iterator[Job]:
+    """Yield the legal points of the space; of those that differ in checkpointing alone, the one that recomputes least among what fits."""
+    for layout in _layouts(job):
+        for batches in _batches(layout):
+            legal = [point for mode in MODES if not checks.check(
+                point := changed(batches, ac={"name": mode, "save_ops": [], "every": 2, "budget": 0.5}), (checks.RECIPE,))]
+            yield from next(([point] for point in legal if fits(peak(point).gib, capacity_of(point)) != "no"), legal[-1:])
+
+
+def _layouts(job: Job) -> Iterator[Job]:
+    """Yield the legal splits over the devices, with each schedule."""
+    node, layers = job.hardware.gpus_per_node, job.model.n_layers
+    asked = job.parallelism.cp > 1 or job.data.seq_len >= LONG
+    for tp in divisors(job.model.n_kv_heads):
+        for cp in (1, 2, 4, 8, 16) if asked else (1,):
+            for pp in divisors(job.gpus):
+                rest = job.gpus // (tp * cp * pp)
+                if tp > node or pp > layers or rest * tp * cp * pp != job.gpus or job.data.global_batch % rest:
+                    continue
+                inside = max(node // (tp * cp), 1)
+                for shards in {rest, inside} if rest % inside == 0 and inside < rest else {rest}:
+                    degrees = dict(zip(DEGREES, (rest // shards, shards, cp, tp, pp), strict=True))
+                    async_tp = job.compile.name == "block" and tp > 1 and job.parallelism.sequence_parallel
+                    split = changed(job, parallelism=degrees | {"async_tp": async_tp})
+                    yield from _schedules(split) if pp > 1 else [split]
+
+
+def _schedules(job: Job) -> Iterator[Job]:
+    for kind in PIPELINE_SCHEDULES.values():
+        for chunks in (kind.stages_per_rank,) if kind.stages_per_rank else CHUNKS:
+            if kind.name != "csv" and chunks * job.parallelism.pp <= job.model.n_layers:
+                yield changed(job, pp_schedule={"name": kind.name, "stages_per_rank": chunks, "split": [], "layers_per_stage": None})
+
+
+def _batches(job: Job) -> Iterator[Job]:
+    """Yield the cuts of a data-parallel rank's samples into local batches and microbatches that the rules accept."""
+    pp, samples = job.parallelism.pp, job.data.global_batch // (job.parallelism.dp_replicate * job.parallelism.dp_shard)
+    if pp == 1:
+        cuts = [(size, None) for size in divisors(samples) if size <= LARGEST]
+    else:
+        cuts = [(size * number, number) for size in (1, 2, 4) for number in {samples // size, 4 * pp, 2 * pp, pp}
+                if number and samples % (size * number) == 0]
+    for local, number in cuts:
+        cut = changed(job, data={"local_batch": local}, pp_schedule={"microbatches": number})
+        if not checks.check(cut, (checks.RANKS, checks.LAYOUT)):
+            yield cut

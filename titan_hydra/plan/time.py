@@ -1,0 +1,212 @@
+"""The seconds of a step, from a job and its hardware: what a block computes and sends, how the pipeline waits, what FSDP cannot hide.
+
+Rates come from conf/hardware; `Factors` are those that belong to no device. Both were fitted as docs/plan.md tells.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from titan_hydra.config.rules import pipeline
+from titan_hydra.config.schema import Hardware, Job
+
+from .schedules import actions_of, idle_time, known
+from .shape import NotPredictable, Shape, devices, shape_of
+
+Passes = dict[str, tuple[float, float]]  # seconds of the forward and of the backward, by what takes them
+BAND, UNMEASURED = 0.15, 0.20  # half-widths of the error band, relative: of a preset that was fitted to runs, and of one that was not
+TOKEN_BYTES = 36  # of memory traffic for each parameter: 28 of AdamW in float32, 8 of the norm (H200: 7.95 and 3.5 ms for 10^9)
+LATENCY = 0.01  # seconds of a step outside all that is counted
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Fitted to the paper's tables, unless said otherwise."""
+
+    eager: float = 4.0  # element-wise traffic of a block, in passes over its activations
+    compiled: float = 0.5  # at the lower bound of the fit: the rates of matmuls hold the rest
+    cast: float = 2.0  # memory traffic of Float8 casts, in times of what is counted for tensorwise scaling (H200: 2.1; not fitted)
+    rowwise: float = 2.1  # times as many for rowwise (H200: 120 ms against 56)
+    async_tp: float = 0.67  # share of tensor-parallel communication that async TP leaves visible
+    ring: float = 0.84  # rate of attention in a ring of context-parallel ranks
+    memory: float = 0.85  # share of the memory's bandwidth that kernels reach
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a job runs. `parts` are the average rank's seconds of a step, by what takes them."""
+
+    step_seconds: float
+    tokens_per_second: float  # of a device
+    parts: dict[str, float]
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time beside matmuls and attention."""
+        others = {name: seconds for name, seconds in self.parts.items() if name not in ("matmuls", "attention")}
+        return max(others, key=others.__getitem__)
+
+
+def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, exact: bool = True) -> Speed:
+    """Predict the speed of a frozen job. Raises NotPredictable.
+
+    `exact` plays the pipeline's schedule with the times of its own stages; otherwise its idle time is that of equal stages.
+    """
+    shape, hardware = shape or shape_of(job), job.hardware
+    needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in ("float8_tflops", "flash_tflops")]
+    if missing := [name for name in needed if getattr(hardware, name) is None]:
+        raise NotPredictable(f"hardware={hardware.name}: has no {missing[0]}, so no time can be predicted")
+    if shape.format and hardware.float8_tflops is None:
+        raise NotPredictable(f"precision={job.precision.name}: hardware={hardware.name} has no matmuls in this format")
+    block, head = block_passes(shape, factors), head_passes(shape, factors)
+    parts = {name: sum(block[name]) * job.model.n_layers * shape.microbatches * shape.rounds / len(shape.stages) for name in block}
+    parts["head and loss"] = sum(head) * shape.microbatches * shape.rounds / len(shape.stages)
+    parts["optimizer"] = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards * TOKEN_BYTES \
+        * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
+    forward, backward = (sum(passes[side] for passes in block.values()) for side in (0, 1))
+    if len(shape.stages) > 1:
+        span = _span(shape, (forward, backward), head, exact)
+        parts["pipeline idle"] = (span - (sum(parts.values()) - parts["optimizer"]) / shape.rounds) * shape.rounds
+    gather, reduce = _sharding(shape)
+    if len(shape.stages) > 1:
+        parts["FSDP"] = max(shape.layers) * len(shape.stages[0]) * (gather + reduce) * shape.rounds
+    else:
+        shown = max(gather - forward, 0) + max(gather + reduce - backward, 0)
+        parts["FSDP"] = (shown * job.model.n_layers + 2 * gather + reduce) * shape.rounds
+    step = sum(parts.values())
+    return Speed(step, job.data.global_batch * job.data.seq_len / devices(job) / step, parts)
+
+
+def block_passes(shape: Shape, factors: Factors) -> Passes:
+    """Return the seconds of one block for one microbatch."""
+    job, tokens, tp = shape.job, shape.tokens, shape.job.parallelism.tp
+    again, attention_again, rest_again = recomputed(shape)
+    matmuls = sum(2 * tokens * one.inputs * one.outputs / tp / _rate(shape, one) for one in shape.linears)
+    width = job.model.n_heads * job.model.head_width / tp
+    ring = factors.ring if job.parallelism.cp > 1 and job.parallelism.cp_rotate != "ulysses" else 1
+    hardware = job.hardware
+    flash = hardware.flash_tflops if job.model.attention == "flash" and hardware.flash_tflops else hardware.attention_tflops
+    attention = 2 * tokens * job.data.seq_len * width / (flash * 1e12 * ring)
+    keys = job.model.n_kv_heads * job.model.head_width / tp
+    traffic = 2 * tokens * (4 * job.model.dim / shape.sequence + width + keys + 2 * job.model.ffn_width / tp)
+    elements = traffic * (factors.compiled if shape.compiled else factors.eager) / _bandwidth(shape, factors)
+    inputs, outputs = (casts * tokens / _bandwidth(shape, factors) for casts in _casts(shape, factors))
+    sends = _tensor_parallel(shape, factors)
+    ring_sends = _context_parallel(shape)
+    return {
+        "matmuls": (matmuls, (2 + again) * matmuls),
+        "attention": (attention, (2.5 + attention_again) * attention),
+        "element-wise": (elements, (2 + rest_again) * elements),
+        "Float8 casts": (inputs, outputs + again * inputs),
+        "TP communication": sends,
+        "CP communication": (ring_sends, (2 + attention_again) * ring_sends),
+    }
+
+
+def recomputed(shape: Shape) -> tuple[float, float, float]:
+    """Return the shares of a block's forward that run again in its backward: of matmuls, of attention, of the rest."""
+    ac, sizes = shape.job.ac, [one.inputs * one.outputs for one in shape.linears]
+    return {"none": (0, 0, 0), "lean": (0, 0, 1), "op": (sum(sizes[1::2]) / sum(sizes), 0, 1), "full": (1, 1, 1),
+            "layer": (1 / ac.every,) * 3, "memory_budget": (1 - ac.budget,) * 3}[ac.name]
+
+
+def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
+    """Return the seconds of the head and the loss for one microbatch, forward and backward, as in eager: 16 and 20 bytes a logit."""
+    model, tokens = shape.job.model, shape.tokens
+    matmul = 2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
+    logits = tokens * shape.vocabulary * 4 / _bandwidth(shape, factors)
+    return matmul + 4 * logits, 2 * matmul + 5 * logits
+
+
+def _bandwidth(shape: Shape, factors: Factors) -> float:
+    return shape.job.hardware.memory_tbs * 1e12 * factors.memory
+
+
+def _rate(shape: Shape, linear) -> float:
+    """Return the FLOP/s of a linear on one rank: less for small dimensions, as a shard's are."""
+    tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
+    smallest = min(shape.tokens, linear.inputs / (1 if linear.column else tp), linear.outputs / (tp if linear.column else 1))
+    fast = shape.format and linear.name not in precision.skip
+    top, half = (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
+    return top * 1e12 * smallest / (smallest + half) * (1 if precision.compute_dtype == "bfloat16" else 0.5)
+
+
+def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
+    """Return the bytes of memory traffic of a token's casts to Float8 in forward and backward.
+
+    Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The weights' gradients take
+    both their factors transposed: a byte read and one written; under tensor parallelism these are gathered, so whole.
+    """
+    dim = shape.job.model.dim
+    if not shape.format:
+        return 0, 0
+    rows = sum(one.inputs for one in shape.linears if not one.column) / shape.job.parallelism.tp
+    inputs = rows + 2 * dim / shape.sequence  # the linears of attention share one input, those of the feed-forward too
+    columns = sum(one.outputs for one in shape.linears if one.column) / shape.job.parallelism.tp
+    transposed = 2 * (rows + columns + 4 * dim)
+    scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
+    return scale * 5 * inputs, scale * (5 * (columns + 2 * dim / shape.sequence) + transposed)
+
+
+def _link(shape: Shape, ranks_inside: int, ranks: int) -> float:
+    """Return bytes/s of a device in a collective over `ranks`, neighbours of which are `ranks_inside` ranks apart."""
+    hardware = shape.job.hardware
+    if ranks_inside * ranks <= hardware.gpus_per_node:
+        return hardware.nvlink_gbs * 1e9
+    lanes = max(hardware.gpus_per_node // ranks_inside, 1)  # devices of a node that are in the group: each has a way out
+    return min(hardware.nic_gbs * lanes * 0.9, hardware.nvlink_gbs) * 1e9
+
+
+def _tensor_parallel(shape: Shape, factors: Factors) -> tuple[float, float]:
+    """Return the seconds of gathers and reduce-scatters of a block, forward and backward, recomputation included."""
+    job, tp = shape.job, shape.job.parallelism.tp
+    if tp == 1:
+        return 0, 0
+    scatter = shape.tokens * job.model.dim * shape.used * (tp - 1) / tp / _link(shape, 1, tp)
+    gather = scatter * shape.sent / shape.used
+    again = {"none": 0, "full": 2 * gather + scatter}.get(job.ac.name, 2 * gather)
+    seen = factors.async_tp if job.parallelism.async_tp else 1
+    return seen * (2 * gather + 2 * scatter), seen * (2 * gather + 2 * scatter + again)
+
+
+def _context_parallel(shape: Shape) -> float:
+    """Return the seconds in which context-parallel ranks exchange what attention needs, once."""
+    job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
+    if cp == 1:
+        return 0
+    keys, queries = (heads * job.model.head_width / tp for heads in (job.model.n_kv_heads, job.model.n_heads))
+    sent = (2 * queries + 2 * keys) / cp if job.parallelism.cp_rotate == "ulysses" else 2 * keys
+    return shape.tokens * shape.used * sent * (cp - 1) / _link(shape, tp, cp)
+
+
+def _sharding(shape: Shape) -> tuple[float, float]:
+    """Return the seconds to gather a block's weights and to reduce its gradients, over shards and replicas."""
+    layout = shape.job.parallelism
+    if not shape.wrapped:
+        return 0, 0
+    link = _link(shape, layout.tp, shape.shards)
+    gather = shape.block * (shape.shards - 1) / shape.shards / link
+    copies = 2 * (layout.dp_replicate - 1) / layout.dp_replicate / shape.shards
+    replicas = copies * shape.block * shape.reduced / _link(shape, layout.tp * shape.shards, layout.dp_replicate)
+    return gather * shape.gathered, gather * shape.reduced + replicas
+
+
+def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], exact: bool) -> float:
+    """Return the seconds in which the pipeline works through one local batch."""
+    job, last, pp = shape.job, len(shape.layers) - 1, len(shape.stages)
+    forward, backward = ([layers * block[side] + head[side] * (stage == last) for stage, layers in enumerate(shape.layers)]
+                         for side in (0, 1))
+    hop = shape.tokens * shape.used * job.model.dim / shape.sequence / (job.hardware.nic_gbs * 0.8e9)
+    most = max(sum(forward[stage] + backward[stage] for stage in stages) for stages in shape.stages)
+    number = min(shape.microbatches, 4 * pp)  # idle time does not grow with more, so the rest costs the slowest rank's work
+    if job.pp_schedule.name == "csv":
+        number = shape.microbatches
+    elif not exact:
+        chunks = job.pp_schedule.stages_per_rank
+        return most * (shape.microbatches + idle_time(known(job.pp_schedule.name), pp, chunks, number) / (3 * chunks))
+    core = 2 / 2.9  # of a backward without recomputation, which is all in its first half
+    second = {stage: seconds * (core if recomputed(shape)[0] else 1) / 2 for stage, seconds in enumerate(backward)}
+    seconds = {"F": forward.__getitem__, "B": backward.__getitem__, "W": second.__getitem__,
+               "I": lambda stage: backward[stage] - second[stage]}
+    played = pipeline.play(actions_of(job, number), last + 1, lambda action: seconds[action[1]](action[0]), hop)
+    ends = (start + seconds[action[1]](action[0]) for rank in played for start, action in rank[-1:])
+    return max(ends) + (shape.microbatches - number) * most
