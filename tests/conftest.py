@@ -1,4 +1,5 @@
 """What all tests share: a few ranks on this machine, one thread a process, since they run on few cores, and no network."""
+import itertools
 import multiprocessing as mp
 import os
 import subprocess
@@ -15,11 +16,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 
-LONGEST = ("slurm", "equivalence", "launch")  # folders whose files are given out first, so that none of them is the last
-
-
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: next((place for place, name in enumerate(LONGEST) if name in item.path.parts), len(LONGEST)))
+    """Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time would slow each other down."""
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    slurm, long = ([path for path in files if path.parent.name in folders] for folders in (("slurm",), ("equivalence", "launch")))
+    first = [path for pair in itertools.zip_longest(slurm, long) for path in pair if path]
+    items[:] = [item for path in dict.fromkeys([*first, *files]) for item in files[path]]
 
 
 @pytest.fixture(scope="session")

@@ -64,11 +64,13 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
         show(rows, points)
     if args.plot:
         draw(args.plot, rows, {count: rows if count == gpus else search(job, count)[0] for count in halves(gpus)})
-    return Exit.DONE if rows[0].prediction.fits != "no" else Exit.BUG
+    return Exit.DONE if rows[0].prediction.fits != "no" else Exit.CONFIG
 
 
 def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
-    """Predict the layout of the line. Rules that a layout breaks end the command, but for those of techniques that do not combine here."""
+    """Predict the layout of the command line. Raises ConfigError for broken rules; those about techniques that torch cannot combine are
+    only printed.
+    """
     node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
     cluster = {"executor": "slurm", "gpus_per_node": node}
     job = freeze(predict.changed(job, gpus=gpus, cluster=cluster))

@@ -36,12 +36,12 @@ class Prediction:
 
     @property
     def band(self) -> float:
-        """The half-width of the error band of all times, relative."""
+        """Return half the width of the error band of all times, as a share of them."""
         return time.BAND if self.job.hardware.measured else time.UNMEASURED
 
     @property
     def gpu_hours(self) -> float | None:
-        """The GPU-hours of all steps; checkpoints, validation and the start are not counted."""
+        """Return the GPU-hours of all steps; checkpoints, validation and the start are not counted."""
         return self.speed and self.speed.step_seconds * self.job.steps * devices(self.job) / 3600
 
 

@@ -23,20 +23,20 @@ DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 @dataclass(frozen=True)
 class Row:
-    """A layout of the answer. `front`: no faster one takes less memory."""
+    """A layout with its prediction. `front`: no faster one takes less memory."""
 
     prediction: Prediction
     front: bool = False
 
     @property
     def key(self) -> tuple:
-        """What makes it another layout than others, whatever its batches and checkpointing."""
+        """Return what distinguishes layouts: degrees and schedule, but not batches or checkpointing."""
         job = self.prediction.job
         return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
 
     @property
     def overrides(self) -> str:
-        """The layout as it is typed."""
+        """Return the layout as overrides of a command line."""
         job = self.prediction.job
         degrees = [f"parallelism.{name}={getattr(job.parallelism, name)}" for name in DEGREES
                    if name == "dp_shard" or getattr(job.parallelism, name) > 1]
