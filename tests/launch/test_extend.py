@@ -45,7 +45,7 @@ def test_an_extended_run_is_the_longer_run_bitwise(launcher):
     done = launcher.python(*extend)
     assert done.returncode == 0, done.stderr
     (longer,) = set(launcher.folder.glob("runs/llama3*")) - {short, whole}
-    assert f"{longer.name}: goes on from step 8 of {short.name}" in done.stdout
+    assert f"{longer.name}: continues from step 8 of {short.name}" in done.stdout
     assert f"train longer: titan extend {longer.name.rpartition('-')[2]} steps=40" in done.stdout
     after = learned(longer)
     assert list(after) == list(range(9, 21))
@@ -103,7 +103,7 @@ def test_the_checkpoint_is_the_newest_with_the_same_rates_before_it(a_run, sched
     directory = make(*SCHEDULES[schedule])
     status, out, err = extend(directory, f"steps={steps}")
     if isinstance(origin, int):
-        assert (status, err) == (0, "") and f"goes on from step {origin} of {directory.name}" in out and "1 to start" in out
+        assert (status, err) == (0, "") and f"continues from step {origin} of {directory.name}" in out and "1 to start" in out
     else:
         assert status == 2 and origin in err and err.count("\n") == 1
     assert len(list(directory.parent.iterdir())) == 1, "nothing was written"
@@ -115,7 +115,7 @@ def test_a_checkpoint_after_the_rates_have_parted_must_be_named(a_run):
     status, _, err = extend(directory, "steps=40")
     assert status == 2 and "learning rates of 12 and 40 steps differ from step 11 on" in err and "--step 12" in err
     status, out, _ = extend(directory, "steps=40", "--step", "12")
-    assert status == 0 and "goes on from step 12" in out and "differ from step 11 on" in out
+    assert status == 0 and "continues from step 12" in out and "differ from step 11 on" in out
     status, _, err = extend(directory, "steps=40", "--step", "8")
     assert status == 2 and "--step=8: there is no such checkpoint; nearest legal: 12" in err
 

@@ -8,7 +8,7 @@ def test_the_file_it_writes_takes_a_cell_to_its_end(submit):
     text = (site / "cluster" / "mysite.yaml").read_text()
     assert "name: mysite\n" in text and "partition: main\n" in text and "gpus_per_node: 4\n" in text and text in made.stdout
     again = submit.python("-m", "titan_hydra.cli", "cluster", "init", "mysite", "--folder", str(site / "cluster"))
-    assert (again.returncode, "is there already" in again.stderr) == (2, True)
+    assert (again.returncode, "already exists" in again.stderr) == (2, True)
     options = ("cluster=mysite", "gpus=2", "checkpoint=off", "launch.wait=true")
     result = submit.run("--config-dir", str(site), *submit.TINY, *options)
     assert result.returncode == 0, result.stderr

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
     cell = Cell(1, overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1)
-    print(f"{cell.directory.name}: goes on from step {checkpoints.step_of(step)} of {run.directory.name}{note}", flush=True)
+    print(f"{cell.directory.name}: continues from step {checkpoints.step_of(step)} of {run.directory.name}{note}", flush=True)
     return dispatch.begin([cell])
 
 
