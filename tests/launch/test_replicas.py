@@ -8,18 +8,24 @@ import torch
 
 from titan_hydra.checkpoint import safe
 
-# Steps are slow until the test has seen what it waits for; a group that is started again takes longer than the others wait for it.
-SLOWLY = """
+
+def slow_steps(seconds, at_start=""):
+    """Code that makes steps slow until the test has seen what it waits for; `at_start` runs before the first step."""
+    return f"""
 import time
-if os.path.exists("killed"):
-    time.sleep(8)
-update = trainer.Trainer.update
+{at_start}update = trainer.Trainer.update
 def slowly(self, *given):
     if not os.path.exists("seen"):
-        time.sleep(0.4)
+        time.sleep({seconds})
     update(self, *given)
 trainer.Trainer.update = slowly
 """
+
+
+# A group that is started again takes longer than the others wait for it.
+SLOWLY = slow_steps(0.4, """if os.path.exists("killed"):
+    time.sleep(8)
+""")
 # In one group, amid an exchange of gradients, so that each of the others is somewhere else in the same exchange.
 AMID = """
 from titan_hydra.fault_tolerance.per_step import PerStep

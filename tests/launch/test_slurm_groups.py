@@ -1,4 +1,5 @@
 """Replica groups on SLURM, without a SLURM: what is submitted, what is refused, and the state of a run of several jobs."""
+import errno
 import json
 import subprocess
 from pathlib import Path
@@ -135,3 +136,18 @@ def test_a_ranks_place_follows_from_its_groups_folder(tmp_path):
 def test_array_is_alike_in_its_number_of_groups(tmp_path):
     arrays = submit.arrays_of([cell(tmp_path, "gpus=4"), cell(tmp_path, "gpus=4", "fault_tolerance.replicas=2")], packed=False, limit=100)
     assert [isinstance(array, Array) and len(array.cells) for array in arrays] == [1, 1]
+
+
+def test_a_disk_that_takes_no_claim_ends_the_submission(tmp_path, monkeypatch):
+    tries = []
+
+    def full(path, target):
+        tries.append(target)
+        if len(tries) > 3:
+            raise AssertionError("tried for ever")
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="no room"):
+        rundir.claim_groups(tmp_path / "run", 3, [], token="t")
+    assert len(tries) == 1

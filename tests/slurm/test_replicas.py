@@ -4,18 +4,9 @@ import json
 import pytest
 import torch
 
-from tests.launch.test_replicas import state
+from tests.launch.test_replicas import slow_steps, state
 
-# Steps are slow until the test has seen what it waits for.
-SLOWLY = """
-import time
-update = trainer.Trainer.update
-def slowly(self, *given):
-    if not os.path.exists("seen"):
-        time.sleep(0.5)
-    update(self, *given)
-trainer.Trainer.update = slowly
-"""
+SLOWLY = slow_steps(0.5)
 STEPS, GROUPS = 300, 4
 # A node a group: the groups are smaller than the nodes, and would share one.
 LINE = ("gpus=1", f"steps={STEPS}", "checkpoint.interval=0", "+cluster.sbatch.exclusive=true", f"fault_tolerance.replicas={GROUPS}",

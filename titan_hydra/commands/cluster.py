@@ -10,6 +10,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.compose import CONF
+from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import write_text
 from titan_hydra.runs import slurm
 
@@ -115,7 +116,7 @@ def hardware(kind: str) -> str:
     """Return the lines that choose the preset of a GPU if its name implies a whole one and its memory; "" if not."""
     if device_memory(kind) is None or re.search(r"[+.]", kind):  # several kinds of GPU, or a part of one
         return ""
-    known = {file.stem for file in (CONF / "hardware").glob("*.yaml")}
+    known = {file.stem for file in option_files("hardware")}
     found = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)
     return f"defaults:\n  - override /hardware@_global_.hardware: {found}\n" if found else ""
 

@@ -10,7 +10,7 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.run import attempts_of, rank_files
 from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.config.load import DEGREES
-from titan_hydra.runs.records import settings
+from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.view import add_runs, choose_one
 
 MEASURED = ("loss", "grad_norm")
@@ -43,7 +43,7 @@ def directory_of(target: str, runs: Path) -> Path:
 
 def configurations(a: Path, b: Path) -> Iterator[str]:
     """Yield the keys in which the configurations differ, of those that can change a loss."""
-    first, second = (settings(read_json(run / "config.json") or {}) for run in (a, b))
+    first, second = (dotted_config(read_json(run / "config.json") or {}) for run in (a, b))
     if not first or not second:
         yield f"configurations: {a if not first else b}/config.json cannot be read"
         return

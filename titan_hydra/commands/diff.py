@@ -14,7 +14,7 @@ from titan_hydra.config.fault import as_typed
 from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
 from titan_hydra.runs import rundir
-from titan_hydra.runs.records import last_record, settings
+from titan_hydra.runs.records import dotted_config, last_record
 from titan_hydra.runs.view import add_runs, choose_one
 
 UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # by a key's name
@@ -61,7 +61,7 @@ def side(directory: Path) -> Side:
     last = last_record(directory / "metrics.jsonl")
     numbers = result or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
     environment = read_json(directory / "env.json") or {}
-    return Side(directory.name, settings(read_json(directory / "config.json") or {}), environment, state.damage or state.kind, numbers)
+    return Side(directory.name, dotted_config(read_json(directory / "config.json") or {}), environment, state.damage or state.kind, numbers)
 
 
 def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table
 from titan_hydra.config import Fault, Job, freeze
-from titan_hydra.config.compose import CONF, compose_unchecked
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.describe import option_files
 from titan_hydra.config.load import world_size
 from titan_hydra.config.rules import checks
 from titan_hydra.plan import memory, predict
@@ -32,15 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fastest layouts, or one layout. Returns 0, or 1 if nothing fits."""
+    """Print the fastest layouts, or one layout. Returns 0, or 2 if nothing fits."""
     own = [*args.overrides, *(args.why or "").split()]
     job = compose_unchecked(*own, config_dir=args.config_dir)
     gpus = job.gpus if args.gpus is None else args.gpus
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(str(Fault("--gpus", args.gpus, "a job needs at least one", legal=(1,))))
     if job.hardware.name == "unknown":
-        names = sorted(file.stem for file in (CONF / "hardware").glob("*.yaml") if file.stem != "unknown")
-        raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=tuple(names))))
+        names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
+        raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
     try:
         if args.cell or args.why:
             return one_layout(job, gpus, args)
@@ -52,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
-    """Search, print the rows and draw them."""
+    """Search for layouts, print them, and draw them if a folder is given."""
     rows, points = search(job, gpus)
     if not rows:
         least = Fault("--gpus", gpus, "no layout obeys the rules: the global batch "
@@ -71,9 +72,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
     """Predict the layout of the command line. Raises ConfigError for broken rules; those about techniques that torch cannot combine are
     only printed.
     """
-    node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
-    cluster = {"executor": "slurm", "gpus_per_node": node}
-    job = freeze(predict.changed(job, gpus=gpus, cluster=cluster))
+    job = freeze(predict.on_nodes(job, gpus))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
         raise ConfigError("\n".join(map(str, faults)))
     broken = [*map(str, checks.check(job, (checks.RECIPE, checks.PLACE)))]

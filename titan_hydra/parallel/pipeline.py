@@ -40,7 +40,7 @@ class Stage(PipelineStage):
         self.newest: Tensors = {}  # the microbatch whose forward was run last
 
     def forward_one_chunk(self, number: int, args: tuple = (), kwargs: dict | None = None, **options: bool) -> Tensor:
-        """Run the forward of a microbatch. torch has no part in cutting it, as it would cut all tensors along their first dimension."""
+        """Run the forward of a microbatch, which `Pipeline` has cut: torch would cut every tensor along its first dimension."""
         self.newest = self.microbatches[number]
         first, others = self.inputs(self.newest)
         output = super().forward_one_chunk(number, (first,), others, **options)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from titan_hydra.config.rules.memory import GIB
 from titan_hydra.config.schema import Job
 
 from .schedules import in_flight
 from .shape import Shape, shape_of
 
-GIB = 2**30
 BAND = 0.10  # half-width of the error band, relative: of the paper's 18 rows none is further off
 
 
@@ -117,7 +117,7 @@ def saved(shape: Shape) -> float:
     job, tp, tokens = shape.job, shape.job.parallelism.tp, shape.tokens * shape.used
     dim, ac = job.model.dim / shape.sequence, job.ac
     queries = job.model.n_heads * job.model.head_width / tp
-    # A row linear's output is kept after its sum over ranks; an eager cache of selected operators keeps what it had before, too.
+    # The output of a row linear is kept as it is after the sum over ranks.
     outputs = [one.outputs / (tp if one.column else shape.sequence) for one in shape.linears]
     inputs = dim * 3 if tp == 1 else dim + 2 * job.model.dim * shape.sent / shape.used
     everything = inputs + queries + sum(outputs) - dim + job.model.ffn_width / tp  # of w2's input, not of its output

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.load import freeze
+from titan_hydra.config.load import all_ranks, freeze
 from titan_hydra.config.rules.checks import check
-from titan_hydra.config.schema import Job
+from titan_hydra.config.schema import ActivationCheckpoint, Job
 
 from . import memory, time
 from .memory import Peak
-from .shape import NotPredictable, devices, shape_of
+from .shape import NotPredictable, shape_of
 from .time import Speed
 
 Change = tuple[str, object, object]  # key, old value, new value
+MODES = ("none", "lean", "op", "full")  # of activation checkpointing, from the least recomputation
 FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10  # of the device's memory: up to which a job fits, is tight, and from which it is refused
 
 
@@ -42,7 +43,7 @@ class Prediction:
     @property
     def gpu_hours(self) -> float | None:
         """Return the GPU-hours of all steps; checkpoints, validation and the start are not counted."""
-        return self.speed and self.speed.step_seconds * self.job.steps * devices(self.job) / 3600
+        return self.speed and self.speed.step_seconds * self.job.steps * all_ranks(self.job) / 3600
 
 
 def fits(gib: float, capacity: float | None) -> str | None:
@@ -105,7 +106,7 @@ def too_large(prediction: Prediction) -> bool:
 
 def _remedies(job: Job) -> Iterator[list[Change]]:
     """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller local batches."""
-    modes = [[("ac", job.ac.name, mode)] for mode in _after(job.ac.name, ("none", "lean", "op", "full"))]
+    modes = [[("ac", job.ac.name, mode)] for mode in _after(job.ac.name, MODES)]
     losses = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
     whole = job.data.local_batch
     sizes = [[("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0]
@@ -120,7 +121,7 @@ def _with(job: Job, changes: list[Change]) -> Job:
     """Return a job with the changes of a remedy. More shards take a larger global batch, so that each has as many samples."""
     new = {key: value for key, _, value in changes}
     if "ac" in new:
-        job = changed(job, ac={"name": new["ac"], "save_ops": [], "every": 2, "budget": 0.5})
+        job = with_mode(job, new["ac"])
     if "loss" in new:
         job = changed(job, loss={"name": new["loss"]})
     if "data.local_batch" in new:
@@ -147,6 +148,17 @@ def changed(job: Job, gpus: int | None = None, **sections: dict) -> Job:
     return job
 
 
+def with_mode(job: Job, mode: str) -> Job:
+    """Return a copy of a job with a mode of activation checkpointing and that mode's defaults."""
+    return changed(job, ac=vars(ActivationCheckpoint(mode)))
+
+
+def on_nodes(job: Job, gpus: int | None) -> Job:
+    """Return a copy of a job on `gpus` devices of a cluster of its hardware's nodes, whatever this machine is."""
+    node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
+    return changed(job, gpus=gpus, cluster={"executor": "slurm", "gpus_per_node": node})
+
+
 def line(prediction: Prediction) -> list[str]:
     """Return memory, whether it fits, tokens per second and GPU-hours as texts, with their error bands."""
     peak, speed, room = prediction.peak, prediction.speed, prediction.capacity_gib
@@ -170,7 +182,7 @@ def as_json(prediction: Prediction) -> dict:
         "tokens_per_second": rate, "tokens_per_second_band": around(rate, prediction.band),
         "step_seconds": speed and speed.step_seconds, "gpu_hours": prediction.gpu_hours,
         "gpu_hours_band": around(prediction.gpu_hours, prediction.band), "hardware": prediction.job.hardware.name,
-        "gpus": devices(prediction.job), "reason": prediction.reason,
+        "gpus": all_ranks(prediction.job), "reason": prediction.reason,
         "terms": [{"name": term.name, "gib": term.bytes / memory.GIB, "tag": term.tag} for term in peak.terms],
         "parts": speed and [{"name": name, "seconds": seconds} for name, seconds in speed.parts.items()],
     }

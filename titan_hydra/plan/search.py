@@ -10,11 +10,10 @@ from titan_hydra.config.rules import checks
 from titan_hydra.config.schema import Job
 
 from .memory import peak
-from .predict import Prediction, capacity_of, changed, fits, predict
+from .predict import MODES, Prediction, capacity_of, changed, fits, on_nodes, predict, with_mode
 from .shape import NotPredictable
 
 ROWS = 10  # of an answer
-MODES = ("none", "lean", "op", "full")  # of activation checkpointing, from the least recomputation
 CHUNKS = (2, 3, 4, 5, 6, 8)  # stages of a pipeline rank, where the schedule leaves it open
 LONG = 32_768  # tokens of a sequence from which context parallelism is tried without being asked for
 LARGEST = 64  # samples of a local batch without a pipeline
@@ -48,13 +47,8 @@ class Row:
 
 
 def prepared(job: Job, gpus: int) -> Job:
-    """Return a job for planning: on `gpus` devices of a cluster of its hardware's nodes, whatever this machine is.
-
-    Without a global batch, it is the local batch on every device.
-    """
-    cluster = {"executor": "slurm", "gpus_per_node": job.cluster.gpus_per_node or job.hardware.gpus_per_node}
-    batch = {"global_batch": job.data.global_batch or job.data.local_batch * gpus}
-    return changed(job, gpus=gpus, cluster=cluster, data=batch)
+    """Return a job for planning on `gpus` devices. Without a global batch, it is the local batch on every device."""
+    return changed(on_nodes(job, gpus), data={"global_batch": job.data.global_batch or job.data.local_batch * gpus})
 
 
 def search(job: Job, gpus: int) -> tuple[list[Row], int]:
@@ -90,7 +84,7 @@ def _points(job: Job) -> Iterator[Job]:
     for layout in _layouts(job):
         for batches in _batches(layout):
             legal = [point for mode in MODES if not checks.check(
-                point := changed(batches, ac={"name": mode, "save_ops": [], "every": 2, "budget": 0.5}), (checks.RECIPE,))]
+                point := with_mode(batches, mode), (checks.RECIPE,))]
             yield from next(([point] for point in legal if fits(peak(point).gib, capacity_of(point)) != "no"), legal[-1:])
 
 

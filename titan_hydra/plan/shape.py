@@ -4,12 +4,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titan_hydra.config.family import Linear, family_of
-from titan_hydra.config.load import world_size
+from titan_hydra.config.load import data_parallel
 from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.rules import pipeline
+from titan_hydra.config.rules.memory import SIZE
+from titan_hydra.config.rules.precision import has_one_scale
 from titan_hydra.config.schema import Job
-
-SIZE = {"float32": 4, "bfloat16": 2}
 
 
 class NotPredictable(ValueError):
@@ -67,7 +67,7 @@ class Shape:
     @property
     def one_scale(self) -> bool:
         """Whether tensors have a single scale in that format, so that ranks cast before they gather."""
-        return self.format is not None and self.job.precision.recipe in self.format.one_scale
+        return self.format is not None and has_one_scale(self.job)
 
     @property
     def sent(self) -> int:
@@ -119,7 +119,7 @@ def shape_of(job: Job) -> Shape:
     number = max(pipeline.microbatches(job), 1) if pp else 1
     samples = job.data.local_batch / number
     shards = degrees.dp_shard * degrees.cp
-    locally = job.data.local_batch * degrees.dp_replicate * degrees.dp_shard * job.fault_tolerance.replicas
+    locally = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
     return Shape(
         job, family.linears(model), (family.parameters(model) - ends) / model.n_layers / degrees.tp, table,
         0 if model.tie_embeddings else table, _layers(job) if pp else (model.n_layers,),
@@ -132,8 +132,3 @@ def _layers(job: Job) -> tuple[int, ...]:
     if job.pp_schedule.split:
         return tuple(sum("." in name for name in names) for names in pipeline.modules_of_stages(job))
     return tuple(pipeline.blocks_of_stages(job))
-
-
-def devices(job: Job) -> int:
-    """Return the devices of a job, of all replica groups."""
-    return world_size(job) * job.fault_tolerance.replicas

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from titan_hydra.config.load import all_ranks
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Hardware, Job
 
 from .schedules import actions_of, idle_time, known
-from .shape import NotPredictable, Shape, devices, shape_of
+from .shape import NotPredictable, Shape, shape_of
 
 Passes = dict[str, tuple[float, float]]  # seconds of the forward and of the backward, by what takes them
 BAND, UNMEASURED = 0.15, 0.20  # half-widths of the error band, relative: of a preset that was fitted to runs, and of one that was not
@@ -73,7 +74,7 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         shown = max(gather - forward, 0) + max(gather + reduce - backward, 0)
         parts["FSDP"] = (shown * job.model.n_layers + 2 * gather + reduce) * shape.rounds
     step = sum(parts.values())
-    return Speed(step, job.data.global_batch * job.data.seq_len / devices(job) / step, parts)
+    return Speed(step, job.data.global_batch * job.data.seq_len / all_ranks(job) / step, parts)
 
 
 def block_passes(shape: Shape, factors: Factors) -> Passes:

@@ -15,7 +15,7 @@ from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
 from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.runs.find import RunCell, Selection
-from titan_hydra.runs.records import settings
+from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.rundir import State, inspect_all
 from titan_hydra.runs.view import short_names
 
@@ -256,7 +256,7 @@ def read(chosen: RunCell, now: State) -> Cell:
     if content["env.json"] is None and (chosen.directory / "env.json").exists():
         unreadable.append("env.json")
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
-    return replace(cell, config=settings(content["config.json"] or {}), env=content["env.json"] or {},
+    return replace(cell, config=dotted_config(content["config.json"] or {}), env=content["env.json"] or {},
                    result=(content["result.json"] or {}) if now.kind == "done" else {}, rows=list(ascending.values()), events=events,
                    load=rank.get("load") or {}, unreadable=tuple(unreadable))
 

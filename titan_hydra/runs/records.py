@@ -22,13 +22,13 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def settings(content: dict) -> dict[str, Any]:
+def dotted_config(content: dict) -> dict[str, Any]:
     """Return what a config.json holds, by dotted key. Keys that are younger than the run, as one of version 0.1, have their defaults."""
     found = flat(content)
     if found.get("model.extra") == {}:  # every run of version 0.1 has it
         del found["model.extra"]
-    younger = {key: default_of(spec) for key, spec in known_keys().items()
-               if (spec.metadata["late"] or not spec.metadata["identity"]) and not is_dataclass(kind_of(key))}
+    younger = {key: default_of(spec) for key, spec in known_keys().items() if key not in found
+               and (spec.metadata["late"] or not spec.metadata["identity"]) and not is_dataclass(kind_of(key))}
     return younger | found if found else {}
 
 

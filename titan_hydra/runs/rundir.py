@@ -265,7 +265,7 @@ def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: 
 
 
 def _rename_into(attempts: Path, number: int, owner: dict) -> Path | None:
-    """Create an attempt's folder with its owner's record, in one rename. Returns None if it exists already."""
+    """Create an attempt's folder and its owner's record in one rename; None if another launcher has it. Raises OSError on a full disk."""
     attempts.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".claim-", dir=attempts, ignore_cleanup_errors=True) as scratch:
         mine = Path(scratch) / "attempt"
@@ -273,6 +273,8 @@ def _rename_into(attempts: Path, number: int, owner: dict) -> Path | None:
         try:
             return mine.rename(attempts / str(number))
         except OSError:
+            if attempts.is_dir() and not os.path.lexists(attempts / str(number)):
+                raise
             return None
 
 

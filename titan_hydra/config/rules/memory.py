@@ -19,6 +19,7 @@ from titan_hydra.config.schema import Job, Model
 from .pipeline import microbatches
 
 GIB = 2**30
+SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
 PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
 
@@ -33,8 +34,7 @@ def of_a_rank(job: Job) -> dict[str, float]:
     """Return the bytes that a rank needs at least, by the key that each part grows with. `data.global_batch` counts host memory, the other
     keys device memory.
     """
-    size = {"float32": 4, "bfloat16": 2}
-    layout, model, stored, used = job.parallelism, job.model, size[job.precision.param_dtype], size[job.precision.compute_dtype]
+    layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments = OPTIMIZERS[job.optimizer.name].moments(job.optimizer)
     ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
     tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / (max(microbatches(job), 1) if layout.pp > 1 else 1)

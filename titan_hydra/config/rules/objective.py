@@ -21,7 +21,7 @@ def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
 
 
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
-    """A loss that is not made for it can neither be computed in the head nor on logits that are split over the vocabulary."""
+    """Only some losses can be computed in the head, or from logits that are split over the vocabulary: the objective's record tells."""
     record = OBJECTIVES[job.train.objective]
     if job.loss.name == "linear_cross_entropy" and not record.head_loss:
         yield Fault("loss.name", job.loss.name, f"train.objective={record.name} needs the logits", legal=("cross_entropy",))

@@ -46,7 +46,7 @@ class Language(Objective):
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of logits [batch, seq, vocab] for labels [batch, seq]; computed in float32 whatever the logits are."""
+    """Return the summed cross-entropy of logits [batch, seq, vocab] for labels [batch, seq], computed in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
 
 
