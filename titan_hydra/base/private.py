@@ -50,8 +50,11 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher",
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
-    # Ulysses: the all-to-all that has a gradient and that a compiler can trace.
+    # Ulysses: the all-to-all that has a gradient and that a compiler can trace. Experts: the one without, which activation checkpointing
+    # can save as it writes into nothing; autograd's leaks there (TorchTitan #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
+    "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
+    "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
     # Async tensor parallelism: memory that the GPUs of a group share.

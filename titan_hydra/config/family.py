@@ -15,7 +15,7 @@ from .fault import Fault, suggest
 from .registry import REGISTRIES, Registry, resolve
 from .schema import Model
 
-OWN = ("titan_hydra.models.llama3", "titan_hydra.models.qwen3")
+OWN = tuple(f"titan_hydra.models.{family}" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3"))
 
 
 def decoder_modules(config: Model) -> list[str]:

@@ -18,7 +18,7 @@ from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
 from .user_code import digest, load_user_modules, require_user_modules
 
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def to_dict(job: Any) -> dict:

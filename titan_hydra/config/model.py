@@ -28,6 +28,11 @@ class Model:
     attention: str = key("auto", "SDPA back end", choices=("auto", "cudnn", "flash", "efficient", "math"))
 
     @property
+    def sparse(self) -> bool:
+        """Whether blocks have experts."""
+        return False
+
+    @property
     def head_width(self) -> int:
         """The width of a head."""
         return self.head_dim or self.dim // self.n_heads

@@ -26,7 +26,7 @@ class Parallelism:
     cp: int = key(1, "context-parallel ranks: the sequence is split over them", DEGREE)
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
-    ep: int = key(1, "expert-parallel ranks; 1, as no model here has experts", DEGREE)
+    ep: int = key(1, "expert-parallel ranks: experts are split over them; they are taken from dp_shard x cp x tp", DEGREE)
     backend: str = key("fsdp2", "who shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
                        choices=("fsdp2", "simple_fsdp"))
     reshard_after_forward: str = key("default", "free gathered parameters after the forward: default is always (ZeRO-3) without "
@@ -294,6 +294,8 @@ class Debug:
     anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False)
     nan_hunt: bool = key(False, "names the first module, gradient or parameter that is not finite, with its step and rank; slow",
                          identity=False)
+    balance_experts: bool = key(False, "give every expert the same number of tokens, whatever the router says: for benchmarks alone",
+                                late=True)
     trace_activations: bool = key(False, "norms and checksums of all that enters and leaves every module, for `titan compare`; very slow",
                                   identity=False)
 

@@ -83,7 +83,7 @@ class Decoder(nn.Module):
             return head if config.tie_embeddings else Normal(1.0)
         if fqn.startswith("output."):
             return head
-        _, layer, _, matrix, _ = fqn.split(".")
+        _, layer, *_, matrix = fqn.removesuffix(".weight").split(".")
         return Normal(0.02 / math.sqrt(2 * (int(layer) + 1))) if matrix in ("wo", "w2", "w3") else Normal(0.02)
 
 

@@ -23,6 +23,8 @@ from titan_hydra.config.files import write_text
 from titan_hydra.config.load import all_ranks
 from titan_hydra.config.schema import Job
 
+from titan_hydra.parallel.experts import Balance
+
 from .trackers import Tracker, open_trackers, trackable
 
 # Dense bf16 peak of a device, FLOP/s, by a part of its name; the first that matches. Vendors' data sheets.
@@ -106,13 +108,13 @@ class Metrics:
         """Whether the step gets a row: the first of this process, the last of the run, or every log_every-th."""
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
-    def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+    def step(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None = None) -> None:
         """Collect a step's measurements, and write a row if one is due. All ranks call it: memory is the largest over all of them."""
         self.losses.append(loss)
         if self.due(step):
-            self._record(step, loss, grad_norm, lr)
+            self._record(step, loss, grad_norm, lr, balance)
 
-    def _record(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+    def _record(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None) -> None:
         """Write the row of a step, with means over the steps since the last row."""
         self.mean_loss = sum(self.losses) / len(self.losses)
         self.losses.clear()
@@ -125,7 +127,7 @@ class Metrics:
             "tflops": self.flops and self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory,
             "memory_reserved_gib": reserved, "step_seconds": seconds, "data_seconds": data_seconds,
             "tokens_seen": step * self.tokens_per_step,
-        }
+        } | (balance.read() if balance else {})
         if self.clock.disturbed:  # times of this row are not comparable
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:

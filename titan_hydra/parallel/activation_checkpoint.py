@@ -19,7 +19,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.config.schema import ActivationCheckpoint
 
-MATMULS = ("aten.mm", "aten._scaled_mm")
+MATMULS = ("aten.mm", "aten._scaled_mm", "aten._grouped_mm")
 SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
     "aten._scaled_dot_product_cudnn_attention",
@@ -28,6 +28,8 @@ SAVED = (  # results that are expensive to recompute, or need communication
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_reduce",
+    "_c10d_functional.all_to_all_single",
+    "aten.topk",  # a choice of experts must not change in the recomputation
     "aten.max",  # Float8's amax: one number that costs a pass over a whole tensor
 )
 

@@ -13,7 +13,8 @@ from .mesh import Mesh
 
 
 def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
-    """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block.
+    """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block. Of a block
+    that names its `compiled` modules, as one with experts does, only those are compiled.
 
     Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
     does not distinguish them: from the second run on, ranks would load another rank's code and compute wrong results without an error. The
@@ -22,7 +23,9 @@ def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
     torch.compiler.config.cache_key_tag = place(mesh)
     if config.name == "block":
         for block in blocks.values():
-            block.compile(fullgraph=True, backend=config.backend)
+            names = getattr(block, "compiled", ("",))
+            for part in filter(None, map(dict(block.named_modules()).get, names)):
+                part.compile(fullgraph=True, backend=config.backend)
 
 
 def place(mesh: Mesh) -> str:

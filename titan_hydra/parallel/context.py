@@ -87,6 +87,11 @@ def ring_options() -> tuple[Any, ...]:
     return OPTIONS.rotate_method, OPTIONS.enable_load_balance
 
 
+def as_wide(v: Tensor, q: Tensor) -> Tensor:
+    """Return values padded with zeros to the width of the queries, for kernels and exchanges that take one width."""
+    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+
+
 class Ring(nn.Module):
     """Causal attention on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
 
@@ -110,10 +115,11 @@ class Ring(nn.Module):
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
         if self.repeat:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        width, v = v.shape[-1], as_wide(v, q)
         q, k, v = (DTensor.from_local(x, self.mesh, [Shard(2)], run_check=False) for x in (q, k, v))
         with sdpa_kernel(self.kernels, set_priority=True):
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return h.to_local()
+        return h.to_local()[..., :width]
 
 
 class Ulysses(nn.Module):
@@ -127,10 +133,11 @@ class Ulysses(nn.Module):
         """Compute attention. `mask` covers the whole sequence."""
         ranks = self.group.size()
         heads = [x.shape[1] // ranks for x in (q, k, v)]
+        width, v = v.shape[-1], as_wide(v, q)
         # Data for one rank is contiguous, so that one exchange serves q, k and v.
         qkv = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2).flatten(1, 2)
         q, k, v = self.exchange(qkv, scatter=1, gather=2).split(heads, dim=1)
-        return self.exchange(self.sdpa(q, k, v, mask), scatter=2, gather=1)
+        return self.exchange(self.sdpa(q, k, v[..., :width], mask), scatter=2, gather=1)
 
     def exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
         """All-to-all: split dimension `scatter` over the ranks and concatenate along `gather` (the two dimensions are adjacent)."""

@@ -1,14 +1,18 @@
 """Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards); DDP and HSDP are special cases."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.schema import Job
 
-from .mesh import Mesh
+from .experts import sparse_layers
+from .mesh import Mesh, local_part
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
@@ -29,6 +33,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once for each
     reshard = {"always": True, "never": False, "default": default}[job.parallelism.reshard_after_forward]
     for block in family.blocks(module).values():
+        if mesh.experts is not None:
+            shard_experts(block, mesh, options | {"reshard_after_forward": reshard})
         fully_shard(block, **options, reshard_after_forward=reshard)
     first, last = around_blocks(module, family.modules(job.model))
     if not job.model.tie_embeddings:
@@ -43,6 +49,17 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
             # By default FSDP divides by the ranks, and with a custom factor HSDP would still do so (TorchTitan #2318).
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+
+def shard_experts(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
+    """Shard a block's experts over the ranks that hold the same ones: by expert if each rank gets as many, else by their width."""
+    names = [name for name in ("dp_replicate", "efsdp") if name in mesh.experts.mesh_dim_names]
+    shards = mesh.experts["efsdp"].size()
+    for layer in sparse_layers(block):
+        def place(weight: nn.Parameter) -> Shard:
+            return Shard(0 if local_part(weight).shape[0] % shards == 0 else 1)
+
+        fully_shard(layer.experts, **options | {"mesh": mesh.experts[tuple(names)], "shard_placement_fn": place})
 
 
 def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -23,6 +23,7 @@ def local_part(tensor: Tensor) -> Tensor:
 class Mesh:
     """This rank's view of the mesh. `fsdp` is the mesh over which parameters are sharded (and replicated), None if there is none.
 
+    `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts, whose last two dimensions divide dp_shard x cp x tp.
     `batch` contains the ranks that see different samples, `loss` those that see different tokens (batch and cp), `stage` those that hold
     the same stage of the model, sharded or replicated (all dimensions but pp).
     """
@@ -33,6 +34,7 @@ class Mesh:
     batch: dist.ProcessGroup | None
     loss: dist.ProcessGroup | None
     stage: dist.ProcessGroup | None = None
+    experts: DeviceMesh | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -63,16 +65,17 @@ class Mesh:
         return self.world.get_group("pp") if self.degrees.pp > 1 else None
 
 
-def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
+def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> Mesh:
     """Build the mesh on all ranks. Raises RuntimeError if the product of the degrees is not the number of ranks, ValueError for a degree
     below 1.
 
     Dimensions of size 1 are left out, since each would cost a process group. dp_shard stays wherever parameters are sharded or replicated,
-    so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1.
+    so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1. A `sparse` model has experts: FSDP shards them over
+    tp ranks too, which hold different tokens.
     """
     if any(getattr(degrees, name) < 1 for name in ORDER):
         raise ValueError(f"a degree is at least 1: {degrees}")
-    sharded = degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1
+    sharded = degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1 or (sparse and degrees.tp > 1)
     names = [name for name in ORDER if getattr(degrees, name) > 1 or (name == "dp_shard" and sharded)]
     if not names:
         if dist.get_world_size() != 1:
@@ -87,7 +90,16 @@ def build_mesh(degrees: Parallelism, device_type: str) -> Mesh:
         if degrees.dp_replicate > 1:
             fsdp = concatenate([world["dp_replicate"], fsdp])
     batch, loss, stage = (_group(world, dims) for dims in (ORDER[1:3], ORDER[1:4], ORDER[1:]))
-    return Mesh(degrees, world, fsdp, batch, loss, stage)
+    experts = experts_mesh(degrees, device_type) if sparse and degrees.ep * degrees.tp > 1 else None
+    return Mesh(degrees, world, fsdp, batch, loss, stage, experts)
+
+
+def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
+    """Return the mesh of the experts over the same ranks in the same order: ep groups consist of neighbours in dp_shard x cp x tp."""
+    rest = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
+    sizes = {"pp": degrees.pp, "dp_replicate": degrees.dp_replicate, "efsdp": rest, "ep": degrees.ep}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None:

@@ -3,17 +3,39 @@ splits its weights and its inputs and outputs (models/*/sharding.py).
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+
+from .norm import Norm
+from .whole import SplitTokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Styles by module name: `around` for the modules outside the blocks, `block` for those of every block."""
+    """Styles by module name: `around` for the modules outside the blocks, `block` for those of every block, `sparse` for those of blocks
+    with experts instead.
+    """
 
     around: dict[str, ParallelStyle]
     block: dict[str, ParallelStyle]
+    sparse: dict[str, ParallelStyle] = field(default_factory=dict)
+
+    def of(self, block: nn.Module) -> dict[str, ParallelStyle]:
+        """Return the styles of the modules that a block has."""
+        styles = self.sparse if any(hasattr(part, "router") for part in block.modules()) else self.block
+        names = {name for name, _ in block.named_modules()}
+        return {name: style for name, style in styles.items() if name in names}
+
+
+def with_experts(dense: Plan, norm: Norm) -> Plan:
+    """Return a plan whose blocks may have experts in place of the feed-forward. Shared experts are split as that is; the router takes the
+    rank's own tokens.
+    """
+    own = {name: style for name, style in dense.block.items() if not name.startswith("feed_forward")}
+    shared = {name.replace("feed_forward", "feed_forward.shared_experts"): dense.block[name] for name in dense.block.keys() - own.keys()}
+    return Plan(dense.around, dense.block, {**own, **shared, "feed_forward.router": SplitTokens(norm.reduce_dtype)})
 
 
 @dataclass(frozen=True)

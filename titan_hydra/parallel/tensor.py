@@ -34,7 +34,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears())
     plan = family.part("sharding")(replace(job.parallelism, loss_parallel=logits_stay_split), norm, linears)
     parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
     for block in family.blocks(module).values():
-        parallelize_module(block, tp, plan.block)
+        parallelize_module(block, tp, plan.of(block))
     # FSDP warns of a head whose logits are a view: nothing here changes logits in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for name in plan.around:

@@ -134,7 +134,7 @@ class Loop:
             clock.stop()
             if bad_shards:
                 report_bad_shards(self.loader, self.metrics, step)
-            self.metrics.step(step, loss, norm, lr)
+            self.metrics.step(step, loss, norm, lr, trainer.balance)
             step, missed = groups.after_step(step, loss)
             self.validate(step)
             self.save(step, votes, stop=groups.stops(asked), missed=missed)

@@ -14,7 +14,7 @@ from titan_hydra.data.batch import Batch, onto
 from titan_hydra.data.loader import Loader
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import context as context_parallel
-from titan_hydra.parallel import formats, loss_head
+from titan_hydra.parallel import experts, formats, loss_head
 from titan_hydra.parallel import tensor as tensor_parallel
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.masters import Masters, separate
@@ -63,6 +63,7 @@ class Trainer:
     stop_requested: list[int] = field(default_factory=list)  # signals received
     progress: Callable[[], None] = lambda: None  # called for every local batch, for the watchdog
     groups: Groups = field(default_factory=Groups)  # the run's replica groups
+    balance: experts.Balance | None = None  # of the experts in the last step
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the mean loss.
@@ -76,6 +77,7 @@ class Trainer:
             dist.all_reduce(count, group=self.mesh.batch)
         self.groups.add_up([count])
         count = count.masked_fill(count == 0, 1)  # not clamp: weights can sum to less than 1
+        experts.weigh(self.model, count)
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
         for number, part in enumerate(parts, start=1):
@@ -109,11 +111,13 @@ class Trainer:
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
         optimizer_step(self.optimizers, divisor, agreement.finite)
+        self.balance = experts.after_step(self.model, self.mesh, self.job.model)
         self.drop_gradients()
         formats.after_step(self.model, self.job)
 
     def drop_gradients(self) -> None:
-        """Drop this step's gradients."""
+        """Drop this step's gradients and what its experts counted."""
+        experts.forget(self.model)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -157,7 +161,7 @@ class Parts:
 
 def assemble(job: Job, device: torch.device) -> Parts:
     """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in memory."""
-    mesh = parallel.build_mesh(job.parallelism, device.type)
+    mesh = parallel.build_mesh(job.parallelism, device.type, job.model.sparse)
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())

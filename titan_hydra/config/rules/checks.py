@@ -20,7 +20,7 @@ from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dic
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
 
-from . import checkpoint, cluster, data, memory, objective, pipeline, precision, replicas
+from . import checkpoint, cluster, data, experts, memory, objective, pipeline, precision, replicas
 
 Rule = Callable[[Job], Iterator[Fault]]
 BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")  # of torch.compile
@@ -88,11 +88,7 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
                     "`source` a file in cluster.setup")
 
 
-@rule(VALUES)
-def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
-    """`ep` splits experts, and a dense model has none."""
-    if job.parallelism.ep != 1:
-        yield Fault("parallelism.ep", job.parallelism.ep, f"{job.model.family} has no experts to split", legal=(1,))
+VALUES.append(experts.dense_models_have_no_expert_ranks)
 
 
 @rule(VALUES)
@@ -191,7 +187,7 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
 
-LAYOUT.append(pipeline.pipeline_is_laid_out)
+LAYOUT.extend([pipeline.pipeline_is_laid_out, *experts.LAYOUT])
 
 
 @rule(LAYOUT)
@@ -248,7 +244,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
                     legal=("off",))
 
 
-RECIPE.extend(objective.RULES + precision.RULES + replicas.RULES)
+RECIPE.extend(objective.RULES + precision.RULES + replicas.RULES + experts.RECIPE)
 
 
 @rule(RECIPE)

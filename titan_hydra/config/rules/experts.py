@@ -1,0 +1,87 @@
+"""The rules of models with experts: over which ranks experts are split, and what their kernels take."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from titan_hydra.config.fault import Fault, divisors
+from titan_hydra.config.schema import Job
+
+from .memory import SIZE
+
+
+def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
+    """`ep` splits experts, `debug.balance_experts` balances them, and a dense model has none."""
+    if not job.model.sparse and job.parallelism.ep != 1:
+        yield Fault("parallelism.ep", job.parallelism.ep, f"{job.model.family} has no experts to split", legal=(1,))
+    if not job.model.sparse and job.debug.balance_experts:
+        yield Fault("debug.balance_experts", True, f"{job.model.family} has no experts", legal=(False,))
+
+
+def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
+    """Each ep rank holds as many whole experts as the others; ep ranks are those of dp_shard x cp x tp."""
+    if not job.model.sparse:
+        return
+    degrees, ep = job.parallelism, job.parallelism.ep
+    ranks = degrees.dp_shard * degrees.cp * degrees.tp
+    legal = divisors(gcd(ranks, job.model.n_experts))
+    if ranks % ep:
+        yield Fault("parallelism.ep", ep, f"dp_shard x cp x tp = {ranks} cannot be divided by it", legal=legal)
+    elif job.model.n_experts % ep:
+        yield Fault("parallelism.ep", ep, f"{job.model.n_experts} experts cannot be split over it", legal=legal)
+
+
+def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
+    """FSDP shards the experts of an ep rank by expert if they divide evenly over the ranks that hold them, else by their widths."""
+    if not job.model.sparse or job.parallelism.ep * job.parallelism.tp == 1:
+        return
+    degrees, model = job.parallelism, job.model
+    shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
+    if model.n_experts // degrees.ep % shards == 0:
+        return
+    for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):
+        if width % shards:
+            yield Fault(key, width, f"the experts of an ep rank are sharded over {shards} ranks by this width", divisors_around(width, shards))
+
+
+def divisors_around(width: int, step: int) -> tuple[int, ...]:
+    """Return the multiples of `step` on both sides of a width."""
+    return tuple(multiple for multiple in (width // step * step, (width // step + 1) * step) if multiple)
+
+
+def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:
+    """The grouped matmul of torch reads rows of multiples of 16 bytes."""
+    if not job.model.sparse:
+        return
+    step = 16 // SIZE[job.precision.compute_dtype]
+    for key, width in (("model.expert_dim", job.model.expert_dim), ("model.dim", job.model.dim)):
+        if width % step:
+            yield Fault(key, width, f"experts need multiples of {step}, which are 16 bytes", legal=divisors_around(width, step))
+
+
+def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:
+    """Under tp the experts take tokens that are split over the sequence; else each rank would compute all of them."""
+    if not job.model.sparse:
+        return
+    if job.parallelism.tp > 1 and not job.parallelism.sequence_parallel:
+        yield Fault("parallelism.sequence_parallel", False, "experts need tokens that are split over tp ranks", legal=(True,))
+    if job.parallelism.backend == "simple_fsdp" and job.parallelism.ep * job.parallelism.tp > 1:
+        yield Fault("parallelism.backend", "simple_fsdp", "gathers all parameters over the same ranks, and experts have their own under ep "
+                    "and tp", legal=("fsdp2",))
+
+
+def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
+    """The bias of a balanced router follows the tokens of all ranks; replica groups that meet every few steps would have different ones."""
+    if job.model.sparse and job.fault_tolerance.name != "off":
+        yield Fault("fault_tolerance.name", job.fault_tolerance.name, "replica groups do not share the loads of experts", legal=("off",))
+
+
+def fake_experts_have_kernels(job: Job) -> Iterator[Fault]:
+    """Without data torch knows its grouped matmul in bfloat16 alone."""
+    if job.model.sparse and job.comm.name == "fake" and job.precision.compute_dtype != "bfloat16":
+        yield Fault("precision.compute_dtype", job.precision.compute_dtype, "comm=fake computes experts only in bfloat16",
+                    legal=("bfloat16",))
+
+
+LAYOUT = [experts_divide_over_their_ranks, experts_divide_over_their_shards, rows_of_experts_are_aligned]
+RECIPE = [tokens_of_experts_are_split, experts_are_trained_by_one_group, fake_experts_have_kernels]

@@ -1,0 +1,87 @@
+"""The keys of DeepSeek-V3 beside those of every sparse model: latent attention and YaRN. Imports no torch."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titan_hydra.config.family import Linear
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.ranges import COUNT, NATURAL, NOT_NEGATIVE, POSITIVE, WIDTH, Interval
+from titan_hydra.config.schema import key
+from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters
+
+
+@dataclass
+class Yarn:
+    factor: float = key(1.0, "stretch the low frequencies by this factor (arXiv 2309.00071; DeepSeek-V3: 40); 1 turns YaRN off", Interval(1))
+    beta_fast: float = key(32.0, "frequencies with more turns than this over original_max_seq_len are left alone", POSITIVE)
+    beta_slow: float = key(1.0, "frequencies with fewer turns than this over original_max_seq_len are stretched fully", POSITIVE)
+    temperature: float = key(1.0, "attention's logits are multiplied by (1 + 0.1 * temperature * ln(factor)) squared", NOT_NEGATIVE)
+    original_max_seq_len: int = key(4096, "sequence length before the stretch", COUNT)
+
+
+@dataclass
+class DeepSeekV3Config(SparseModel):
+    q_rank: int = key(0, "width of the latent from which queries are computed; 0: from the residual stream", NATURAL)
+    kv_rank: int = key(..., "width of the latent from which keys and values are computed", WIDTH)
+    plain_dim: int = key(..., "width of the part of a query and a key that is not rotated", WIDTH)
+    rope_dim: int = key(..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH)
+    value_dim: int = key(..., "width of a head's value", WIDTH)
+    yarn: Yarn = key(Yarn, "stretch of the rotary frequencies for sequences longer than in pre-training")
+
+    @property
+    def head_width(self) -> int:
+        """The width of a query and of a key."""
+        return self.plain_dim + self.rope_dim
+
+    def arithmetic(self) -> dict[str, Any]:
+        return super().arithmetic() | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
+
+    def faults(self) -> Iterator[Fault]:
+        """Every head has a key of its own, whose rotated part is even."""
+        yield from super().faults()
+        if self.rope_dim % 2:
+            yield Fault("model.rope_dim", self.rope_dim, "must be even (RoPE turns pairs)", legal=(self.rope_dim - 1, self.rope_dim + 1))
+        if self.n_kv_heads != self.n_heads:
+            yield Fault("model.n_kv_heads", self.n_kv_heads, "latent attention computes a key and a value for each head",
+                        legal=(self.n_heads,))
+        if self.head_dim is not None:
+            yield Fault("model.head_dim", self.head_dim, "plain_dim, rope_dim and value_dim are the widths of a head", legal=(None,))
+        if self.value_dim > self.head_width:
+            yield Fault("model.value_dim", self.value_dim, "a value may not be wider than a query (plain_dim + rope_dim)",
+                        legal=(self.head_width,))
+        if self.yarn.beta_slow >= self.yarn.beta_fast:
+            yield Fault("model.yarn.beta_slow", self.yarn.beta_slow, f"must be less than model.yarn.beta_fast={self.yarn.beta_fast}")
+
+
+def attention_parameters(config: DeepSeekV3Config) -> int:
+    """Return the number of parameters of a block's attention, with the norms of its latents."""
+    queries, heads = config.n_heads * config.head_width, config.n_heads
+    from_stream = config.dim * queries if not config.q_rank else config.q_rank * (config.dim + 1 + queries)
+    latent = config.dim * (config.kv_rank + config.rope_dim) + config.kv_rank
+    return from_stream + latent + heads * (config.kv_rank * (config.plain_dim + config.value_dim) + config.value_dim * config.dim)
+
+
+def parameters(config: DeepSeekV3Config) -> int:
+    """Return the number of parameters: embedding and head, attention, feed-forwards, norms."""
+    ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+    return ends + config.n_layers * (attention_parameters(config) + 2 * config.dim) + config.dim + feed_forward_parameters(config)
+
+
+def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
+    """Return the FLOPs of a token, forward and backward: 6 for each weight that it passes, and attention's two products of each head."""
+    lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    products = 6 * config.n_layers * config.n_heads * (config.head_width + config.value_dim) * seq_len
+    return 6 * (active_parameters(config, parameters) - lookups) + products
+
+
+def linears(config: DeepSeekV3Config) -> tuple[Linear, ...]:
+    """Return the linears that a token passes in a sparse block, in running order; the experts as one feed-forward."""
+    queries, dim = config.n_heads * config.head_width, config.dim
+    width = config.expert_dim * (config.experts_per_token + config.n_shared_experts)
+    first = (Linear("wq_a", dim, config.q_rank), Linear("wq_b", config.q_rank, queries)) if config.q_rank else (Linear("wq", dim, queries),)
+    return (*first, Linear("wkv_a", dim, config.kv_rank + config.rope_dim),
+            Linear("wkv_b", config.kv_rank, config.n_heads * (config.plain_dim + config.value_dim)),
+            Linear("wo", config.n_heads * config.value_dim, dim, column=False),
+            Linear("w1", dim, width), Linear("w3", dim, width), Linear("w2", width, dim, column=False))

@@ -1,0 +1,91 @@
+"""DeepSeek-V3 (arXiv 2412.19437): attention from latents, experts in all but the first blocks."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import SDPA, Decoder, rotate
+from ..moe import set_experts
+from .config import DeepSeekV3Config, Yarn
+
+
+class DeepSeekV3(Decoder):
+    """Token ids [batch, seq] to logits [batch, seq, vocab]."""
+
+    def __init__(self, config: DeepSeekV3Config, seq_len: int):
+        super().__init__(config, seq_len)
+        for block in self.layers.values():
+            block.attention = LatentAttention(config)
+        set_experts(self.layers, config)
+
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        width = self.config.rope_dim
+        pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+        return stretched(1.0 / self.config.rope_theta ** (pairs / width), self.config.rope_theta, self.config.yarn)
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose keys and values are computed from a latent of each token (arXiv 2405.04434, section 2.1).
+
+    Of a head's query and key one part is plain and one is rotated; all heads share the rotated key.
+    """
+
+    def __init__(self, config: DeepSeekV3Config):
+        super().__init__()
+        self.config = config
+        queries, rank = config.n_heads * config.head_width, config.kv_rank
+        if config.q_rank:
+            self.wq_a = nn.Linear(config.dim, config.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
+            self.wq_b = nn.Linear(config.q_rank, queries, bias=False)
+        else:
+            self.wq = nn.Linear(config.dim, queries, bias=False)
+        self.wkv_a = nn.Linear(config.dim, rank + config.rope_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(rank, eps=config.norm_eps)
+        self.wkv_b = nn.Linear(rank, config.n_heads * (config.plain_dim + config.value_dim), bias=False)
+        self.wo = nn.Linear(config.n_heads * config.value_dim, config.dim, bias=False)
+        self.shared_key = nn.Identity()  # under tensor parallelism each rank's heads give only a part of its gradient
+        self.sdpa = SDPA(config.attention)
+
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        config, (batch, seq, _) = self.config, x.shape
+        # -1 heads: under tensor parallelism the linears return only this rank's.
+        q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_rank else self.wq(x)).view(batch, seq, -1, config.head_width)
+        latent, shared = self.wkv_a(x).split((config.kv_rank, config.rope_dim), -1)
+        kv = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, config.plain_dim + config.value_dim)
+        k, v = kv.split((config.plain_dim, config.value_dim), -1)
+        shared = rotate(halves(self.shared_key(shared).unsqueeze(2)), rotary).expand(-1, -1, q.shape[2], -1)
+        plain, turned = q.split((config.plain_dim, config.rope_dim), -1)
+        q = torch.cat((plain, rotate(halves(turned), rotary)), -1) * temperature(config.yarn)
+        k = torch.cat((k, shared), -1)
+        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
+
+
+def halves(x: Tensor) -> Tensor:
+    """Return heads whose pairs to rotate are neighbours, as DeepSeek's weights have them, with the two members in the two halves."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def temperature(yarn: Yarn) -> float:
+    """Return the factor of attention's logits under YaRN."""
+    return (1 + 0.1 * yarn.temperature * math.log(yarn.factor)) ** 2
+
+
+def stretched(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
+    """Return radians per position, the low frequencies divided by `factor` (YaRN): those between the two bounds are interpolated linearly in
+    their index.
+    """
+    if yarn.factor == 1:
+        return frequencies
+    count = len(frequencies)
+
+    def index(turns: float) -> float:
+        """Return the index of the frequency that makes so many turns over the original length."""
+        return count * math.log(yarn.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = max(math.floor(index(yarn.beta_fast)), 0), min(math.ceil(index(yarn.beta_slow)), 2 * count - 1)
+    stretch = ((torch.arange(count, device=frequencies.device) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies * (1 - stretch) + frequencies / yarn.factor * stretch

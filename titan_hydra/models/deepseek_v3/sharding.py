@@ -1,0 +1,34 @@
+"""How tensor parallelism splits DeepSeek-V3: heads over ranks; latents, which all heads share, are computed on every rank."""
+from __future__ import annotations
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput
+
+from titan_hydra.config.schema import Parallelism
+from titan_hydra.models.llama3 import sharding as llama3
+from titan_hydra.parallel.norm import Norm
+from titan_hydra.parallel.plans import Linears, Plan, with_experts
+from titan_hydra.parallel.whole import SummedGradient, Whole
+
+
+def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
+    """Return Megatron's split of llama3, with attention from latents. A latent's gradient is summed over ranks where heads read it, so
+    the weights before it have the same gradient on every rank.
+    """
+    like = llama3.plan(config, norm, linears)
+    residual = Shard(1) if config.sequence_parallel else Replicate()
+    same = Norm(False, norm.reduce_dtype)
+    attention = {
+        "attention": PrepareModuleInput(input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None),
+                                        use_local_output=True),
+        "attention.wq": linears.colwise(),
+        "attention.wq_a": Whole(),
+        "attention.q_norm": same,
+        "attention.wq_b": linears.colwise(),
+        "attention.wkv_a": Whole(),
+        "attention.kv_norm": same,
+        "attention.wkv_b": linears.colwise(),
+        "attention.shared_key": SummedGradient(),
+    }
+    block = {name: style for name, style in like.block.items() if name not in ("attention.wk", "attention.wv")}
+    return with_experts(Plan(like.around, block | attention), norm)

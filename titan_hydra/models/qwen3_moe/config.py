@@ -1,0 +1,24 @@
+"""The keys of Qwen3's models with experts: those of every sparse model. Imports no torch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_hydra.models import decoder_flops
+from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters
+
+
+@dataclass
+class Qwen3MoeConfig(SparseModel):
+    pass
+
+
+def parameters(config: Qwen3MoeConfig) -> int:
+    """Return the number of parameters: embedding and head, attention with norms of its heads, feed-forwards, norms."""
+    attention = 2 * config.dim * config.head_width * (config.n_heads + config.n_kv_heads) + 2 * config.head_width
+    ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+    return ends + config.n_layers * (attention + 2 * config.dim) + config.dim + feed_forward_parameters(config)
+
+
+def flops(config: Qwen3MoeConfig, seq_len: int, parameters: int) -> int:
+    """Return the FLOPs of a token, forward and backward: a decoder's, of the experts that the token passes."""
+    return decoder_flops(config, seq_len, active_parameters(config, parameters))

@@ -1,0 +1,76 @@
+"""The keys of models with experts, and what they count: parameters, those that a token uses, FLOPs. Imports no torch."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titan_hydra.config.fault import Fault, divisors
+from titan_hydra.config.ranges import NATURAL, NOT_NEGATIVE, POSITIVE, WIDTH, Interval
+from titan_hydra.config.schema import Model, key
+
+EXPERTS = Interval(1, 2**16)
+
+
+@dataclass
+class SparseModel(Model):
+    n_experts: int = key(..., "routed experts of a sparse block", EXPERTS)
+    experts_per_token: int = key(..., "routed experts that each token passes", EXPERTS)
+    expert_dim: int = key(..., "width of an expert's feed-forward", WIDTH)
+    n_shared_experts: int = key(0, "experts that every token passes, computed as one feed-forward of their joint width", NATURAL)
+    n_dense_layers: int = key(0, "first blocks, whose feed-forward is dense", NATURAL)
+    router: str = key("softmax", "how the router's logits become scores", choices=("softmax", "sigmoid"))
+    normalize_scores: bool = key(True, "divide the scores of a token's experts by their sum")
+    score_scale: float = key(1.0, "multiplies the scores of a token's experts", POSITIVE)
+    expert_groups: int = key(1, "groups of experts, of which a token uses only the `groups_per_token` best", EXPERTS)
+    groups_per_token: int = key(1, "groups whose experts a token may use", EXPERTS)
+    balance_rate: float = key(0.0, "step by which the bias of an expert's choice changes after each step of training, up if it had fewer "
+                              "tokens than the mean (arXiv 2408.15664); 0: no bias", NOT_NEGATIVE)
+    sequence_balance: float = key(0.0, "weight of the loss of balance within a sequence (arXiv 2412.19437, section 2.1.2); 0: none",
+                                  NOT_NEGATIVE)
+
+    @property
+    def sparse(self) -> bool:
+        return True
+
+    @property
+    def active_share(self) -> float:
+        """The share of the routed experts that a token passes."""
+        return self.experts_per_token / self.n_experts
+
+    def arithmetic(self) -> dict[str, Any]:
+        return super().arithmetic() | {"balance_rate": None, "sequence_balance": None}
+
+    def faults(self) -> Iterator[Fault]:
+        """A token passes some of the experts, all in the groups that it may use; at least one block is sparse."""
+        if self.n_experts % self.expert_groups:
+            yield Fault("model.expert_groups", self.expert_groups, f"{self.n_experts} experts cannot be divided by it",
+                        legal=divisors(self.n_experts))
+            return
+        if self.groups_per_token > self.expert_groups:
+            yield Fault("model.groups_per_token", self.groups_per_token, f"there are {self.expert_groups} groups", (self.expert_groups,))
+            return
+        usable = self.n_experts // self.expert_groups * self.groups_per_token
+        if self.experts_per_token > usable:
+            yield Fault("model.experts_per_token", self.experts_per_token, f"a token may use {usable} experts", legal=(usable,))
+        if self.n_dense_layers >= self.n_layers:
+            yield Fault("model.n_dense_layers", self.n_dense_layers, f"leaves none of {self.n_layers} blocks to the experts",
+                        legal=(self.n_layers - 1,))
+
+
+def expert_parameters(config: SparseModel) -> int:
+    """Return the number of parameters of all routed experts of the model."""
+    return (config.n_layers - config.n_dense_layers) * config.n_experts * 3 * config.dim * config.expert_dim
+
+
+def feed_forward_parameters(config: SparseModel) -> int:
+    """Return the number of parameters of all feed-forwards: dense ones, routers, routed and shared experts."""
+    sparse = config.n_layers - config.n_dense_layers
+    shared = 3 * config.dim * config.expert_dim * config.n_shared_experts
+    return (config.n_dense_layers * 3 * config.dim * config.ffn_width + sparse * (config.n_experts * config.dim + shared)
+            + expert_parameters(config))
+
+
+def active_parameters(config: SparseModel, parameters: int) -> int:
+    """Return the number of parameters that one token passes, out of all `parameters` of the model."""
+    return parameters - round(expert_parameters(config) * (1 - config.active_share))

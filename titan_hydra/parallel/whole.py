@@ -1,0 +1,53 @@
+"""Modules under tensor parallelism whose weight every rank holds whole."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class Whole(ParallelStyle):
+    """Every rank computes the same from the same input, and each gets the whole gradient of the output."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module, mesh, hold_whole,
+            lambda _, inputs, mesh: (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]),
+            lambda _, output, mesh: output.to_local(),
+        )
+
+
+class SplitTokens(ParallelStyle):
+    """Every rank applies the weights to tokens of its own, so its gradient of them is partial. It is summed in `reduce_dtype`.
+
+    The module reads its weights through its attribute `read`.
+    """
+
+    def __init__(self, reduce_dtype: torch.dtype):
+        super().__init__()
+        self.reduce_dtype = reduce_dtype
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def local(weight: DTensor) -> Tensor:
+            return weight.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])
+
+        hold_whole("", module, mesh)
+        module.read = local
+        return module
+
+
+class SummedGradient(ParallelStyle):
+    """Passes its input on; the gradient, of which each rank has a part, is summed over the ranks."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(
+            lambda _, inputs, output: DTensor.from_local(output, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()]))
+        return module
+
+
+def hold_whole(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate a module's own parameters over the mesh, in place. Nothing is communicated."""
+    for own, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)))
