@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from submitit.local.local import LocalJob
     from torch import Tensor
     from torch.distributed.checkpoint.staging import DefaultStager
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
     from torch.optim import Optimizer
 
 SCHEDULES, RING = "torch.distributed.pipelining.schedules", "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -124,6 +126,17 @@ def settle_shapes(schedule: Any) -> None:
                 stage._inference_mode = InferenceMode.STATIC
 
         schedule._warmup_p2p = settled
+
+
+def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
+    """Return what FSDP2 takes as the place of a parameter that is sharded over a mesh of its own; None if this torch has one mesh for all.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+
+    if not hasattr(fsdp, "ShardPlacementResult"):
+        return None
+    info = fsdp.FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else fsdp.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda placement: fsdp.ShardPlacementResult(placement, info)
 
 
 def set_async_tp(on: bool) -> None:

@@ -99,8 +99,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         """Run the layer. `rotary` is as `rotate` takes it; `mask` is None (causal) or boolean, True where a query sees a key."""
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
+        x = self.attend(x, rotary, mask)
         return x + self.feed_forward(self.ffn_norm(x))
+
+    def attend(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Run the first half of the layer."""
+        return x + self.attention(self.attention_norm(x), rotary, mask)
 
 
 class Attention(nn.Module):

@@ -21,7 +21,7 @@ def set_experts(blocks: nn.ModuleDict, config: SparseModel) -> None:
     for number, block in blocks.items():
         if int(number) >= config.n_dense_layers:
             block.feed_forward = MoE(config)
-            block.compiled = ("attention_norm", "attention", "ffn_norm", "feed_forward.shared_experts")
+            block.compiled = ("attend", "feed_forward.shared_experts")
 
 
 class MoE(nn.Module):

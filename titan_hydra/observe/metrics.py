@@ -22,7 +22,6 @@ from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.load import all_ranks
 from titan_hydra.config.schema import Job
-
 from titan_hydra.parallel.experts import Balance
 
 from .trackers import Tracker, open_trackers, trackable

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 import torch
 import torch.compiler.config
@@ -14,7 +15,7 @@ from .mesh import Mesh
 
 def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block. Of a block
-    that names its `compiled` modules, as one with experts does, only those are compiled.
+    that names its `compiled` parts (methods, modules), as one with experts does, only those are compiled.
 
     Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
     does not distinguish them: from the second run on, ranks would load another rank's code and compute wrong results without an error. The
@@ -23,9 +24,12 @@ def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
     torch.compiler.config.cache_key_tag = place(mesh)
     if config.name == "block":
         for block in blocks.values():
-            names = getattr(block, "compiled", ("",))
-            for part in filter(None, map(dict(block.named_modules()).get, names)):
-                part.compile(fullgraph=True, backend=config.backend)
+            for name in getattr(block, "compiled", ("",)):
+                part = attrgetter(name)(block) if name else block
+                if isinstance(part, nn.Module):
+                    part.compile(fullgraph=True, backend=config.backend)
+                elif part is not None:
+                    setattr(block, name, torch.compile(part, fullgraph=True, backend=config.backend))
 
 
 def place(mesh: Mesh) -> str:

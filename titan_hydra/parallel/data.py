@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from titan_hydra.base.private import placed_on
 from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.schema import Job
 
@@ -33,9 +34,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once for each
     reshard = {"always": True, "never": False, "default": default}[job.parallelism.reshard_after_forward]
     for block in family.blocks(module).values():
-        if mesh.experts is not None:
-            shard_experts(block, mesh, options | {"reshard_after_forward": reshard})
-        fully_shard(block, **options, reshard_after_forward=reshard)
+        shard_block(block, mesh, options | {"reshard_after_forward": reshard})
     first, last = around_blocks(module, family.modules(job.model))
     if not job.model.tie_embeddings:
         for part in first:
@@ -51,15 +50,27 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
-def shard_experts(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
-    """Shard a block's experts over the ranks that hold the same ones: by expert if each rank gets as many, else by their width."""
-    names = [name for name in ("dp_replicate", "efsdp") if name in mesh.experts.mesh_dim_names]
-    shards = mesh.experts["efsdp"].size()
-    for layer in sparse_layers(block):
-        def place(weight: nn.Parameter) -> Shard:
-            return Shard(0 if local_part(weight).shape[0] % shards == 0 else 1)
+def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
+    """Shard a block; its experts over the ranks that hold the same ones: by expert if each rank gets as many, else by their width.
 
-        fully_shard(layer.experts, **options | {"mesh": mesh.experts[tuple(names)], "shard_placement_fn": place})
+    Where this torch can (not 2.11), one group of hooks gathers both: those of a group inside the block would run in its recomputation too.
+    """
+    layers = list(sparse_layers(block)) if mesh.experts is not None else []
+    if not layers:
+        fully_shard(block, **options)
+        return
+    own = mesh.experts[tuple(name for name in ("dp_replicate", "efsdp") if name in mesh.experts.mesh_dim_names)]
+    weights = {weight for layer in layers for weight in layer.experts.parameters()}
+
+    def place(weight: nn.Parameter) -> Shard:
+        return Shard(0 if local_part(weight).shape[0] % own["efsdp"].size() == 0 else 1)
+
+    if together := placed_on(own):
+        fully_shard(block, **options, shard_placement_fn=lambda weight: together(place(weight)) if weight in weights else None)
+        return
+    for layer in layers:
+        fully_shard(layer.experts, **options | {"mesh": own}, shard_placement_fn=place)
+    fully_shard(block, **options)
 
 
 def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module], list[nn.Module]]:
