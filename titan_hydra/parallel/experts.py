@@ -51,6 +51,7 @@ def weigh(module: nn.Module, count: Tensor) -> None:
 class Balance:
     """How evenly a step's tokens went to the experts of this rank's stages: on the device, as tensors."""
 
+    loads: Tensor  # [layers, experts]: tokens
     worst: Tensor  # [2]: the largest number of tokens over the mean, of an expert and of an ep rank, in any layer
     entropy: Tensor  # [2]: summed over tokens and layers, and their number
 
@@ -65,9 +66,12 @@ class Balance:
 @torch.no_grad()
 def after_step(module: nn.Module, mesh: Mesh, model: Any) -> Balance | None:
     """Move the biases of all routers against the loads of the step, summed over all ranks of the stage. Returns how even they were."""
+    if not model.sparse:
+        return None
     routers = [layer.router for layer in sparse_layers(module)]
-    if not routers:
-        return None if not model.sparse else Balance(torch.zeros(2), torch.zeros(2))
+    if not routers:  # a stage of dense blocks
+        nothing = torch.zeros(2, dtype=torch.float64, device=next(module.parameters()).device)
+        return Balance(nothing[:0], nothing, nothing.clone())
     sums = torch.stack([torch.cat([router.load.double(), router.entropy.double().reshape(1)]) for router in routers])
     if mesh.stage is not None:
         dist.all_reduce(sums, group=mesh.stage)
@@ -78,7 +82,7 @@ def after_step(module: nn.Module, mesh: Mesh, model: Any) -> Balance | None:
             router.bias += model.balance_rate * (even - load).sign().float()
     ranks = loads.unflatten(1, (mesh.degrees.ep, -1)).sum(2)
     worst = torch.stack([(part / part.mean(1, keepdim=True)).max() for part in (loads, ranks)])
-    return Balance(worst, torch.stack([sums[:, -1].sum(), loads.sum() / model.experts_per_token]))
+    return Balance(loads, worst, torch.stack([sums[:, -1].sum(), loads.sum() / model.experts_per_token]))
 
 
 def forget(module: nn.Module) -> None:

@@ -42,14 +42,15 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
     if mesh.fsdp is not None or precision.compute_dtype == precision.param_dtype:
         return Masters(model)
     masters = Masters(nn.Module())
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, tensor in (parameters | {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}).items():
         *path, leaf = name.split(".")
         place = masters.weights
         for part in path:
             if part not in dict(place.named_children()):
                 place.add_module(part, nn.Module())
             place = place.get_submodule(part)
-        place.register_parameter(leaf, parameter)
+        (place.register_parameter if name in parameters else place.register_buffer)(leaf, tensor)
     copies = {parameter: copy_of(parameter, dtype) for parameter in model.parameters()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

@@ -42,8 +42,10 @@ class SummedGradient(ParallelStyle):
     """Passes its input on; the gradient, of which each rank has a part, is summed over the ranks."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(
-            lambda _, inputs, output: DTensor.from_local(output, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()]))
+        def summed(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            return DTensor.from_local(output, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+        module.register_forward_hook(summed)
         return module
 
 

@@ -165,7 +165,8 @@ def assemble(job: Job, device: torch.device) -> Parts:
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    model.to(getattr(torch, job.precision.param_dtype))
+    for parameter in model.parameters():  # buffers keep their dtype: a rotary table, the bias of a router
+        parameter.data = parameter.data.to(getattr(torch, job.precision.param_dtype))
     notes = formats.convert(model, job, mesh, device)
     if job.loss.name == "linear_cross_entropy":
         notes += loss_head.convert(model, job.loss)

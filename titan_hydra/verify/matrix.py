@@ -34,6 +34,7 @@ class Case:
     norm: float = 1e-5
     gradients: float = 1e-5
     weights: float = 1e-3
+    routing: bool = True  # every token must pass the same experts; rounding in bf16 sends some to others
     slow: bool = False  # many seconds: left out by `pytest -m "not slow"`
     config_dir: Path | None = None  # with options of the user's own
 
@@ -60,6 +61,11 @@ LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that d
 MUON = {"base": ("optimizer=muon",), "loss": 1e-6, "weights": 0.2}  # orthogonalized in bf16, and so are its weights rounded
 SAME = EVEN | {"norm": 1e-5}
 QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
+MOE = ("model=qwen3_moe_debug", "model.head_dim=16", "model.expert_dim=64", "model.balance_rate=1e-3")
+LATENT = ("model=deepseek_v3_debug", "model.q_rank=24", "model.kv_rank=16", "model.plain_dim=16", "model.rope_dim=8", "model.value_dim=16",
+          "model.n_heads=4", "model.n_kv_heads=4", "model.n_experts=8", "model.experts_per_token=2", "model.expert_dim=32",
+          "model.sequence_balance=0.01")
+SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
 # Products and gradients round to 8 bits, differently where other ranks hold other tokens; sums do not round.
 BF16 = {"loss": 1e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 
@@ -266,6 +272,40 @@ MATRIX = [
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, *ROWWISE["base"])),
+
+    # Experts: over ep ranks, which are some of dp_shard x cp x tp, and sharded over the others
+    *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
+    *(case(f"{family}, {name}, ep {ep}", ranks, f"parallelism={layout}", f"parallelism.ep={ep}", f"data.local_batch={batch}", *more,
+           base=base, uneven_mask=mask, slow=ranks > 4)
+      for name, ranks, layout, ep, batch, mask, *more in (
+          ("fsdp 2", 2, "fsdp", 1, 8, False), ("fsdp 2", 2, "fsdp", 2, 4, True), ("tp 2", 2, "tp", 1, 16, False),
+          ("tp 2", 2, "tp", 2, 16, True), ("simple_fsdp 2", 2, "fsdp", 1, 8, False, "parallelism.backend=simple_fsdp"),
+          ("fsdp 4", 4, "fsdp", 2, 4, False), ("fsdp 4", 4, "fsdp", 4, 2, True), ("hsdp 4", 4, "hsdp", 2, 4, False),
+          ("fsdp 4, tp 2", 4, "fsdp_tp", 1, 8, False), ("fsdp 4, tp 2", 4, "fsdp_tp", 2, 4, True),
+          ("fsdp 4, tp 2", 4, "fsdp_tp", 4, 8, False), ("fsdp 4, cp 2", 4, "fsdp_cp", 4, 8, True),
+          ("cp 2, ulysses", 2, "cp", 2, 16, False, "parallelism.cp_rotate=ulysses"),
+          ("fsdp 4, pp 2", 4, "fsdp_pp", 2, 8, True), ("tp 2, pp 2", 4, "pp", 2, 16, True, "parallelism.tp=2"),
+          ("fsdp 4, pp 2, interleaved_zb", 4, "fsdp_pp", 2, 8, True, "pp_schedule=interleaved_zb"),
+          ("fsdp 8, cp 2, tp 2", 8, "fsdp_cp", 8, 8, True, "parallelism.tp=2"),
+          ("fsdp 8, cp 2, tp 2", 8, "fsdp_cp", 2, 8, False, "parallelism.tp=2"),
+          ("hsdp 8, tp 2", 8, "hsdp", 4, 4, False, "parallelism.tp=2")) for family, base in SPARSE),
+    *(case(f"{family}, fsdp 2, ep 2, {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=4", *more, base=base,
+           slow="compile" in name)
+      for name, *more in (
+          *((f"ac {ac}", f"ac={ac}") for ac in ("full", "layer", "op", "lean")), ("linear_cross_entropy", *LINEAR),
+          *((f"compile, ac {ac}", "compile=block", "compile.backend=aot_eager", f"ac={ac}") for ac in ("none", "full", "op")))
+      for family, base in SPARSE),
+    *(case(f"{family}, tp 2, ep 2, compile", 2, "parallelism=tp", "parallelism.ep=2", "data.local_batch=16", "compile=block",
+           "compile.backend=aot_eager", base=base, slow=True) for family, base in SPARSE),
+    case("deepseek_v3, fsdp 2, tp 2, ep 2, no latent of queries", 4, "parallelism=fsdp_tp", "parallelism.ep=2", "data.local_batch=8",
+         base=(*LATENT, "model.q_rank=0")),
+    *(case(f"{family}, fsdp 2, ep 2, {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8", **options | {
+        "base": (*base, *options["base"])})
+      for name, options in (("muon", MUON | {"loss": 1e-5, "norm": 1e-4, "routing": False}), ("float8 rowwise", ROWWISE)) for family, base in SPARSE),
+    # A token that goes to another expert changes a router's gradient of step 1 by 0.13; where none does, it is 6e-3.
+    *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
+           **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})
+      for name, ep, batch in (("fsdp", 1, 8), ("fsdp", 2, 8), ("tp", 2, 16)) for family, base in SPARSE),
 
     # Head and loss in one, chunk by chunk
     case("linear_cross_entropy, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", *LINEAR, **SAME),

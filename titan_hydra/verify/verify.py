@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -71,6 +72,7 @@ class Outcome:
     weights: float  # of the worst parameter after the last step, less what rounding explains, relative to how far it has moved
     worst: str  # the parameters that these two are of
     start: int  # initial tensors that differ in any bit
+    routing: int  # loads of experts in a step, and biases of routers at the end, that differ
     drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
     rounded: int  # parameters whose summed gradient has no bit beyond bfloat16, and reductions in another dtype than the job's
 
@@ -79,7 +81,8 @@ class Outcome:
         """Whether all differences are within the case's tolerances."""
         case = self.case
         close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
-        return close and self.start == self.drift == self.rounded == 0
+        routed = self.routing == 0 or not case.routing
+        return close and routed and self.start == self.drift == self.rounded == 0
 
 
 @dataclass
@@ -92,6 +95,8 @@ class Trace:
     gradients: dict[str, torch.Tensor]
     start: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    loads: list[dict[str, list[float]]]  # of each step: the tokens of a layer's experts
+    biases: dict[str, torch.Tensor]  # of the routers, and other buffers of the model, at the end
     drift: int = 0  # as `Outcome.drift`
     rounded: int = 0  # as `Outcome.rounded`
 
@@ -99,7 +104,7 @@ class Trace:
 def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
     """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets whole tensors."""
     trainer = build(job, device)
-    result = Trace([], [], {}, _of_all_stages(trainer, lambda parameter: parameter.detach()), {})
+    result = Trace([], [], {}, _of_all_stages(trainer, lambda parameter: parameter.detach()), {}, [], {})
     loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     for step in range(1, job.steps + 1):
         batch = loader.next()
@@ -113,14 +118,23 @@ def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
         agreement = trainer.agree(share, trainer.measure())
         trainer.update(agreement)
+        result.loads.append(loads(trainer))
         loss, norm, *_ = agreement.read()
         result.losses.append(loss)
         result.norms.append(norm)
     loader.close()
     result.weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
+    stored = trainer.model.state_dict()
+    result.biases = _join(trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored})
     result.drift = drift(trainer)
     result.rounded += rounded(trainer, result.gradients)
     return result
+
+
+def loads(trainer: Trainer) -> dict[str, list[float]]:
+    """Return the tokens of each layer's experts in the last step, summed over all ranks. This is a collective."""
+    names = [name for name, part in trainer.model.named_modules() if hasattr(part, "router")]
+    return _join(trainer, dict(zip(names, trainer.balance.loads.tolist(), strict=True)) if trainer.balance else {})
 
 
 @contextlib.contextmanager
@@ -151,7 +165,8 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
-    return sum(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients.values())
+    alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None  # the gradient of a single rank
+    return sum(torch.equal(gradient, gradient.bfloat16().float()) for name, gradient in gradients.items() if not alone or alone not in name)
 
 
 def drift(trainer: Trainer) -> int:
@@ -172,12 +187,16 @@ def drift(trainer: Trainer) -> int:
 
 def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a whole tensor for each parameter of the whole model, by name. This is a collective."""
-    own = {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()}
+    return _join(trainer, {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()})
+
+
+def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of all stages together. This is a collective over the pipeline."""
     if trainer.mesh.pipeline is None:
         return own
-    parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
+    parts: list[dict[str, Any]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
     dist.all_gather_object(parts, own, group=trainer.mesh.pipeline)
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def exact(job: Job, case: Case) -> Trace:
@@ -191,7 +210,7 @@ def exact(job: Job, case: Case) -> Trace:
     losses, norms, gradients, weights = reference.train(
         job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
     loader.close()
-    return Trace(losses, norms, gradients, start, weights)
+    return Trace(losses, norms, gradients, start, weights, [], {})
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
@@ -224,7 +243,16 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     (worst, off), (last, moved) = (max(values.items(), key=lambda item: item[1]) for values in (gradients, weights))
     changed = sum(not torch.equal(run.start[name], weight) for name, weight in start.items())
     return Outcome(case, _largest(run.losses, reference.losses), _largest(run.norms, reference.norms), off, moved,
-                   f"gradient of {worst}, weight {last}", changed, run.drift, run.rounded)
+                   f"gradient of {worst}, weight {last}", changed, misrouted(run, reference), run.drift, run.rounded)
+
+
+def misrouted(run: Trace, reference: Trace) -> int:
+    """Count the experts that had another number of tokens in a step than in the reference, and the biases that differ at the end. An exact
+    reference in float64 has neither.
+    """
+    steps = zip(run.loads, reference.loads, strict=False)
+    tokens = sum(one != other for ours, theirs in steps for layer in theirs for one, other in zip(ours[layer], theirs[layer], strict=True))
+    return tokens + sum(not torch.equal(run.biases[name], bias) for name, bias in reference.biases.items())
 
 
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
@@ -268,7 +296,7 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             number, case, _ = jobs.pop(0)
             print(error, file=sys.stderr, flush=True)
             lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
-            _write(folder, number, Outcome(case, *[math.inf] * 4, worst=lines[-1], start=0, drift=0, rounded=0))
+            _write(folder, number, Outcome(case, *[math.inf] * 4, worst=lines[-1], start=0, routing=0, drift=0, rounded=0))
 
 
 def _file(folder: str, number: int) -> Path:

@@ -41,10 +41,11 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
         return
     for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):
         if width % shards:
-            yield Fault(key, width, f"the experts of an ep rank are sharded over {shards} ranks by this width", divisors_around(width, shards))
+            yield Fault(key, width, f"the experts of an ep rank are sharded over {shards} ranks by this width",
+                        legal=multiples_around(width, shards))
 
 
-def divisors_around(width: int, step: int) -> tuple[int, ...]:
+def multiples_around(width: int, step: int) -> tuple[int, ...]:
     """Return the multiples of `step` on both sides of a width."""
     return tuple(multiple for multiple in (width // step * step, (width // step + 1) * step) if multiple)
 
@@ -56,7 +57,7 @@ def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:
     step = 16 // SIZE[job.precision.compute_dtype]
     for key, width in (("model.expert_dim", job.model.expert_dim), ("model.dim", job.model.dim)):
         if width % step:
-            yield Fault(key, width, f"experts need multiples of {step}, which are 16 bytes", legal=divisors_around(width, step))
+            yield Fault(key, width, f"experts need multiples of {step}, which are 16 bytes", legal=multiples_around(width, step))
 
 
 def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:

@@ -14,7 +14,7 @@ from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forwa
 
 @dataclass
 class Yarn:
-    factor: float = key(1.0, "stretch the low frequencies by this factor (arXiv 2309.00071; DeepSeek-V3: 40); 1 turns YaRN off", Interval(1))
+    factor: float = key(1.0, "stretch the low frequencies by this factor (arXiv 2309.00071); 1 turns YaRN off", Interval(1))
     beta_fast: float = key(32.0, "frequencies with more turns than this over original_max_seq_len are left alone", POSITIVE)
     beta_slow: float = key(1.0, "frequencies with fewer turns than this over original_max_seq_len are stretched fully", POSITIVE)
     temperature: float = key(1.0, "attention's logits are multiplied by (1 + 0.1 * temperature * ln(factor)) squared", NOT_NEGATIVE)

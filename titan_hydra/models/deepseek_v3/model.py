@@ -75,9 +75,7 @@ def temperature(yarn: Yarn) -> float:
 
 
 def stretched(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
-    """Return radians per position, the low frequencies divided by `factor` (YaRN): those between the two bounds are interpolated linearly in
-    their index.
-    """
+    """Return radians per position, the low frequencies divided by `factor` (YaRN), those between the bounds interpolated by their index."""
     if yarn.factor == 1:
         return frequencies
     count = len(frequencies)
