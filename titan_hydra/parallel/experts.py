@@ -165,12 +165,12 @@ class AllToAll(nn.Module):
         self.group, self.balanced = group, balanced
 
     def forward(self, rows: Tensor, counts: Tensor, experts: nn.Module) -> Tensor:
-        ranks = self.group.size()
+        rank, ranks = self.group.rank(), self.group.size()
         if self.balanced:  # every rank has the same counts
-            share, more = divmod(len(rows), len(counts))
-            counts = torch.tensor([share + (expert < more) for expert in range(len(counts))], device=rows.device)
-            sent = counts.view(ranks, -1).sum(1).tolist()
-            arriving, received = counts.view(ranks, -1)[self.group.rank()].repeat(ranks, 1), [sent[self.group.rank()]] * ranks
+            (share, more), each = divmod(len(rows), len(counts)), len(counts) // ranks
+            parts = [[share + (expert < more) for expert in range(start, start + each)] for start in range(0, len(counts), each)]
+            sent, received = [sum(part) for part in parts], [sum(parts[rank])] * ranks
+            arriving = torch.tensor(parts[rank], device=rows.device).repeat(ranks, 1)
         else:
             arriving = wait_tensor(all_to_all_single(counts, None, None, self.group)).view(ranks, -1)  # [source, own expert]
             sent, received = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)]).tolist()

@@ -18,7 +18,8 @@ from titan_hydra.parallel.mesh import local_part
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon with the same updates, for matrices that the ranks of `group` shard or replicate; None: plain tensors.
+    """torch's Muon with the same updates, for matrices that the ranks of `group` shard or replicate; None: plain tensors. Of stacked experts
+    [experts, rows, columns] each is a matrix of its own.
 
     Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without a host
     synchronization.
@@ -27,7 +28,10 @@ class Muon(torch.optim.Muon):
     _step_supports_amp_scaling = True
 
     def __init__(self, matrices: Iterable[nn.Parameter], group: dist.ProcessGroup | None, **options: Any) -> None:
-        super().__init__(matrices, **options)
+        matrices = list(matrices)
+        super().__init__([matrix for matrix in matrices if matrix.ndim == 2], **options)
+        if stacks := [matrix for matrix in matrices if matrix.ndim > 2]:
+            self.add_param_group({"params": stacks})  # which torch's constructor refuses
         self.group = group
         self.grad_scale: Tensor | float = 1.0
         self.found_inf: Tensor | float = 0.0
@@ -43,7 +47,7 @@ class Muon(torch.optim.Muon):
                 batch = matrices[start : start + ranks]
                 directions = self.orthogonal(batch, [self.direction(matrix, options, keep) for matrix in batch], options)
                 for matrix, direction in zip(batch, directions, strict=True):
-                    rate = muon_adjust_lr(options["lr"], options["adjust_lr_fn"], matrix.shape)
+                    rate = muon_adjust_lr(options["lr"], options["adjust_lr_fn"], matrix.shape[-2:])
                     local = local_part(matrix.detach())
                     local.mul_(1 - keep * options["lr"] * options["weight_decay"]).sub_(direction.float() * (keep * rate))
 
@@ -60,6 +64,8 @@ class Muon(torch.optim.Muon):
     def orthogonal(self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         """Return this rank's shards of orthogonalized matrices, at most one matrix for each rank of the group: rank i computes the i-th."""
         def orthogonalize(whole: Tensor) -> Tensor:
+            if whole.ndim > 2:
+                return torch.stack([orthogonalize(matrix) for matrix in whole])
             return muon_orthogonalize(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
 
         if self.group is None:

@@ -29,10 +29,10 @@ def adamw(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.O
 
 
 def muon(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
-    """Build Muon for the matrices of the blocks, and AdamW for the rest."""
+    """Build Muon for the matrices of the blocks, stacked ones too, and AdamW for the rest."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and name.startswith("layers.") else others).append(parameter)
+        (matrices if parameter.ndim >= 2 and name.startswith("layers.") else others).append(parameter)
     optimizers: list[torch.optim.Optimizer] = [_adamw(others, config)]
     if matrices:
         optimizers.append(Muon(matrices, mesh.stage, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))

@@ -46,11 +46,12 @@ def train(job: Job, run: Run) -> None:
 def step(job: Job) -> Trainer:
     """Return a trainer on this rank of the fake world, after one step. Requires the fake process group.
 
-    Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for number formats.
+    Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for number formats. Experts
+    are balanced, as no router has scores.
     """
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp = "off", False
-    job.precision.emulate = job.precision.converter is not None
+    job.precision.emulate, job.debug.balance_experts = job.precision.converter is not None, job.model.sparse
     parts = assemble(job, DEVICE)  # outside FakeTensorMode, which would make meshes fake too
     with FakeTensorMode(allow_non_fake_inputs=True):
         for stage in parts.stages:
