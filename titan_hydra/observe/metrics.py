@@ -127,6 +127,8 @@ class Metrics:
             "memory_reserved_gib": reserved, "step_seconds": seconds, "data_seconds": data_seconds,
             "tokens_seen": step * self.tokens_per_step,
         } | (balance.read() if balance else {})
+        if self.job.debug.balance_experts:
+            row["balanced_experts"] = True
         if self.clock.disturbed:  # times of this row are not comparable
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:
@@ -156,7 +158,7 @@ class Metrics:
             "memory_gib": self.memory_reserved, "mfu": self._mfu(rate), "seconds": seconds,
             "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None, "world_size": self.ranks,
             "device": device_name(self.device),
-        }
+        } | ({"balanced_experts": True} if self.job.debug.balance_experts else {})
 
     def close(self) -> None:
         """Close the files and the trackers."""
@@ -220,6 +222,8 @@ def console_line(row: dict[str, Any], steps: int) -> str:
         parts.append(f"mfu {row['mfu']:.1%}")
     if row["memory_reserved_gib"] is not None:
         parts.append(f"memory {row['memory_reserved_gib']:.1f} GiB")
+    if row.get("balanced_experts"):
+        parts.append("experts balanced by force")
     if row["step"] < steps:
         parts.append(f"{timedelta(seconds=round((steps - row['step']) * row['step_seconds']))} left")
     return "  ".join(parts)

@@ -16,11 +16,11 @@ from .cells import Cell
 
 # Keys, or groups of keys, of config.json. A group that differs is named as one.
 WORK = ("model", "data.seq_len", "data.document_mask", "comm", "debug.deterministic", "debug.anomaly", "debug.nan_hunt",
-        "debug.trace_activations")  # what a token costs
+        "debug.trace_activations", "debug.balance_experts")  # what a token costs
 LEARNING = (  # what a step learns
     "model", "data.name", "data.path", "data.subset", "data.split", "data.text_key", "data.seq_len", "data.global_batch", "data.shuffle",
     "data.shuffle_buffer", "data.mixture", "data.document_mask", "tokenizer", "seed", "steps", "optimizer", "lr_scheduler",
-    "checkpoint.initial_load_path", "train.imports", "train.sources",
+    "checkpoint.initial_load_path", "train.imports", "train.sources", "debug.balance_experts",
 )
 TECHNIQUE = ("model.attention", "comm.init_timeout_seconds", "comm.train_timeout_seconds")  # in the groups above, but free
 VERSIONS = ("torch", "torchao", "triton")
@@ -80,9 +80,10 @@ def on_purpose(key: str, swept: set[str]) -> bool:
     """Whether the sweep varies a key: some override that differs between its cells sets the key, its group, or a recipe that may set any
     key.
 
-    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose.
+    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose. Nor do experts that are
+    balanced by force: their figures are of a model that nobody trains.
     """
-    if key in PLACE and key != "gpus":
+    if key in PLACE and key != "gpus" or key == "debug.balance_experts":
         return False
     names = (key, *MEANS.get(key, ()))
     return any(_within(name, by) or _within(by, name) or by in RECIPES for name in names for by in swept)

@@ -136,7 +136,7 @@ class Report:
     @cached_property
     def notes(self) -> list[str]:
         """The notes below the table."""
-        return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._mixed()]
+        return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._mixed(), *self._forced()]
 
     def _states(self) -> list[str]:
         notes = []
@@ -182,6 +182,10 @@ class Report:
             else:
                 notes.append(f"baseline again at the end: {cell.word}")
         return notes
+
+    def _forced(self) -> list[str]:
+        forced = [row.label for row in self.rows if row.cell.config.get("debug.balance_experts")]
+        return [f"experts are balanced by force, so nothing was learned: {', '.join(forced)}"] if forced else []
 
     def _mixed(self) -> list[str]:
         notes = []
