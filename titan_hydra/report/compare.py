@@ -80,10 +80,10 @@ def on_purpose(key: str, swept: set[str]) -> bool:
     """Whether the sweep varies a key: some override that differs between its cells sets the key, its group, or a recipe that may set any
     key.
 
-    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose. Nor do experts that are
-    balanced by force: their figures are of a model that nobody trains.
+    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose. Nor do experts that
+    are balanced by force: their figures are of a model that nobody trains.
     """
-    if key in PLACE and key != "gpus" or key == "debug.balance_experts":
+    if (key in PLACE and key != "gpus") or key == "debug.balance_experts":
         return False
     names = (key, *MEANS.get(key, ()))
     return any(_within(name, by) or _within(by, name) or by in RECIPES for name in names for by in swept)

@@ -301,7 +301,8 @@ MATRIX = [
          base=(*LATENT, "model.q_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8", **options | {
         "base": (*base, *options["base"])})
-      for name, options in (("muon", MUON | {"loss": 1e-4, "norm": 1e-4, "routing": False}), ("float8 rowwise", ROWWISE)) for family, base in SPARSE),
+      for name, options in (("muon", MUON | {"loss": 1e-4, "norm": 1e-4, "routing": False}), ("float8 rowwise", ROWWISE))
+      for family, base in SPARSE),
     # A token that goes to another expert changes a router's gradient of step 1 by 0.13; where none does, it is 6e-3.
     *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
            **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})
