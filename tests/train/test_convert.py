@@ -227,12 +227,12 @@ def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("model_type", "mistral", "model_type=mistral: only llama, qwen3 can be"),
+    ("model_type", "mistral", "model_type=mistral: only llama, qwen3, qwen3_moe, deepseek_v3 can be"),
     ("attention_bias", True, "attention_bias=True"),
-    ("head_dim", 32, r"q_proj.weight is \(64, 64\); config.json asks for \(128, 64\)"),
+    ("head_dim", 32, r"q_proj.weight is \(64, 64\); the model needs \(128, 64\)"),
     ("rope_scaling", {"rope_type": "yarn"}, "rope_type=yarn: only llama3 or default"),
     ("num_hidden_layers", 4, "has no model.layers.3.self_attn.q_proj.weight"),
-    ("vocab_size", 100, r"model.embed_tokens.weight is \(99, 64\); config.json asks for \(100, 64\)"),
+    ("vocab_size", 100, r"model.embed_tokens.weight is \(99, 64\); the model needs \(100, 64\)"),
     ("vocab_size", None, "lacks 'vocab_size'"),
 ])
 def test_imports_that_cannot_be_are_refused(key, value, message, a_run, tmp_path):

@@ -28,6 +28,7 @@ from titan_hydra.base.errors import CheckpointError
 from titan_hydra.base.private import is_spent
 from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Checkpoint, Model
+from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints
 
 from . import initial, safe, state
@@ -234,7 +235,9 @@ class Checkpointer:
 
     def save_weights(self, path: Path, model: Model, dtype: str) -> None:
         """Write `model.*` only, with the model's configuration, in the number format `dtype`; complete or absent."""
-        content = {name: weight.to(getattr(torch, dtype)) for name, weight in state.weights(self.model).items()}
+        buffers = {clean_name(name) for name, _ in self.model.named_buffers()}  # what they add up is too fine for 16 bits
+        content = {name: weight if name in buffers else weight.to(getattr(torch, dtype))
+                   for name, weight in state.weights(self.model).items()}
         own = ("config.json", json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
         writer = Writer(path, 0, self.run.world_size, own)
         try:

@@ -1,7 +1,8 @@
 """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
 
-Both directions stream: an export holds one file's tensors in memory, an import one tensor. The file that marks completeness is written last
-(config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for a complete one.
+Both directions stream: an export holds one file's tensors in memory, an import one tensor (experts are one, with all of a block). The file
+that marks completeness is written last (config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for
+a complete one.
 """
 import json
 import os
@@ -12,22 +13,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.config import from_dict, to_dict
-from titan_hydra.config.family import families
 from titan_hydra.config.files import read_json
 from titan_hydra.config.schema import Model, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
-from titan_hydra.models.hf import HuggingFace, hf_of, parameter_shapes
+from titan_hydra.models.hf import hf_of, in_dtype, meta_state
 from titan_hydra.runs.checkpoints import newest
 
 from . import safe
 from . import tokenizer as tokenizer_export
+from .folder import Folder, content_of
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -37,24 +37,29 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     """Write the model of a checkpoint or run in its family's Hugging Face format. Returns the names of the weight files."""
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
-    hf, shapes = hf_of(config), parameter_shapes(config)
+    hf, state = hf_of(config), meta_state(config)
+    dtypes = {name: in_dtype(tensor, dtype) for name, tensor in state.items()}
+    content = hf.to_config(config, dtype)
     reader = Reader(checkpoint)
-    _check_stored(reader.metadata, shapes, checkpoint)
-    shards = _plan_shards({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_shard_gb * 1e9)
+    _check_stored(reader.metadata, {name: tensor.shape for name, tensor in state.items()}, checkpoint)
+    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
+    shards = _plan_shards(sizes, max_shard_gb * 1e9)
     _make_target(target)
     files = [_shard_name(i, len(shards)) for i in range(len(shards))]
+    weight_map = {}
     for file, names in zip(files, shards, strict=True):
-        tensors = {hf.name(name): reader.tensor(name, shapes[name], dtype) for name in names}
+        tensors = {theirs: part for name in names
+                   for theirs, part in hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name])).items()}
+        weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
         mode = (target / file).stat().st_mode  # the umask's; safetensors would make the file readable only to its owner
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:
-        weight_map = {hf.name(name): file for file, names in zip(files, shards, strict=True) for name in names}
-        total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
-        _write_json(target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        _write_json(target / "model.safetensors.index.json", index)
     ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len)
-    _write_json(target / "config.json", hf.to_config(config, dtype) | ids)
+    _write_json(target / "config.json", content | ids)
     return files
 
 
@@ -76,37 +81,24 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
     require_user_modules(list(imports))
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
-    config_file = source / "config.json"
-    try:
-        content = _read_json(config_file)
-        hf = side_of(content, config_file)
-        config = hf.from_config(content, config_file)
-    except KeyError as error:
-        raise ConfigError(f"{config_file}: lacks {error}") from error
-    shapes = parameter_shapes(config)
-    files = _weight_files(source)
-    state = {PREFIX + name: _meta_tensor(hf.name(name), shape, dtype, files, source) for name, shape in shapes.items()}
+    folder = Folder(source)
+    model = meta_state(folder.config)
+    stored = folder.dtypes(model)
+    if missing := model.keys() - stored.keys():
+        raise ConfigError(f"{source}: has no {folder.hf.name(min(missing))}, which its config.json asks for")
+    state = {PREFIX + name: torch.empty(tensor.shape, dtype=in_dtype(tensor, dtype or stored[name]), device="meta")
+             for name, tensor in model.items()}
 
     def read(key: str) -> Tensor:
-        name = hf.name(key.removeprefix(PREFIX))
-        with safe_open(files[name], framework="pt") as file:
-            return file.get_tensor(name).to(state[key].dtype)
+        whole = torch.empty_like(state[key], device="cpu")
+        folder.read(key.removeprefix(PREFIX), whole.shape, [0] * whole.dim(), whole)
+        return whole
 
     _make_target(target)
     words = source / "tokenizer.json"
     tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
-    _write_json(target / "config.json", {"model": to_dict(config), "train": {"imports": list(imports)}} | tokenizer)
+    _write_json(target / "config.json", {"model": to_dict(folder.config), "train": {"imports": list(imports)}} | tokenizer)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
-
-
-def side_of(content: dict, file: Path) -> HuggingFace:
-    """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family has it."""
-    sides = [side for family in families().values() if (side := family.part("hf"))]
-    kind = content.get("model_type")
-    found = next((side for side in sides if side.model_type == kind), None)
-    if found is None:
-        raise ConfigError(f"{file}: model_type={kind}: only {', '.join(side.model_type for side in sides)} can be converted")
-    return found
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -132,7 +124,7 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
     if file is None:
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
     try:
-        content = _read_json(file)
+        content = content_of(file)
         require_user_modules(content.get("train", {}).get("imports", []))
         return from_dict(Model, content["model"])
     except (KeyError, TypeError) as error:
@@ -219,39 +211,6 @@ def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _weight_files(source: Path) -> dict[str, Path]:
-    """Return the file of a Hugging Face folder that holds each tensor."""
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: source / file for name, file in _read_json(index)["weight_map"].items()}
-    single = source / "model.safetensors"
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
-
-
-def _meta_tensor(theirs: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
-    """Return a meta tensor with the shape and dtype that a tensor has in the checkpoint. Raises ConfigError if the folder holds something
-    else.
-    """
-    if theirs not in files:
-        raise ConfigError(f"{source}: has no {theirs}, which its config.json asks for")
-    try:
-        with safe_open(files[theirs], framework="pt") as file:
-            entry = file.get_slice(theirs)
-            found, stored = tuple(entry.get_shape()), entry.get_dtype()
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{files[theirs]}: {theirs} cannot be read ({error})") from error
-    if found != tuple(shape):
-        raise ConfigError(f"{files[theirs]}: {theirs} is {found}; config.json asks for {tuple(shape)}")
-    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    if stored not in dtypes:
-        raise ConfigError(f"{files[theirs]}: {theirs} is {stored}; legal: {', '.join(dtypes)}")
-    return torch.empty(shape, dtype=dtype or dtypes[stored], device="meta")
-
-
 def _make_target(target: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -262,13 +221,6 @@ def _make_target(target: Path) -> None:
         raise ConfigError(f"{target}: exists and is not empty; name a new folder")
     if not os.access(target, os.W_OK):
         raise ConfigError(f"{target}: cannot be written (permission denied)")
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
 
 
 def _write_json(file: Path, data: dict) -> None:

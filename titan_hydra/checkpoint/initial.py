@@ -1,20 +1,20 @@
 """Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into this rank's shards."""
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
+import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.tensor import DTensor
 
-from titan_hydra.base.errors import CheckpointError, ConfigError
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
-from titan_hydra.models.hf import hf_of
+from titan_hydra.models.hf import hf_of, meta_state
+from titan_hydra.models.init import local_box
 from titan_hydra.runs import checkpoints
 
 from . import state
+from .folder import Folder
 
 
 def find(path: str) -> Path:
@@ -33,31 +33,24 @@ def is_hf(source: Path) -> bool:
     return any(source.glob("*.safetensors"))
 
 
+@torch.no_grad()
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
     """Read the weights of a Hugging Face folder: each rank its own slices, one tensor at a time, converted while reading."""
-    _check(config, source)
-    hf, weights = hf_of(config), state.weights(model)
-    renamed = {hf.name(name): tensor for name, tensor in weights.items()}
+    state_of_all = meta_state(config)
     try:
-        reader = dcp.HuggingFaceStorageReader(str(source))
-        stored = reader.read_metadata().state_dict_metadata
-        for name, tensor in renamed.items():
-            if name not in stored or stored[name].size != tensor.shape:
-                has = tuple(stored[name].size) if name in stored else "nothing"
-                raise ConfigError(f"checkpoint.initial_load_path={source}: {name} is {has}, and the model needs {tuple(tensor.shape)}")
-        dcp.load(renamed, storage_reader=reader)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"{source} cannot be loaded: {error}") from error
-    set_model_state_dict(model, {name: renamed[hf.name(name)] for name in weights})
+        folder = Folder(source, hf_of(config))
+        _check(config, folder.config)
+        there = folder.dtypes(state_of_all)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint.initial_load_path={source}: {error}") from error
+    for name, tensor in state.weights(model).items():
+        if name in there:
+            folder.read(name, tensor.shape, local_box(tensor)[0], tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
-def _check(config: Model, source: Path) -> None:
+def _check(ours: Model, theirs: Model) -> None:
     """Raise ConfigError if the models compute differently (RoPE, norms): the weights would load and give nonsense."""
-    file = source / "config.json"
-    try:
-        theirs = hf_of(config).from_config(json.loads(file.read_text()), file).arithmetic()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{file}: cannot be read as a config.json of {config.family} ({error})") from error
-    for key, ours in config.arithmetic().items():
-        if ours != theirs[key]:
-            raise ConfigError(f"checkpoint.initial_load_path={source}: model.{key} is {ours} here and {theirs[key]} there")
+    there = theirs.arithmetic()
+    for key, value in ours.arithmetic().items():
+        if value != there[key]:
+            raise ConfigError(f"model.{key} is {value} here and {there[key]} there")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
 
@@ -18,23 +19,35 @@ DECODER = {  # names of a decoder made of layers.py, there
     "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
 }
+EXPERTS = {  # those of a feed-forward of experts (moe.py), beside DECODER
+    "feed_forward.router": "mlp.gate", "feed_forward.router.bias": "mlp.gate.e_score_correction_bias",
+    "feed_forward.experts.w1": "mlp.experts.{}.gate_proj.weight", "feed_forward.experts.w2": "mlp.experts.{}.down_proj.weight",
+    "feed_forward.experts.w3": "mlp.experts.{}.up_proj.weight", "feed_forward.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj", "feed_forward.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's other side. Weights are exchanged one to one, unchanged."""
+    """A family's other side. Weights are exchanged unchanged: one to one, or a stack of experts and a tensor for each."""
 
     model_type: str  # in config.json
-    names: dict[str, str]  # of modules outside the blocks, and of those within one
+    names: dict[str, str]  # of modules outside the blocks, of those within one, and of tensors that are not a module's weight
     to_config: Callable[[Any, torch.dtype], dict]  # (model section, dtype of the weights): config.json without token ids
     from_config: Callable[[dict, Path], Model]  # (config.json, its file): the model section; raises ConfigError for what cannot be had
 
     def name(self, fqn: str) -> str:
-        """Return Hugging Face's name of the parameter `fqn`."""
-        if not fqn.startswith("layers."):
-            return f"{self.names[fqn.removesuffix('.weight')]}.weight"
-        _, layer, part = fqn.removesuffix(".weight").split(".", 2)
-        return f"model.layers.{layer}.{self.names[part]}.weight"
+        """Return Hugging Face's name of the tensor `fqn`; of a stack of experts the name of one, with {} for its number."""
+        block, part = "", fqn
+        if fqn.startswith("layers."):
+            _, layer, part = fqn.split(".", 2)
+            block = f"model.layers.{layer}."
+        return block + (self.names.get(part) or f"{self.names[part.removesuffix('.weight')]}.weight")
+
+    def parts(self, fqn: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that are written for `fqn`, by name: itself, or each expert of a stack."""
+        name = self.name(fqn)
+        return {name.format(number): part for number, part in enumerate(tensor)} if "{}" in name else {name: tensor}
 
 
 def hf_of(config: Model) -> HuggingFace:
@@ -45,10 +58,24 @@ def hf_of(config: Model) -> HuggingFace:
     return side
 
 
-def parameter_shapes(config: Model) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by name, from the embedding to the head."""
+def meta_state(config: Model) -> dict[str, Tensor]:
+    """Return what a checkpoint of a model holds, on the meta device, from the embedding to the head: parameters, and buffers."""
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in build(config, 1).named_parameters()}
+        return build(config, 1).state_dict(keep_vars=True)
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor of `meta_state` is converted: `dtype`; for a buffer its own, as what it adds up is too fine for 16
+    bits.
+    """
+    return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+
+def only_these(config: Model, only: dict[str, Any]) -> None:
+    """Raise ConfigError if a key of the model has another value than `only`, which is all that the format can express."""
+    for key, value in only.items():
+        if getattr(config, key) != value:
+            raise ConfigError(f"model.{key}={getattr(config, key)}: only {value} can be converted")
 
 
 def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:

@@ -7,6 +7,7 @@ register(Family(
     "deepseek_v3", DeepSeekV3Config,
     model="titan_hydra.models.deepseek_v3.model:DeepSeekV3",
     sharding="titan_hydra.models.deepseek_v3.sharding:plan",
+    hf="titan_hydra.models.deepseek_v3.hf:HF",
     parameters=parameters,
     flops=flops,
     linears=linears,

@@ -10,6 +10,8 @@ from ..layers import SDPA, Decoder, rotate
 from ..moe import set_experts
 from .config import DeepSeekV3Config, Yarn
 
+LATENT_EPS = 1e-6  # of the latents' norms: DeepSeek's code has it there whatever rms_norm_eps is
+
 
 class DeepSeekV3(Decoder):
     """Token ids [batch, seq] to logits [batch, seq, vocab]."""
@@ -38,12 +40,12 @@ class LatentAttention(nn.Module):
         queries, rank = config.n_heads * config.head_width, config.kv_rank
         if config.q_rank:
             self.wq_a = nn.Linear(config.dim, config.q_rank, bias=False)
-            self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
+            self.q_norm = nn.RMSNorm(config.q_rank, eps=LATENT_EPS)
             self.wq_b = nn.Linear(config.q_rank, queries, bias=False)
         else:
             self.wq = nn.Linear(config.dim, queries, bias=False)
         self.wkv_a = nn.Linear(config.dim, rank + config.rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(rank, eps=config.norm_eps)
+        self.kv_norm = nn.RMSNorm(rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(rank, config.n_heads * (config.plain_dim + config.value_dim), bias=False)
         self.wo = nn.Linear(config.n_heads * config.value_dim, config.dim, bias=False)
         self.shared_key = nn.Identity()  # under tensor parallelism each rank's heads give only a part of its gradient

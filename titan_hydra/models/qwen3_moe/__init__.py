@@ -7,6 +7,7 @@ register(Family(
     "qwen3_moe", Qwen3MoeConfig,
     model="titan_hydra.models.qwen3_moe.model:Qwen3Moe",
     sharding="titan_hydra.models.qwen3_moe.sharding:plan",
+    hf="titan_hydra.models.qwen3_moe.hf:HF",
     parameters=parameters,
     flops=flops,
 ))

@@ -1,0 +1,296 @@
+"""Models with experts at Hugging Face: the same logits in transformers, both ways; experts one by one, packed, in float8; refusals."""
+import argparse
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.checkpoint import convert
+from titan_hydra.checkpoint.folder import Folder
+from titan_hydra.commands import convert as convert_command
+from titan_hydra.config import to_dict
+from titan_hydra.models import build, family_of
+from titan_hydra.models.deepseek_v3.config import DeepSeekV3Config, Yarn
+from titan_hydra.models.hf import meta_state
+from titan_hydra.models.init import init_weights
+from titan_hydra.models.qwen3_moe.config import Qwen3MoeConfig
+
+COMMON = {"name": "small", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "ffn_dim": 100, "norm_eps": 1e-6, "max_seq_len": 256}
+YARN = Yarn(factor=4.0, original_max_seq_len=32, temperature=0.7)
+
+
+def qwen(**changes):
+    values = {"family": "qwen3_moe", "n_kv_heads": 2, "head_dim": 32, "rope_theta": 1e6, "n_experts": 12, "experts_per_token": 3,
+              "expert_dim": 48}
+    return Qwen3MoeConfig(**COMMON | values | changes)
+
+
+def deepseek(**changes):
+    values = {"family": "deepseek_v3", "n_kv_heads": 4, "rope_theta": 1e4, "n_experts": 12, "experts_per_token": 3, "expert_dim": 48,
+              "n_shared_experts": 2, "n_dense_layers": 1, "router": "sigmoid", "score_scale": 2.5, "expert_groups": 3,
+              "groups_per_token": 2, "balance_rate": 1e-3, "q_rank": 24, "kv_rank": 32, "plain_dim": 16, "rope_dim": 8, "value_dim": 16}
+    return DeepSeekV3Config(**COMMON | values | changes)
+
+
+CONFIGS = {
+    "qwen": qwen(), "qwen, dense first, plain scores, tied": qwen(n_dense_layers=1, normalize_scores=False, tie_embeddings=True),
+    "deepseek": deepseek(), "deepseek, yarn": deepseek(yarn=YARN),
+    "deepseek, plain queries, one group, eps": deepseek(q_rank=0, expert_groups=1, groups_per_token=1, norm_eps=1e-3),
+}
+
+
+def loud_model(config):
+    """A model whose attention, positions, norms, experts and biases all show in the logits."""
+    model = build(config, 128)
+    init_weights(model, config, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.layers.state_dict().items():
+        if name.endswith("router.bias"):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) - 0.5)
+        else:
+            tensor.mul_(5 if tensor.dim() > 1 else 1 + torch.rand(tensor.shape, generator=generator))
+    return model
+
+
+def titan_convert(*words):
+    parser = argparse.ArgumentParser()
+    convert_command.add_arguments(parser)
+    assert convert_command.main(parser.parse_args([str(word) for word in words])) == 0
+
+
+def exported(config, folder, dtype="float32"):
+    """A loud model and its Hugging Face folder."""
+    model, run = loud_model(config), folder / "run"
+    dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(run / "checkpoints/step-00000010"), no_dist=True)
+    (run / "config.json").write_text(json.dumps({"model": to_dict(config)}))
+    titan_convert(run, "--to", "hf", folder / "hf", "--dtype", dtype)
+    return model, folder / "hf"
+
+
+def imported(source, target):
+    """The model of a Hugging Face folder, by `titan convert`."""
+    titan_convert(source, "--from", "hf", target)
+    model = build(convert.read_model_config(target), 128)
+    state = {"model": {name: torch.full_like(value, torch.nan) for name, value in model.state_dict().items()}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(target), no_dist=True)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def some_tokens():
+    return torch.randint(0, 99, (2, 128), generator=torch.Generator().manual_seed(1))
+
+
+def change(folder, **values):
+    """Change keys of a folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def rewrite(folder, change):
+    """Replace the tensors of a folder of one file by what `change` makes of them."""
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_computes_the_same_logits(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, folder = exported(CONFIGS[name], tmp_path)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert type(theirs) in (transformers.Qwen3MoeForCausalLM, transformers.DeepseekV3ForCausalLM)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        torch.testing.assert_close(model(some_tokens()), theirs.eval()(some_tokens()).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "deepseek, yarn"])
+def test_transformers_own_folder_can_be_imported(kind, tmp_path):
+    """In today's spelling, saved by transformers: other keys of the number of experts and of positions."""
+    transformers = pytest.importorskip("transformers")
+    _, folder = exported(CONFIGS[kind], tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = imported(tmp_path / "theirs", tmp_path / "checkpoint")
+    assert type(ours.config) is type(CONFIGS[kind])
+    assert ours.config.arithmetic() == CONFIGS[kind].arithmetic()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(some_tokens()), theirs(some_tokens()).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_round_trip_is_bitwise(name, tmp_path):
+    model, folder = exported(CONFIGS[name], tmp_path)
+    back = imported(folder, tmp_path / "checkpoint").state_dict()
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(back[key], value) for key, value in model.state_dict().items())
+
+
+def test_biases_of_routers_stay_float32(tmp_path):
+    """A bias moves by 1e-3 a step, which bfloat16 does not add to 0.5."""
+    model, folder = exported(deepseek(), tmp_path, "bfloat16")
+    assert load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    titan_convert(folder, "--from", "hf", tmp_path / "checkpoint", "--dtype", "bfloat16")
+    reader = convert.Reader(tmp_path / "checkpoint")
+    bias = model.layers["1"].feed_forward.router.bias
+    assert torch.equal(reader.tensor("layers.1.feed_forward.router.bias", bias.shape, torch.float32), bias)
+
+
+@pytest.mark.parametrize("config", [qwen(), deepseek()], ids=["qwen", "deepseek"])
+def test_experts_are_written_one_by_one_in_their_order(config, tmp_path):
+    model, folder = exported(config, tmp_path)
+    tensors, experts = load_file(folder / "model.safetensors"), model.layers["2"].feed_forward.experts
+    for number in range(12):  # as texts, 10 would stand before 2
+        for theirs, ours in (("gate_proj", experts.w1), ("down_proj", experts.w2), ("up_proj", experts.w3)):
+            assert torch.equal(tensors[f"model.layers.2.mlp.experts.{number}.{theirs}.weight"], ours[number])
+
+
+def packed(tensors):
+    """The layout of transformers 5 in memory: one tensor for the first and third matrices of all experts, one for the second."""
+    blocks = {name.split(".experts.")[0] + ".experts." for name in tensors if ".experts." in name}
+    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for block in blocks:
+        gate, up, down = (torch.stack([tensors[f"{block}{number}.{name}.weight"] for number in range(12)])
+                          for name in ("gate_proj", "up_proj", "down_proj"))
+        rest |= {f"{block}gate_up_proj": torch.cat((gate, up), 1), f"{block}down_proj": down}
+    return rest
+
+
+@pytest.mark.parametrize("config", [qwen(), deepseek()], ids=["qwen", "deepseek"])
+def test_packed_experts_can_be_read(config, tmp_path):
+    model, folder = exported(config, tmp_path)
+    rewrite(folder, packed)
+    back = imported(folder, tmp_path / "checkpoint").state_dict()
+    assert all(torch.equal(back[key], value) for key, value in model.state_dict().items())
+
+
+def in_float8(block, exact):
+    """A function that stores matrices, but those that DeepSeek leaves alone, in float8 with a scale for each block. The values that this
+    gives are put into `exact`.
+    """
+    def stored(tensors):
+        result = dict(tensors)
+        for name, tensor in tensors.items():
+            if tensor.dim() < 2 or any(word in name for word in ("embed_tokens", "lm_head", "mlp.gate.")):
+                exact[name] = tensor
+                continue
+            rows, columns = tensor.shape
+            padded = F.pad(tensor, (0, -columns % block[1], 0, -rows % block[0]))
+            tiles = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # [down, block rows, across, block columns]
+            scale = tiles.abs().amax((1, 3), keepdim=True) / 448
+            small = (tiles / scale).to(torch.float8_e4m3fn)
+            exact[name] = (small.float() * scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+            result[name] = small.view(torch.uint8).flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
+            result[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+        return result
+
+    return stored
+
+
+@pytest.fixture
+def float8(tmp_path):
+    """A folder in DeepSeek's float8 and the values that it holds, by name there."""
+    _, folder = exported(deepseek(), tmp_path)
+    exact = {}
+    rewrite(folder, in_float8((16, 24), exact))
+    change(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24]})
+    return folder, exact
+
+
+def test_float8_in_blocks_can_be_read(float8, tmp_path):
+    folder, exact = float8
+    side = Folder(folder).hf
+    titan_convert(folder, "--from", "hf", tmp_path / "checkpoint", "--dtype", "float32")
+    reader, rounded = convert.Reader(tmp_path / "checkpoint"), 0
+    for name, tensor in meta_state(deepseek()).items():
+        for theirs, part in side.parts(name, reader.tensor(name, tensor.shape, torch.float32)).items():
+            assert torch.equal(part, exact[theirs]), theirs
+            rounded += not torch.equal(part, part.bfloat16().float())
+    assert rounded > 100
+    titan_convert(folder, "--from", "hf", tmp_path / "plain")  # without a dtype: bfloat16, the norms and biases as they are
+    entries = convert.Reader(tmp_path / "plain").metadata.state_dict_metadata
+    assert entries["model.layers.1.feed_forward.experts.w1"].properties.dtype == torch.bfloat16
+    assert entries["model.layers.1.feed_forward.router.bias"].properties.dtype == torch.float32
+
+
+def test_any_part_of_a_tensor_can_be_read(float8, tmp_path):
+    """What a rank reads when experts are sharded over their number, over their rows, or are in blocks that its part does not begin with."""
+    folder, exact = float8
+    plain = exported(deepseek(), tmp_path / "plain")[1]
+    rewrite(plain, packed)
+    names = [f"model.layers.1.mlp.experts.{number}.up_proj.weight" for number in range(12)]
+    wholes = {folder: torch.stack([exact[name] for name in names])}
+    wholes[plain] = loud_model(deepseek()).layers["1"].feed_forward.experts.w3.detach()
+    for source, whole in wholes.items():
+        for box in ((0, 0, 0, 12, 48, 64), (3, 0, 0, 2, 48, 64), (10, 17, 0, 2, 14, 64), (0, 5, 30, 12, 20, 33), (4, 0, 0, 0, 48, 64)):
+            begin, size = box[:3], box[3:]
+            target = torch.full(size, torch.nan)
+            Folder(source).read("layers.1.feed_forward.experts.w3", whole.shape, begin, target)
+            assert torch.equal(target, whole[tuple(slice(at, at + many) for at, many in zip(begin, size, strict=True))])
+
+
+def test_the_blocks_that_predict_further_tokens_are_left_out(tmp_path):
+    model, folder = exported(deepseek(), tmp_path)
+    rewrite(folder, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)})
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\.eh_proj\.weight has no place in the model"):
+        titan_convert(folder, "--from", "hf", tmp_path / "checkpoint")
+    change(folder, num_nextn_predict_layers=1)
+    assert torch.equal(imported(folder, tmp_path / "checkpoint").layers["2"].attention.wo.weight, model.layers["2"].attention.wo.weight)
+
+
+def without(*words):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not any(word in name for word in words)}
+
+
+@pytest.mark.parametrize(("config", "changed", "tensors", "message"), [
+    (deepseek(), {"scoring_func": "softmax"}, dict, "scoring_func=softmax: only sigmoid can be converted"),
+    (deepseek(), {"topk_method": "greedy"}, dict, "topk_method=greedy: only noaux_tc"),
+    (deepseek(), {"rope_interleave": False}, dict, "rope_interleave=False: only True"),
+    (deepseek(), {"moe_layer_freq": 2}, dict, "moe_layer_freq=2: only 1"),
+    (deepseek(yarn=YARN), {"rope_scaling": {"type": "linear", "factor": 2}}, dict, "rope_type=linear: only yarn or default"),
+    (deepseek(), {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7}}, dict,
+     r"mscale=1\.0: only the value of mscale_all_dim can be converted, which is 0\.7"),
+    (deepseek(), {"n_routed_experts": None}, dict, "lacks 'n_routed_experts'"),
+    (deepseek(), {"quantization_config": {"quant_method": "gptq"}}, dict, "quant_method=gptq, .*only fp8 in blocks"),
+    (deepseek(), {}, without("e_score_correction_bias"), "has no model.layers.1.mlp.gate.e_score_correction_bias"),
+    (deepseek(), {}, without("experts.11.up"), "has no model.layers..*experts.11.up_proj.weight"),
+    (deepseek(n_experts=9), {"n_routed_experts": 6}, dict, r"gate.weight is \(9, 64\); the model needs \(6, 64\)"),
+    (deepseek(), {}, in_float8((16, 24), {}), "F8_E4M3; legal: BF16, .*weight_block_size"),
+    (deepseek(), {"quantization_config": {"quant_method": "fp8", "weight_block_size": [24, 16]}}, in_float8((16, 24), {}),
+     r"weight_scale_inv is .*; the weight needs"),
+    (qwen(), {"mlp_only_layers": [1]}, dict, r"mlp_only_layers=\[1\]: only the first blocks may be dense"),
+    (qwen(), {"decoder_sparse_step": 2}, dict, "decoder_sparse_step=2: only 1"),
+    (qwen(), {"rope_scaling": {"rope_type": "yarn"}}, dict, "rope_type=yarn: only default"),
+    (qwen(), {}, lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(12)}, "has no place"),
+])
+def test_imports_that_cannot_be_are_refused(config, changed, tensors, message, tmp_path):
+    _, folder = exported(config, tmp_path)
+    change(folder, **changed)
+    file = folder / "config.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if value is not None}))
+    rewrite(folder, tensors)
+    with pytest.raises(ConfigError, match=message) as error:
+        titan_convert(folder, "--from", "hf", tmp_path / "checkpoint")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (qwen(router="sigmoid"), "model.router=sigmoid: only softmax can be converted"),
+    (qwen(balance_rate=1e-3), r"model.balance_rate=0\.001: only 0.0"),
+    (qwen(n_shared_experts=1), "model.n_shared_experts=1: only 0"),
+    (qwen(expert_groups=2), "model.expert_groups=2: only 1"),
+    (deepseek(router="softmax"), "model.router=softmax: only sigmoid"),
+    (deepseek(balance_rate=0.0), "model.balance_rate=0: only routers with a bias"),
+    (deepseek(yarn=Yarn(factor=2.0, temperature=0.0)), "model.yarn.temperature=0: only a positive one"),
+])
+def test_exports_that_cannot_be_are_refused(config, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        exported(config, tmp_path)
+    assert not (tmp_path / "hf").exists()
+    with pytest.raises(ConfigError, match=message):
+        family_of(config).part("hf").to_config(config, torch.float32)

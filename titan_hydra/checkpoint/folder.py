@@ -1,0 +1,183 @@
+"""Read a Hugging Face folder (safetensors) as the tensors of a model: any part of one at a time, from wherever it lies there.
+
+A stack of experts may be a tensor for each expert, or packed as transformers 5 has it in memory: the first and third matrices of all
+experts in one tensor. Weights in float8 are multiplied by the scales of their blocks, which lie beside them.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.family import families
+from titan_hydra.config.schema import Model
+from titan_hydra.models.hf import HuggingFace
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+SCALE = "_scale_inv"  # the name of a float8 weight's scales: its own and this
+PACKED = {  # of an expert's matrix: the tensor of all experts, which part of its rows, of how many
+    "gate_proj.weight": ("gate_up_proj", 0, 2), "up_proj.weight": ("gate_up_proj", 1, 2), "down_proj.weight": ("down_proj", 0, 1),
+}
+UNUSED = ("rotary_emb.inv_freq", SCALE)  # tensors beside the weights
+
+
+class Folder:
+    """The weights of a Hugging Face folder, and the model that its config.json describes, as the family of `hf` reads it; without `hf` as
+    the family does whose type it names. Raises ConfigError for what cannot be read.
+    """
+
+    def __init__(self, source: Path, hf: HuggingFace | None = None):
+        self.source, self.handles = source, {}
+        config_file = source / "config.json"
+        content = content_of(config_file)
+        self.hf = hf or side_of(content, config_file)
+        try:
+            self.config: Model = self.hf.from_config(content, config_file)
+        except KeyError as error:
+            raise ConfigError(f"{config_file}: lacks {error}") from error
+        layers = self.config.n_layers  # after them stand the blocks that predict further tokens, which the model does not have
+        self.unused = tuple(f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0))
+        self.block = block_of(content.get("quantization_config"), config_file)
+        self.files = weight_files(source)
+
+    def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
+        """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if one is not there or has
+        another shape, or if the folder has weights that the model has no place for.
+        """
+        found, seen = {}, set()
+        for fqn, tensor in state.items():
+            if isinstance(tensor, nn.Parameter) or fqn in self:  # a buffer that is not there keeps its initial value
+                wanted = self.shapes(fqn, tensor.shape)
+                found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
+                seen |= wanted.keys()
+        tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
+        for name in self.files.keys() - seen - tied:
+            if not name.startswith(self.unused) and not name.endswith(UNUSED):
+                raise ConfigError(f"{self.files[name]}: {name} has no place in the model")
+        return found
+
+    def __contains__(self, fqn: str) -> bool:
+        return self.hf.name(fqn).format(0) in self.files
+
+    def shapes(self, fqn: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the names of the tensors that hold the tensor `fqn` of that shape, or parts of it, and their shapes."""
+        name = self.hf.name(fqn)
+        if packed := self._packed(name):
+            theirs, _, parts = packed
+            return {theirs: (shape[0], parts * shape[1], shape[2])}
+        return {name.format(number): tuple(shape[1:]) for number in range(shape[0])} if "{}" in name else {name: tuple(shape)}
+
+    def read(self, fqn: str, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
+        """Read the part of the tensor `fqn` of that shape that begins at `offsets` into `target`, in its dtype and on its device."""
+        name = self.hf.name(fqn)
+        if target.numel() == 0:
+            return
+        if packed := self._packed(name):
+            theirs, part, _ = packed
+            target.copy_(self._part(theirs, (offsets[0], part * shape[1] + offsets[1], offsets[2]), target.shape))
+        elif "{}" in name:
+            for number, part in enumerate(target, offsets[0]):
+                part.copy_(self._part(name.format(number), offsets[1:], part.shape))
+        else:
+            target.copy_(self._part(name, offsets, target.shape))
+
+    def _packed(self, name: str) -> tuple[str, int, int] | None:
+        """Return the tensor in which a stack of experts lies packed and, as PACKED, where in it; None if it does not."""
+        experts, _, kind = name.partition("{}.")
+        if kind not in PACKED or experts + PACKED[kind][0] not in self.files:
+            return None
+        theirs, part, parts = PACKED[kind]
+        return experts + theirs, part, parts
+
+    def _part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        where = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        values = self._open(name).get_slice(name)[where]
+        if values.dtype != torch.float8_e4m3fn:
+            return values
+        blocks = (1,) * (values.dim() - 2) + self.block
+        over = tuple(slice(part.start // block, -(-part.stop // block)) for part, block in zip(where, blocks, strict=True))
+        scales = self._open(name + SCALE).get_slice(name + SCALE)[over].float()
+        for dim, block in enumerate(blocks):
+            scales = scales.repeat_interleave(block, dim).narrow(dim, offsets[dim] % block, sizes[dim])
+        return values.float() * scales
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
+        """Return a tensor's dtype. Raises ConfigError if it is not there, or is something else."""
+        entry = self._entry(name)
+        if (found := tuple(entry.get_shape())) != shape:
+            raise ConfigError(f"{self.files[name]}: {name} is {found}; the model needs {shape}")
+        if (stored := entry.get_dtype()) in DTYPES:
+            return DTYPES[stored]
+        if stored != "F8_E4M3" or self.block is None:
+            raise ConfigError(f"{self.files[name]}: {name} is {stored}; legal: {', '.join(DTYPES)}, "
+                              "or F8_E4M3 with quantization_config.weight_block_size")
+        blocks = (1,) * (len(shape) - 2) + self.block
+        needed = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
+        if (found := tuple(self._entry(name + SCALE).get_shape())) != needed:
+            raise ConfigError(f"{self.files[name + SCALE]}: {name + SCALE} is {found}; the weight needs {needed}")
+        return torch.bfloat16
+
+    def _entry(self, name: str) -> Any:
+        if name not in self.files:
+            raise ConfigError(f"{self.source}: has no {name}, which the model needs")
+        try:
+            return self._open(name).get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.files[name]}: {name} cannot be read ({error})") from error
+
+    def _open(self, name: str) -> Any:
+        """Return the file of a tensor; a file is opened once, as a large model has tens of thousands of tensors."""
+        file = self.files[name]
+        if file not in self.handles:
+            self.handles[file] = safe_open(file, framework="pt")
+        return self.handles[file]
+
+
+def side_of(content: dict, file: Path) -> HuggingFace:
+    """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family has it."""
+    sides = [side for family in families().values() if (side := family.part("hf"))]
+    kind = content.get("model_type")
+    found = next((side for side in sides if side.model_type == kind), None)
+    if found is None:
+        raise ConfigError(f"{file}: model_type={kind}: only {', '.join(side.model_type for side in sides)} can be converted")
+    return found
+
+
+def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
+    """Return the rows and columns of a block of float8 weights that have a scale; None if weights are plain. Raises ConfigError for other
+    number formats.
+    """
+    if not quantization:
+        return None
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or not block:
+        raise ConfigError(f"{file}: quantization_config.quant_method={method}, weight_block_size={block}: "
+                          "only fp8 in blocks can be converted")
+    return tuple(block)
+
+
+def weight_files(source: Path) -> dict[str, Path]:
+    """Return the file of a folder that holds each tensor."""
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: source / file for name, file in content_of(index)["weight_map"].items()}
+    single = source / "model.safetensors"
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
+
+
+def content_of(file: Path) -> Any:
+    """Return the content of a JSON file. Raises ConfigError if it cannot be read."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
