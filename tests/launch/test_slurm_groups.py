@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.base.run import Run, group_at, homes_of
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import submit
 from titan_hydra.launch.dispatch import Cell
 from titan_hydra.launch.submit import Array, Shape
 from titan_hydra.runs import rundir
+from titan_hydra.runs.run import Run, group_at, homes_of
 from titan_hydra.runs.slurm import Queue, SlurmJob
 from titan_hydra.runs.view import jobs_of, shown_group
 

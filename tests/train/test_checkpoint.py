@@ -10,10 +10,10 @@ import torch
 
 from titan_hydra import data
 from titan_hydra.base.errors import CheckpointError
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.checkpoint.writer import Writer
 from titan_hydra.runs import checkpoints
+from titan_hydra.runs.run import Run
 from titan_hydra.train import trainer
 
 NOTHING = trainer.Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given

@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _state_dict_stager
 
 from titan_hydra.base.errors import RunError
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import safe, writer
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Job
 from titan_hydra.launch.worker import own_process
 from titan_hydra.runs import checkpoints
+from titan_hydra.runs.run import Run
 from titan_hydra.train import loop, trainer
 
 RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves at 3, 6, 9, 12; what happens, happens at 9 or behind it

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.base.private import is_spent
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Checkpoint, Model
 from titan_hydra.runs import checkpoints
+from titan_hydra.runs.run import Run
 
 from . import initial, safe, state
 from .writer import Writer

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.run import attempts_of, rank_files
 from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.config.load import DEGREES
 from titan_hydra.runs.records import dotted_config
+from titan_hydra.runs.run import attempts_of, rank_files
 from titan_hydra.runs.view import add_runs, choose_one
 
 MEASURED = ("loss", "grad_norm")

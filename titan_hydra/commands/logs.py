@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.run import attempts_of, rank_files
 from titan_hydra.config.files import read_json
 from titan_hydra.runs import rundir
 from titan_hydra.runs.records import last_lines
+from titan_hydra.runs.run import attempts_of, rank_files
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import ACTIVE, add_runs, choose_one, jobs_of
 

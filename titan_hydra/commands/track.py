@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit, RunError
-from titan_hydra.base.run import Run
 from titan_hydra.config.change import change
 from titan_hydra.config.registry import TRACKERS
 from titan_hydra.launch.worker import load_job
 from titan_hydra.observe import trackers
 from titan_hydra.runs import rundir
+from titan_hydra.runs.run import Run
 from titan_hydra.runs.view import add_runs, choose
 
 

@@ -8,8 +8,8 @@ from datetime import date
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.run import versions
 from titan_hydra.base.text import table
+from titan_hydra.base.versions import versions
 from titan_hydra.config import Fault
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.fault import suggest

@@ -23,12 +23,12 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 from titan_hydra.base.errors import RunError
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
 from titan_hydra.data.batch import Batch
 from titan_hydra.data.loader import Loader
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import formats
+from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Agreement, Trainer
 from titan_hydra.train.world import open_store

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_hydra.base.errors import RunError, Stopped
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
 from titan_hydra.config.family import family_of
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import formats
+from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Trainer
 from titan_hydra.train.world import open_store

@@ -28,8 +28,8 @@ from pathlib import Path
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 from titan_hydra.base.errors import RunError
-from titan_hydra.base.run import rank_files
 from titan_hydra.config.files import read_json, write_text
+from titan_hydra.runs.run import rank_files
 
 from .lighthouse import DAY
 from .quorum import once

@@ -23,11 +23,11 @@ from submitit.local.local import Controller, LocalExecutor, LocalJob
 import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.private import process_of
-from titan_hydra.base.run import folders_of
 from titan_hydra.config import Job, processes
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.user_code import folders
 from titan_hydra.runs.records import process, this_process
+from titan_hydra.runs.run import folders_of
 
 from . import worker
 

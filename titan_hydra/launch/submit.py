@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import Exit
-from titan_hydra.base.run import homes_of
 from titan_hydra.config import processes
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import read_json
 from titan_hydra.config.user_code import sources
 from titan_hydra.runs import manifest, rundir, slurm
 from titan_hydra.runs.find import SWEEPS
+from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
 from . import show, snapshot

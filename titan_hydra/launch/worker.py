@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
-from titan_hydra.base.run import Run, attempts_of, folders_of, group_at
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import read_json, write_json, write_text
 from titan_hydra.config.user_code import changed
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
+from titan_hydra.runs.run import Run, attempts_of, folders_of, group_at
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
 LATE = 60  # seconds until a rank must see what was written before it was started

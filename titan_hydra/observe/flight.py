@@ -20,9 +20,9 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_hydra.base.private import flight_recorders, process_groups, wrap_stage_messages
-from titan_hydra.base.run import Run
 from titan_hydra.config.files import write_text
 from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.runs.run import Run
 
 RECORDED = 2000  # collectives that torch keeps
 WRITTEN = 400  # of these go into a dump

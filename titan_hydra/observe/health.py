@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.errors import Unhealthy
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Comm
+from titan_hydra.runs.run import Run
 
 TAKEN = 0.1  # share of a device's memory that other processes may hold: a desktop holds less, another job more
 PATIENCE = 20  # seconds for an earlier process to release its memory

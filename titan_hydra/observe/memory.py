@@ -6,7 +6,7 @@ import collections
 import torch
 
 from titan_hydra.base.private import memory_snapshot, record_memory_history
-from titan_hydra.base.run import Run
+from titan_hydra.runs.run import Run
 
 SHOWN = 20  # allocations, largest first
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_hydra.base.run import Run
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.load import all_ranks
 from titan_hydra.config.schema import Job
+from titan_hydra.runs.run import Run
 
 from .trackers import Tracker, open_trackers, trackable
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_hydra.base.private import current_graph_task
-from titan_hydra.base.run import Run
 from titan_hydra.config.family import family_of, place_in_order
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import local_part
+from titan_hydra.runs.run import Run
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

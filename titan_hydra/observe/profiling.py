@@ -17,8 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titan_hydra.base.private import dump_memory_snapshot, record_memory_history
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Profiling
+from titan_hydra.runs.run import Run
 
 from .metrics import Metrics
 from .watchdog import Watchdog

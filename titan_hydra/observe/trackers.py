@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_hydra.base.run import Run
 from titan_hydra.config import identity, to_dict
 from titan_hydra.config.files import read_rows
 from titan_hydra.config.registry import TRACKERS, resolve
 from titan_hydra.config.schema import Job
+from titan_hydra.runs.run import Run
 
 
 class Tracker(Protocol):

@@ -20,10 +20,10 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from titan_hydra.base.errors import LAST_WORDS, Exit, RunError, Stopped
-from titan_hydra.base.run import Run
 from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.runs.run import Run
 
 from . import flight, memory
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
-from titan_hydra.base.run import rank_files
 from titan_hydra.config.files import read_json
 
 from . import accounting, hang, hints
 from .records import last_lines
+from .run import rank_files
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from titan_hydra.base.run import rank_files
 from titan_hydra.config.files import read_json
+
+from .run import rank_files
 
 OTHER = "undefined"  # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
 Operation = dict  # group, seq, op, size, done, time, stack; for a message between two ranks also peer

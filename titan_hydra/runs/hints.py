@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError, Kind
-from titan_hydra.base.run import group_at
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.files import read_json
 from titan_hydra.config.rules.checks import check
+
+from .run import group_at
 
 if TYPE_CHECKING:
     from .failure import Failure

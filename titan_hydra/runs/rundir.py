@@ -25,13 +25,14 @@ from pathlib import Path
 import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.redact import redact
-from titan_hydra.base.run import attempts_of, homes_of, rank_files, versions
+from titan_hydra.base.versions import versions
 from titan_hydra.config import Job, identity, to_dict
 from titan_hydra.config.files import read_json, write_json, write_text
 
 from . import slurm
 from .failure import Failure, guilty
 from .records import alive, this_process
+from .run import attempts_of, homes_of, rank_files
 from .slurm import Queue, SlurmJob
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted

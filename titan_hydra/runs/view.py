@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.base.run import homes_of
 from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import differing
@@ -22,6 +21,7 @@ from titan_hydra.config.sweep import differing
 from . import find, rundir
 from .find import RunCell, Selection
 from .records import last_record
+from .run import homes_of
 from .rundir import State
 from .slurm import Queue
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import NotFinite, Stopped
-from titan_hydra.base.run import Run, versions
+from titan_hydra.base.versions import versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
 from titan_hydra.config.files import read_json, write_text
@@ -27,6 +27,7 @@ from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel.pipeline import Pipeline, actions_of_ranks
+from titan_hydra.runs.run import Run
 
 from .groups import Groups
 from .optimizer import lr_factor, set_lr

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.private import FakeStore, FakeTensorMode, settle_shapes
-from titan_hydra.base.run import Run
 from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.pipeline import Pipeline
+from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import write_result
 from titan_hydra.train.trainer import Trainer, assemble
 from titan_hydra.train.world import set_determinism

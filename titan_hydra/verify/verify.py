@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra import data, models
-from titan_hydra.base.run import Run
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.data.batch import Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.layers import document_positions
 from titan_hydra.parallel.mesh import local_part
+from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from math import lcm
 
 from titan_hydra.base import redact
-from titan_hydra.base.run import versions
+from titan_hydra.base.versions import versions
 from titan_hydra.config import user_code
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors

@@ -1,13 +1,7 @@
 """The place of one rank in a run: what the worker passes to the trainer beside the job."""
-import contextlib
-import functools
-import platform
 import re
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-
-from titan_hydra import __version__
 
 
 @dataclass(frozen=True)
@@ -79,15 +73,3 @@ def group_at(home: Path) -> tuple[Path, int]:
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
     """Return the run folder and attempt folder of a replica group: the run's own for group 0, folders below them for the others."""
     return tuple(folder / "replicas" / str(replica) if replica else folder for folder in (directory, attempt))
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Return the versions of packages that affect results or speed; packages that are not installed are left out. The result is cached: do
-    not change it.
-    """
-    found = {"python": platform.python_version(), "titan_hydra": __version__}
-    for package in ("torch", "torchao", "triton", "numpy", "tiktoken", "datasets"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
