@@ -37,7 +37,7 @@ from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Job
 from titan_hydra.launch.worker import own_process
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import loop, trainer
 
@@ -84,7 +84,7 @@ def cases() -> list[Case]:
         found += [Case(mode, "purge", "one"), Case(mode, "half purged", "one"), Case(mode, "half purged", "group")]
         found += [Case(mode, "next step", "one", 2), Case(mode, "next step", "group")]
     found += [Case("sync", damage, file) for damage in ("truncated", "bit flipped", "removed")
-              for file in ("shard", ".metadata", checkpoints.MANIFEST, "rank_00001.json")]
+              for file in ("shard", ".metadata", layout.MANIFEST.name, "rank_00001.json")]
     found += [Case("sync", "all damaged", "shard"), Case("sync", "while resuming", "group"), Case("async", "while resuming", "one", 1)]
     found += [Case(mode, what, "disk") for what in ("disk full", "disk full, freed") for mode in ("sync", "async")]
     return found
@@ -259,7 +259,7 @@ def damage(step: Path, kind: str, name: str) -> None:
         os.truncate(file, file.stat().st_size // 2)
     else:
         content = bytearray(file.read_bytes())
-        place = content.index(b'"crc32": "') + 12 if name == checkpoints.MANIFEST else random.Random(1).randrange(len(content))
+        place = content.index(b'"crc32": "') + 12 if name == layout.MANIFEST.name else random.Random(1).randrange(len(content))
         content[place] ^= 1
         file.write_bytes(content)
 

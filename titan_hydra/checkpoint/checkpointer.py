@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.base.private import is_spent
 from titan_hydra.config.schema import Checkpoint, Model
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 
 from . import initial, safe, state
@@ -82,7 +82,7 @@ class Checkpointer:
     @property
     def folder(self) -> Path:
         """The folder of the steps."""
-        return self.run.directory / "checkpoints"
+        return layout.CHECKPOINTS.of(self.run.directory)
 
     # --- in the loop ------------------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Checkpointer:
         self.land()
         began, self.clock = time.perf_counter(), time.monotonic()
         own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
-        writer = Writer(self.folder / f"step-{step:08d}", step, self.run.world_size, own, self._purge)
+        writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge)
         self.flight = Flight(step, writer, began)
         content = {"model": state.weights(self.model), "optimizer": state.of_optimizers(self.model, self.optimizers)}
         self._start(self.flight, content | ({"outer": self.outer} if self.outer else {}))
@@ -226,7 +226,7 @@ class Checkpointer:
         if initial.is_hf(source):
             initial.load_hf(self.model, model, source)
             return 0, None
-        if problems := self._problems(source) if (source / checkpoints.MANIFEST).exists() else []:
+        if problems := self._problems(source) if layout.MANIFEST.of(source).exists() else []:
             raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}")
         self._load(source, {"model", "optimizer"} - left_out)
         data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
@@ -235,7 +235,7 @@ class Checkpointer:
     def save_weights(self, path: Path, model: Model, dtype: str) -> None:
         """Write `model.*` only, with the model's configuration, in the number format `dtype`; complete or absent."""
         content = {name: weight.to(getattr(torch, dtype)) for name, weight in state.weights(self.model).items()}
-        own = ("config.json", json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
+        own = (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
         writer = Writer(path, 0, self.run.world_size, own)
         try:
             dcp.save({"model": content}, storage_writer=writer, process_group=self.group)
@@ -263,7 +263,7 @@ class Checkpointer:
         """Return the step to resume from, None if there is none. Damaged ones are reported and moved aside. Raises CheckpointError if all
         are damaged.
         """
-        names = [[path.name for path in reversed(checkpoints.complete(self.folder))], any(self.folder.glob("step-*.damaged"))]
+        names = [[path.name for path in reversed(checkpoints.complete(self.folder))], any(self.folder.glob(f"*{checkpoints.DAMAGED}"))]
         dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
         damaged: list[tuple[Path, list[str]]] = []
         found = None
@@ -280,7 +280,7 @@ class Checkpointer:
         if damaged and self.run.rank == 0:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:
-                aside = path.with_name(f"{path.name}.damaged")
+                aside = path.with_name(path.name + checkpoints.DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)  # the same step, damaged before
                 path.rename(aside)
         return found

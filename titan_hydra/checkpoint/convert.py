@@ -24,6 +24,7 @@ from titan_hydra.config.files import read_json
 from titan_hydra.config.schema import Model, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import HuggingFace, hf_of, parameter_shapes
+from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import newest
 
 from . import safe
@@ -117,7 +118,7 @@ def find_checkpoint(source: Path) -> Path:
         raise ConfigError(f"{source}: no such folder")
     if (source / ".metadata").is_file():
         return source
-    step = newest(source / "checkpoints") or newest(source)
+    step = newest(layout.CHECKPOINTS.of(source)) or newest(source)
     if step is None:
         raise ConfigError(f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*")
     return step
@@ -127,7 +128,7 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
     """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's), and import the
     modules that its family may come from.
     """
-    candidates = [config_file] if config_file else [checkpoint / "config.json", checkpoint.absolute().parents[1] / "config.json"]
+    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in (checkpoint, checkpoint.absolute().parents[1])]
     file = next((file for file in candidates if file.is_file()), None)
     if file is None:
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
@@ -149,7 +150,7 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
         raise ConfigError(f"{file}: names no tokenizer")
     config = from_dict(Tokenizer, section)
     if config.path:
-        started = (read_json(file.with_name("env.json")) or {}).get("folder", "")
+        started = layout.ENV.read(file.parent).get("folder", "")
         config.path = str(Path(started, Path(config.path).expanduser()))
     return config
 
@@ -161,7 +162,7 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
     two folders up (the run of a step).
     """
     folders = [checkpoint, *checkpoint.absolute().parents[:2]]
-    candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
+    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in folders]
     found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
     return next(((file, section) for file, section in found if section), (candidates[-1], {}))
 

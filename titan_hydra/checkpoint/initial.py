@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.config.schema import Model
 from titan_hydra.models.hf import hf_of
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 
 from . import state
 
@@ -22,7 +22,7 @@ def find(path: str) -> Path:
     source = Path(path).expanduser()
     if (source / ".metadata").is_file() or is_hf(source):
         return source
-    step = checkpoints.newest(source / "checkpoints") or checkpoints.newest(source)
+    step = checkpoints.newest(layout.CHECKPOINTS.of(source)) or checkpoints.newest(source)
     if step is None:
         raise ConfigError(f"checkpoint.initial_load_path={path}: no checkpoint, no run with one, and no *.safetensors")
     return step

@@ -35,7 +35,7 @@ class Writer(dcp.FileSystemWriter):
 
     def __init__(self, path: Path, step: int, world_size: int, own: tuple[str, str] | None = None,
                  done: Callable[[], None] = lambda: None) -> None:
-        self.final, self.writing = path, path.with_name(f"{path.name}.writing")
+        self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
         self.fs, self.step, self.world_size, self.own, self.done = SummingFiles(), step, world_size, own, done
 

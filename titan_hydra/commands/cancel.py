@@ -17,9 +17,8 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.fault import counted
-from titan_hydra.config.files import read_json, write_json
 from titan_hydra.launch.attach import stop
-from titan_hydra.runs import rundir, slurm
+from titan_hydra.runs import layout, rundir, slurm
 from titan_hydra.runs.records import alive
 from titan_hydra.runs.view import ACTIVE, Row, add_target, choose, jobs_of, look
 
@@ -71,7 +70,7 @@ def asked(question: str) -> bool:
 
 def mark(attempt: Path) -> None:
     """Record in the attempt that it is being cancelled, before it is."""
-    write_json(attempt / "cancelled", {"by": getpass.getuser(), "time": time.time()})
+    layout.CANCELLED.write(attempt, {"by": getpass.getuser(), "time": time.time()})
 
 
 def cancel_slurm(rows: list[Row]) -> Iterable[str]:
@@ -88,7 +87,7 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
         else:
             cells.append(row.directory)
             for home, attempt, state in live:
-                mark(home / "attempts" / str(attempt))
+                mark(layout.ATTEMPT.of(home, attempt))
                 jobs.append(state.job.id)
     if not jobs:
         return
@@ -106,11 +105,9 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
 def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
     """List the other runs in the same packed job that are neither finished nor to be cancelled."""
     found = []
-    for attempt in row.directory.parent.glob("*/attempts/*/attempt.json"):
-        directory = attempt.parents[2]
-        mine = attempt.parent.name.isdecimal() and (read_json(attempt) or {}).get("token") == owner["token"]
-        if mine and directory not in [row.directory for row in rows]:
-            found += [directory.name] if not (attempt.parent / "exit").exists() else []
+    for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
+        mine = [attempt for attempt in layout.ATTEMPT.all(directory).values() if layout.CLAIM.read(attempt).get("token") == owner["token"]]
+        found += [directory.name for attempt in mine if not layout.EXIT.of(attempt).exists()]
     return found
 
 
@@ -120,7 +117,7 @@ def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
     """
     told = set()
     for row in rows:
-        attempt = row.directory / "attempts" / str(row.state.attempt)
+        attempt = layout.ATTEMPT.of(row.directory, row.state.attempt)
         launcher = owner_of(row)
         if not row.state.here:
             yield f"{row.cell}: runs on {row.state.host}; cancel it there"
@@ -139,7 +136,7 @@ def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
 def started(attempt: Path, seconds: float = 15) -> bool:
     """Wait until ranks can be signalled. Returns False if the attempt ended before."""
     deadline = time.monotonic() + seconds
-    while not rundir.processes(attempt) and not alive(read_json(attempt / "ranks.json")):
+    while not rundir.processes(attempt) and not alive(layout.RANKS.read(attempt)):
         if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:
             return False
         time.sleep(0.1)
@@ -148,4 +145,4 @@ def started(attempt: Path, seconds: float = 15) -> bool:
 
 def owner_of(row: Row) -> dict:
     """Return the record of who claimed a row's attempt."""
-    return read_json(row.directory / "attempts" / str(row.state.attempt) / "attempt.json") or {}
+    return layout.CLAIM.read(layout.ATTEMPT.of(row.directory, row.state.attempt))

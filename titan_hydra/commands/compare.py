@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.config.load import DEGREES
+from titan_hydra.runs import layout
 from titan_hydra.runs.records import dotted_config
-from titan_hydra.runs.run import attempts_of, rank_files
 from titan_hydra.runs.view import add_runs, choose_one
 
 MEASURED = ("loss", "grad_norm")
@@ -36,16 +35,16 @@ def main(args: argparse.Namespace) -> int:
 def directory_of(target: str, runs: Path) -> Path:
     """Return the directory of the run that `target` selects. Raises ConfigError for a sweep, and for a run without losses."""
     directory = choose_one(target, runs).directory
-    if not (directory / "metrics.jsonl").exists():
-        raise ConfigError(f"{target}: {directory} has no metrics.jsonl yet")
+    if not layout.METRICS.of(directory).exists():
+        raise ConfigError(f"{target}: {directory} has no {layout.METRICS.name} yet")
     return directory
 
 
 def configurations(a: Path, b: Path) -> Iterator[str]:
     """Yield the keys in which the configurations differ, of those that can change a loss."""
-    first, second = (dotted_config(read_json(run / "config.json") or {}) for run in (a, b))
+    first, second = (dotted_config(layout.CONFIG.read(run)) for run in (a, b))
     if not first or not second:
-        yield f"configurations: {a if not first else b}/config.json cannot be read"
+        yield f"configurations: {layout.CONFIG.of(b if first else a)} cannot be read"
         return
     differ = [key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key) and not key.startswith(IGNORED)]
     for key in differ[:SHOWN]:
@@ -58,7 +57,7 @@ def configurations(a: Path, b: Path) -> Iterator[str]:
 def curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by more than the tolerance.
     """
-    first, second = ({row["step"]: row for row in read_rows(run / "metrics.jsonl")[0]} for run in (a, b))
+    first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     if not steps:
         yield "no step was logged by both"
@@ -91,7 +90,7 @@ def modules(a: Path, b: Path) -> Iterator[str]:
         without = " and ".join(name for name, run in (("A", first), ("B", second)) if not run)
         yield f"modules: {without} traced no activations; run both again with debug.trace_activations=true to find the module"
         return
-    layouts = [(read_json(run / "config.json") or {}).get("parallelism", {}) for run in (a, b)]
+    layouts = [layout.CONFIG.read(run).get("parallelism", {}) for run in (a, b)]
     if any(layouts[0].get(degree) != layouts[1].get(degree) for degree in DEGREES):
         yield "modules: the runs are split in different ways, so their ranks hold different parts"
         return
@@ -124,10 +123,10 @@ def words(when: str, what: str, name: str, call: int) -> str:
 def traces(run: Path) -> dict[int, dict[tuple, dict]]:
     """Return the traced tensors of all ranks by step; for a repeated step, those of the newest attempt."""
     found: dict[int, dict[tuple, dict]] = {}
-    for attempt in attempts_of(run):
-        for rank, file in rank_files(run / "attempts" / str(attempt), "activations", ".jsonl").items():
+    for attempt in layout.ATTEMPT.all(run).values():
+        for rank in layout.ACTIVATIONS.all(attempt):
             own: dict[int, dict] = {}
-            for row in read_rows(file)[0]:
+            for row in layout.ACTIVATIONS.rows(attempt, rank)[0]:
                 own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
             for step, rows in own.items():
                 found.setdefault(step, {}).update(rows)

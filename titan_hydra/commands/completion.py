@@ -77,7 +77,7 @@ def runs_of(words: list[str]) -> Path:
 
 def names(runs: Path) -> list[str]:
     """List sweeps, the cells of the newest one, and all runs by hash and by name."""
-    manifests = find.sweeps(runs)
-    cells = short_names(find.sweep(manifests[0]).cells) if manifests else []
+    sweeps = find.readable(runs)
+    cells = short_names(find.sweep(sweeps[0]).cells) if sweeps else []
     directories = [run.name for run in find.all_runs(runs)]
-    return [*(file.parent.name for file in manifests), *cells, *(name.rpartition("-")[2] for name in directories), *directories]
+    return [*(folder.name for folder in sweeps), *cells, *(name.rpartition("-")[2] for name in directories), *directories]

@@ -11,10 +11,9 @@ from typing import Any
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.text import table
 from titan_hydra.config.fault import as_typed
-from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
-from titan_hydra.runs import rundir
-from titan_hydra.runs.records import dotted_config, last_record
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.view import add_runs, choose_one
 
 UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # by a key's name
@@ -57,11 +56,11 @@ def main(args: argparse.Namespace) -> int:
 def side(directory: Path) -> Side:
     """Read a run. One that is not done has the numbers of its last logged step."""
     state = rundir.inspect(directory)
-    result = read_json(directory / "result.json") if state.kind == "done" else None
-    last = last_record(directory / "metrics.jsonl")
+    result = layout.RESULT.read(directory) if state.kind == "done" else None
+    last = layout.METRICS.last(directory)
     numbers = result or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
-    environment = read_json(directory / "env.json") or {}
-    return Side(directory.name, dotted_config(read_json(directory / "config.json") or {}), environment, state.damage or state.kind, numbers)
+    environment = layout.ENV.read(directory)
+    return Side(directory.name, dotted_config(layout.CONFIG.read(directory)), environment, state.damage or state.kind, numbers)
 
 
 def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from titan_hydra.config.schema import Launch, Paths, Sweep
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.dispatch import Cell
 from titan_hydra.launch.worker import load_job
-from titan_hydra.runs import checkpoints, rundir
+from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.view import add_runs, choose_one
 
 
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
 
 def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
     """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
-    steps = {checkpoints.step_of(path): path for path in checkpoints.complete(directory / "checkpoints")}
+    steps = {checkpoints.step_of(path): path for path in checkpoints.complete(layout.CHECKPOINTS.of(directory))}
     if not steps:
         raise ConfigError(f"{directory.name}: has no complete checkpoint to continue from")
     early = [step for step in steps if step < new.steps]

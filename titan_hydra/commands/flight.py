@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 
 from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.runs import layout
 from titan_hydra.runs.hang import verdict
 from titan_hydra.runs.rundir import newest_attempt
 from titan_hydra.runs.view import add_runs, choose_one
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the paragraph about the late rank."""
     directory = choose_one(args.cell, args.runs).directory
-    attempt = directory / "attempts" / str(args.attempt or newest_attempt(directory))
+    attempt = layout.ATTEMPT.of(directory, args.attempt or newest_attempt(directory))
     said = verdict(attempt)
     if said is None:
         raise ConfigError(f"{attempt}: no rank has written its flight recorder; kill -USR1 PID makes a rank do so")

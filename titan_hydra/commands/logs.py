@@ -7,10 +7,7 @@ import time
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config.files import read_json
-from titan_hydra.runs import rundir
-from titan_hydra.runs.records import last_lines
-from titan_hydra.runs.run import attempts_of, rank_files
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import ACTIVE, add_runs, choose_one, jobs_of
 
@@ -36,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     if args.guilty:
         return guilty(directory, state)
     if state.groups:  # jobs of their own, whose ranks are counted from 0
-        group, args.rank = divmod(args.rank, (read_json(directory / "config.json") or {}).get("gpus") or 1)
+        group, args.rank = divmod(args.rank, layout.CONFIG.read(directory).get("gpus") or 1)
         if group >= len(state.groups):
             raise ConfigError(f"--rank: {directory.name} has {len(state.groups)} replica groups")
         directory, _, state = jobs_of(directory, state)[group]
@@ -65,7 +62,7 @@ def guilty(directory: Path, state: State) -> int:
     print(f"{failure.kind}: {failure.line}")
     if failure.host:
         print(f"on {failure.host}")
-    print(f"\n{failure.detail or (last_lines(failure.log) if failure.log else '') or 'it left no further word'}\n")
+    print(f"\n{failure.detail or (layout.last_lines(failure.log) if failure.log else '') or 'it left no further word'}\n")
     if failure.log:
         print(f"log: {failure.log}")
     if failure.hint:
@@ -107,7 +104,7 @@ class Tail:
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self.path, self.file = path, path.open("rb")
         if lines is not None:
-            shown = last_lines(path, lines, 1 << 24) if lines else ""
+            shown = layout.last_lines(path, lines, 1 << 24) if lines else ""
             self.file.seek(0, 2)
             if shown:
                 print(shown, flush=True)
@@ -121,17 +118,17 @@ class Tail:
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
     """Return a rank's log; for rank 0, while it has none, srun's. None if nothing was printed yet."""
-    folder = directory / "attempts" / str(attempt)
-    candidates = [folder / f"rank_{rank}.log", *([folder / "slurm.log"] if rank == 0 else [])]
+    folder = layout.ATTEMPT.of(directory, attempt)
+    candidates = [layout.LOG.of(folder, rank), *([layout.SLURM_LOG.of(folder)] if rank == 0 else [])]
     return next((log for log in candidates if log.is_file() and (log.stat().st_size or log is candidates[0])), None)
 
 
 def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
     """Explain why there is no such log, and which logs there are."""
-    attempts = attempts_of(directory)
+    attempts = list(layout.ATTEMPT.all(directory))
     if attempt not in attempts:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"
-    ranks = list(rank_files(directory / "attempts" / str(attempt), "rank", ".log"))
+    ranks = list(layout.LOG.all(layout.ATTEMPT.of(directory, attempt)))
     if not ranks:
         return f"{directory.name}: {state.kind}, and no rank has printed anything yet; -f waits for output"
     return f"--rank={rank}: attempt {attempt} of {directory.name} has {between(ranks, 'rank')}"

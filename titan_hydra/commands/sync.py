@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted
+from titan_hydra.runs import layout
 from titan_hydra.runs.view import add_target, choose
 
 LIMIT = 15  # seconds for wandb's server to answer
@@ -63,4 +64,4 @@ def unreachable() -> str:
 
 def unsent(directory: Path) -> list[Path]:
     """Return wandb's folders of a run that are not marked as sent, the oldest first."""
-    return [folder for folder in sorted(directory.glob("wandb/offline-run-*")) if not any(folder.glob("*.synced"))]
+    return [folder for folder in sorted(layout.WANDB.of(directory).glob("offline-run-*")) if not any(folder.glob("*.synced"))]

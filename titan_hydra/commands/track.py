@@ -12,7 +12,7 @@ from titan_hydra.config.change import change
 from titan_hydra.config.registry import TRACKERS
 from titan_hydra.launch.worker import load_job
 from titan_hydra.observe import trackers
-from titan_hydra.runs import rundir
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.run import Run
 from titan_hydra.runs.view import add_runs, choose
 
@@ -45,12 +45,12 @@ def copy(directory: Path, values: list[str], name: str) -> RunError | None:
         job, state = change(load_job(directory), values), rundir.state(directory)
         if state.kind == "running":
             raise ConfigError("is running; track it when it is over")
-        if not (directory / "metrics.jsonl").is_file():
+        if not layout.METRICS.of(directory).is_file():
             raise ConfigError("has recorded nothing yet")
         if name == "tensorboard":
-            shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+            shutil.rmtree(layout.TENSORBOARD.of(directory), ignore_errors=True)
         try:
-            trackers.open_tracker(name, job, Run(directory, directory / "attempts" / str(state.attempt))).close()
+            trackers.open_tracker(name, job, Run(directory, layout.ATTEMPT.of(directory, state.attempt))).close()
         except Exception as error:  # a tracker's own, of any kind
             raise RunError(f"{name} took nothing: {error}") from error
     except RunError as error:

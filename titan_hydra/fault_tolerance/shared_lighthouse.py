@@ -28,12 +28,13 @@ from pathlib import Path
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 from titan_hydra.base.errors import RunError
-from titan_hydra.config.files import read_json, write_text
-from titan_hydra.runs.run import rank_files
+from titan_hydra.config.files import write_text
+from titan_hydra.runs.layout import Entry
 
 from .lighthouse import DAY
 from .quorum import once
 
+LIGHTHOUSE = Entry("lighthouse_<n>.json", "a rank 0", "host and port of the n-th lighthouse, and a counter that shows that it is alive")
 POLL = 1.0  # seconds between two reads of the files
 ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to all processes of a rank
 
@@ -72,9 +73,9 @@ class Lighthouse:
 
     def look(self) -> None:
         """Read the newest file; keep up, give up or take over the service."""
-        files = rank_files(self.folder, "lighthouse")
+        files = LIGHTHOUSE.all(self.folder)
         number = max(files, default=0)
-        content = read_json(files[number]) if files else None
+        content = LIGHTHOUSE.read(self.folder, number)
         now = time.monotonic()
         if self.server is not None and (number != self.number or now > self.written + self.silent):
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -98,8 +99,8 @@ class Lighthouse:
         if number > 1:  # the groups do not arrive together: a sign of life from nobody delays the first quorum until it is too old
             LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
         began = time.monotonic()
-        once(self.folder / f"lighthouse_{number}.json", mine)
-        if read_json(self.folder / f"lighthouse_{number}.json") != mine:
+        once(LIGHTHOUSE.of(self.folder, number), mine)
+        if LIGHTHOUSE.read(self.folder, number) != mine:
             server.shutdown()
             return
         self.disconnect()

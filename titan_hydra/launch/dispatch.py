@@ -19,7 +19,7 @@ from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.config.rules.checks import warnings
 from titan_hydra.config.sweep import named
 from titan_hydra.plan import predict
-from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.rundir import State
 
 from . import show, snapshot, worker
@@ -259,7 +259,7 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
                       f"{cell.directory.name}", file=sys.stderr)
                 return state
             print(f"{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
-            return watch(cell, cell.directory / "attempts" / str(state.attempt), interrupts)
+            return watch(cell, layout.ATTEMPT.of(cell.directory, state.attempt), interrupts)
         if state.kind in ("queued", "unknown"):
             print(f"{cell.directory.name}: {show.waiting(state)}", file=sys.stderr)
             return state

@@ -24,8 +24,8 @@ import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.private import process_of
 from titan_hydra.config import Job, processes
-from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.user_code import folders
+from titan_hydra.runs import layout
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
@@ -39,7 +39,7 @@ YEAR = 365 * 24 * 60
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
-    executor = Executor(attempt / "submitit", [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
+    executor = Executor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
     return process_of(executor.submit(worker.run, str(directory), int(attempt.name)))
 
@@ -92,7 +92,7 @@ class Ranks(Controller):
         """Wait for all ranks and return their exit codes. Called by submitit's `run` once they are started."""
         self.ranks = [process(task.pid) for task in self.tasks]
         self.record()
-        config = (read_json(self.folder.parents[2] / "config.json") or {}).get("fault_tolerance", {"name": "off", "replicas": 1})
+        config = layout.CONFIG.read(self.folder.parents[2]).get("fault_tolerance", {"name": "off", "replicas": 1})
         size = self.ntasks // config["replicas"]
         groups = [Group(range(first, first + size)) for first in range(0, self.ntasks, size)]
         lights = config["name"] == "torchft" and not config.get("lighthouse")
@@ -147,7 +147,7 @@ class Ranks(Controller):
     def restart(self, group: Group, replica: int) -> None:
         """Start a replica group again. It takes the weights of the other groups at the next exchange."""
         folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
-        (folder / "rendezvous").unlink(missing_ok=True)  # of the group's life before
+        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # of the group's life before
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
             environment = {**os.environ, "SUBMITIT_LOCAL_LOCALID": str(number), "SUBMITIT_LOCAL_GLOBALID": str(number),
@@ -162,14 +162,14 @@ class Ranks(Controller):
 
     def record(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the ranks, and other groups, may still go on
-            write_json(self.folder.parent / "ranks.json", {**this_process(), "ranks": self.ranks})
+            layout.RANKS.write(self.folder.parent, {**this_process(), "ranks": self.ranks})
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
     """Start torchft's lighthouse, which reports the live replica groups, without those `silent` for so many seconds. It ends with this
     process.
     """
-    command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(attempt / "meetings" / "lighthouse"), str(silent)]
+    command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(layout.MEETINGS.of(attempt) / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 

@@ -22,11 +22,12 @@ from submitit.slurm.slurm import SlurmExecutor
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.rules.cluster import warning_seconds
 from titan_hydra.config.schema import Cluster
+from titan_hydra.runs import layout
 
 from .worker import LATE
 
 YEAR = 365 * 24 * 60  # minutes; SLURM's "no limit" is the partition's
-LIST, SCRIPT = "cells.tsv", "sbatch.sh"
+LIST = "cells.tsv"
 
 # Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.
 BODY = """
@@ -190,15 +191,15 @@ class Batch(SlurmExecutor):
         rows = [f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\t{line.restarts}\n"
                 for number, line in enumerate(self.lines)]
         (folder / LIST).write_text("".join(rows))
-        (folder / SCRIPT).write_text(self.text)
+        layout.SBATCH.of(folder).write_text(self.text)
 
     def submit_all(self) -> list[str]:
         """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123. Raises SubmissionError."""
         # Inside another job, its variables would be taken for this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
         try:
-            done = subprocess.run(["sbatch", "--parsable", str(Path(self.folder) / SCRIPT)], capture_output=True, text=True, check=True,
-                                  env=environment, timeout=120)
+            command = ["sbatch", "--parsable", str(layout.SBATCH.of(Path(self.folder)))]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
         except subprocess.CalledProcessError as error:
             raise SubmissionError(" ".join(error.stderr.split()) or f"sbatch ended with status {error.returncode}") from error
         except (OSError, subprocess.TimeoutExpired) as error:

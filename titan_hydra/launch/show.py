@@ -6,9 +6,8 @@ from pathlib import Path
 
 from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted
-from titan_hydra.config.files import read_json
 from titan_hydra.plan import predict
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.rundir import State
@@ -20,7 +19,7 @@ def results(cells: list, states: list[State]) -> None:
     """Print the result of each cell of a sweep."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
-        result = (read_json(cell.directory / "result.json") or {}) if state.kind == "done" else {}
+        result = layout.RESULT.read(cell.directory) if state.kind == "done" else {}
         numbers = [_number(result.get(key), form) for key, form in (
             ("steps", "{}"), ("final_loss", "{:.4f}"), ("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.1f}"), ("seconds", "{:.0f}"))]
         rows.append([cell.directory.name, cell.name, state.failure.line if state.failure else state.kind, *numbers])
@@ -97,18 +96,18 @@ def waiting(state: State) -> str:
 
 def result_line(directory: Path) -> str:
     """Format a finished run in one line."""
-    result = read_json(directory / "result.json") or {}
+    result = layout.RESULT.read(directory)
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
     held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f})"
     return (f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
-            f"({directory}/result.json)")
+            f"({layout.RESULT.of(directory)})")
 
 
 def longer(cell) -> None:
     """Print the `titan extend` command for a finished run that has left a checkpoint. The last one alone, of after the decay of the
     learning rate, has to be asked for by its step.
     """
-    steps = [checkpoints.step_of(path) for path in checkpoints.complete(cell.directory / "checkpoints")]
+    steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":
         wanted = f" --step {steps[0]}" if len(steps) == 1 else ""
         print(f"  train longer: titan extend{where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}{wanted}")
@@ -116,7 +115,7 @@ def longer(cell) -> None:
 
 def last_word(directory: Path, state: State) -> str:
     """Return rank 0's message when it was stopped: how far it got."""
-    said = (read_json(directory / "attempts" / str(state.attempt) / "rank_0.json") or {}).get("error") or {}
+    said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}
     return said.get("message") or "ended before it could save; it goes back to its newest checkpoint, if there is one"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import titan_hydra
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.runs import layout
 
-FOLDER = "_code"  # in the folder of runs; one folder in it for every version of the code
 USER = "_imports"  # in a copy of the code: the user's modules
 ROOT = Path(titan_hydra.__file__).parents[1]
 
@@ -20,7 +20,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
     """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns that folder."""
     code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
     code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}
-    final = runs / FOLDER / digest(code)
+    final = layout.CODE.of(runs) / digest(code)
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)

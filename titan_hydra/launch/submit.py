@@ -21,16 +21,14 @@ from pathlib import Path
 from titan_hydra.base.errors import Exit
 from titan_hydra.config import processes
 from titan_hydra.config.fault import counted
-from titan_hydra.config.files import read_json
 from titan_hydra.config.user_code import sources
-from titan_hydra.runs import manifest, rundir, slurm
-from titan_hydra.runs.find import SWEEPS
+from titan_hydra.runs import layout, manifest, rundir, slurm
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
 from . import show, snapshot
 from .attach import Interrupts
-from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
+from .sbatch import Batch, Line, Shape, SubmissionError
 
 POLL = 5  # seconds between two squeue calls with launch.wait
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # errors of sbatch after which SLURM may still have the job
@@ -99,10 +97,10 @@ def scripts(cells: list) -> Iterable[tuple[Array, str]]:
     if cells[0].job.launch.packed and len(cells) > 1 and baseline:
         cells = [*cells, baseline]
     for array in arrays_of(cells, cells[0].job.launch.packed, 1000):
-        folder = runs / SWEEPS / "NAME-TIME" / array.token
+        folder = layout.SWEEPS.of(runs) / "NAME-TIME" / array.token
         homes = [homes_of(cell.directory, cell.job.fault_tolerance.replicas) for cell in array.cells]
-        attempts = [[home / "attempts" / "1" for home in own] for own in homes]
-        yield array, batch_of(array, folder, attempts, "NAME-TIME", runs / snapshot.FOLDER / "HASH").text
+        attempts = [[layout.ATTEMPT.of(home, 1) for home in own] for own in homes]
+        yield array, batch_of(array, folder, attempts, "NAME-TIME", layout.CODE.of(runs) / "HASH").text
 
 
 def run(cells: list, folder: Path | None) -> int:
@@ -178,7 +176,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
     batch.write()
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index)
-        shutil.copy(place / SCRIPT, attempt.parents[1] / SCRIPT)
+        shutil.copy(layout.SBATCH.of(place), layout.SBATCH.of(attempt.parents[1]))
     try:
         ids = batch.submit_all()
     except SubmissionError as error:
@@ -193,7 +191,7 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
 
     After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.
     """
-    owners = [read_json(attempt / "attempt.json") for attempt in attempts]
+    owners = [layout.CLAIM.read(attempt) for attempt in attempts]
     uncertain = re.search(NO_ANSWER, reason, re.I)
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
 from titan_hydra.config import Job, from_dict, identity, processes
-from titan_hydra.config.files import read_json, write_json, write_text
+from titan_hydra.config.files import write_json, write_text
 from titan_hydra.config.user_code import changed
+from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
-from titan_hydra.runs.run import Run, attempts_of, folders_of, group_at
+from titan_hydra.runs.run import Run, folders_of, group_at, newest_attempt
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
 LATE = 60  # seconds until a rank must see what was written before it was started
@@ -55,12 +56,12 @@ class Place:
 def run(directory: str, attempt: int, inline: bool = False) -> int:
     """Run one rank. Ends the process with the rank's exit status, except inline, where the status is returned."""
     folder = Path(directory).absolute()
-    place, attempt_folder = Place.find(inline), folder / "attempts" / str(attempt)
+    place, attempt_folder = Place.find(inline), layout.ATTEMPT.of(folder, attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
     if not inline:
-        own_process(attempt_folder / f"rank_{place.rank}.log")
+        own_process(layout.LOG.of(attempt_folder, place.rank))
     record = {**this_process(), "started": time.time(), "load": {"cores": os.cpu_count(), "start": os.getloadavg()[0]}}
-    record_file = attempt_folder / f"rank_{place.rank}.json"
+    record_file = layout.RANK.of(attempt_folder, place.rank)
     write_json(record_file, record)
     error, before = None, signal.getsignal(signal.SIGTERM)
     try:
@@ -74,7 +75,7 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if status == Exit.REQUEUED and place.rank == 0:
-        (attempt_folder / "stopped").touch()  # the batch script requeues the job, however the other ranks end now
+        layout.STOPPED.of(attempt_folder).touch()  # the batch script requeues the job, however the other ranks end now
     if inline:
         signal.signal(signal.SIGTERM, before)  # the trainer's handler would swallow it between two cells
         return int(status)
@@ -117,9 +118,9 @@ def _stop_before_training(number: int, frame: object) -> None:
 def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
     if place.starter in ("slurm", "torchrun"):
-        until_seen(directory / "config.json")
+        until_seen(layout.CONFIG.of(directory))
     if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
-        until_seen(attempt / "attempt.json")
+        until_seen(layout.CLAIM.of(attempt))
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))  # before a user's module imports torch
     # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
@@ -129,7 +130,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
         raise ConfigError(str(fault))
     replica, group = _group_of(job, place, folder)
     submission = _check_claim(attempt, place)
-    if (read_json(directory / "result.json") or {}).get("status") == "done":
+    if layout.RESULT.read(directory).get("status") == "done":
         return None  # requeued after its end
     os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks))
     os.environ.setdefault("RUST_LOG", "error")  # torchft writes many lines a step
@@ -139,7 +140,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     if place.rank == 0:
         print("loading torch", flush=True)  # some seconds, on a busy machine many
     here = place.local_ranks >= group.ranks and (job.fault_tolerance.name == "off" or not submission)
-    store = _rendezvous(attempt / "rendezvous", group, "127.0.0.1" if here else socket.gethostname())
+    store = _rendezvous(layout.RENDEZVOUS.of(attempt), group, "127.0.0.1" if here else socket.gethostname())
 
     run = Run(home, attempt, group.rank, place.local_rank, group.ranks, store, replica, submission)
     if job.comm.name == "fake":
@@ -175,9 +176,9 @@ def load_job(directory: Path) -> Job:
     """Read the job in config.json. Raises ConfigError if its identity is not the hash in the directory's name: edited, or from another
     version.
     """
-    file = directory / "config.json"
-    content = read_json(file)
-    if content is None:
+    file = layout.CONFIG.of(directory)
+    content = layout.CONFIG.read(directory)
+    if not content:
         raise ConfigError(f"{file}: no such file, or not JSON")
     try:
         job = from_dict(Job, content)
@@ -193,10 +194,10 @@ def _check_claim(attempt: Path, place: Place) -> str:
     """Return the token of the attempt's submission to SLURM, or "". Raises ConfigError if another attempt has taken over, or the code is
     not the one that was submitted.
     """
-    newest = max(attempts_of(attempt.parents[1]))
+    newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
-    owner = read_json(attempt / "attempt.json") or {}
+    owner = layout.CLAIM.read(attempt)
     if place.starter == "slurm" and owner.get("job_id") not in (None, _job_id()):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {_job_id()}")
     submitted = owner.get("code")
@@ -285,7 +286,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG
-    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else max(attempts_of(Path(arguments[0])), default=1))
+    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else newest_attempt(Path(arguments[0])) or 1)
 
 
 if __name__ == "__main__":

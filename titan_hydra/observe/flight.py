@@ -22,6 +22,7 @@ import torch.distributed as dist
 from titan_hydra.base.private import flight_recorders, process_groups, wrap_stage_messages
 from titan_hydra.config.files import write_text
 from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 RECORDED = 2000  # collectives that torch keeps
@@ -83,7 +84,7 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
             "rank": run.rank, "host": socket.gethostname(), "time": time.time(), "why": why, **where,
             "groups": groups(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
         }
-        write_text(run.attempt / f"flight_{run.rank}.json", json.dumps(content), durable=False)
+        write_text(layout.FLIGHT.of(run.attempt, run.rank), json.dumps(content), durable=False)
 
 
 def groups(mesh: Mesh | None) -> dict[str, dict]:

@@ -6,6 +6,7 @@ import collections
 import torch
 
 from titan_hydra.base.private import memory_snapshot, record_memory_history
+from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 SHOWN = 20  # allocations, largest first
@@ -40,4 +41,4 @@ def explain(run: Run, error: BaseException) -> None:
                 frames = block.get("frames") or [{"filename": "not recorded after the first step", "line": 0, "name": ""}]
                 held["\n".join(f"    {frame['filename']}:{frame['line']} {frame['name']}" for frame in frames[:8])] += block["size"]
     top = [f"{size / 2**30:.3f} GiB\n{stack}" for stack, size in held.most_common(SHOWN)]
-    (run.attempt / f"memory_{run.rank}.txt").write_text("\n".join([str(error), "", *top, "", torch.cuda.memory_summary()]))
+    layout.MEMORY.of(run.attempt, run.rank).write_text("\n".join([str(error), "", *top, "", torch.cuda.memory_summary()]))

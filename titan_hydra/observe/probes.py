@@ -23,6 +23,7 @@ from titan_hydra.base.private import current_graph_task
 from titan_hydra.config.family import family_of, place_in_order
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import local_part
+from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
@@ -51,7 +52,7 @@ class Probes:
         self.seen: dict[Look, Tensor] = {}
         if config.nan_hunt or config.trace_activations:
             hook(model, self.look)
-        self.file = (run.attempt / f"activations_{run.rank}.jsonl").open("a") if config.trace_activations else None
+        self.file = layout.ACTIVATIONS.of(run.attempt, run.rank).open("a") if config.trace_activations else None
 
     @torch.no_grad()
     def look(self, when: str, what: str, name: str, tensor: Tensor) -> None:

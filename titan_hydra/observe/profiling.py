@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from titan_hydra.base.private import dump_memory_snapshot, record_memory_history
 from titan_hydra.config.schema import Profiling
+from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 from .metrics import Metrics
@@ -32,7 +33,7 @@ class Profiler:
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
         self.on, self.count, self.profiler = config.name == "on", 0, None
-        self.folder = run.attempt / "profile"
+        self.folder = layout.PROFILE.of(run.attempt)
         if self.on:
             self.folder.mkdir(exist_ok=True)
             watch.told = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at

@@ -23,6 +23,7 @@ from titan_hydra.base.errors import LAST_WORDS, Exit, RunError, Stopped
 from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 from . import flight, memory
@@ -160,11 +161,11 @@ class Watchdog:
         """Write beat_<rank>.json and, on rank 0, status.json with the number of completed steps."""
         step, phase, since, count = self.where
         content = {"step": step, "phase": phase, "since": since, "count": count, "asked": self.asked, "time": time.time()}
-        write_text(self.run.attempt / f"beat_{self.run.rank}.json", json.dumps(content), durable=False)
+        write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = step if phase in AFTER else max(step - 1, 0)
             status = {"step": done, "phase": phase, "time": since}  # when it last moved: a hang is seen from outside
-            write_text(self.run.attempt / "status.json", json.dumps(status), durable=False)
+            write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
     def look(self) -> None:
@@ -199,7 +200,7 @@ class Watchdog:
 
     def mark_stopped(self) -> None:
         """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit statuses."""
-        (self.run.attempt / "stopped").touch()
+        layout.STOPPED.of(self.run.attempt).touch()
 
     def end(self, status: Exit, message: str) -> None:
         """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to rank_<rank>.json."""

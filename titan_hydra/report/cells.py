@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
-from titan_hydra.config.files import read_json, read_rows
+from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
 from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.rundir import State, inspect_all
@@ -248,16 +248,16 @@ def read(chosen: RunCell, now: State) -> Cell:
     cell = Cell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell
-    content = {name: read_json(chosen.directory / name) for name in ("config.json", "env.json", "result.json")}
-    rows, damaged = read_rows(chosen.directory / "metrics.jsonl")
-    events, other = read_rows(chosen.directory / "events.jsonl")
-    rank = read_json(chosen.directory / "attempts" / str(now.attempt) / "rank_0.json") or {}
-    unreadable = [f"rows of {file}: {count}" for file, count in (("metrics.jsonl", damaged), ("events.jsonl", other)) if count]
-    if content["env.json"] is None and (chosen.directory / "env.json").exists():
-        unreadable.append("env.json")
+    environment = layout.ENV.read(chosen.directory)
+    rows, damaged = layout.METRICS.rows(chosen.directory)
+    events, other = layout.EVENTS.rows(chosen.directory)
+    rank = layout.RANK.read(layout.ATTEMPT.of(chosen.directory, now.attempt))
+    unreadable = [f"rows of {file}: {count}" for file, count in ((layout.METRICS.name, damaged), (layout.EVENTS.name, other)) if count]
+    if not environment and layout.ENV.of(chosen.directory).exists():
+        unreadable.append(layout.ENV.name)
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
-    return replace(cell, config=dotted_config(content["config.json"] or {}), env=content["env.json"] or {},
-                   result=(content["result.json"] or {}) if now.kind == "done" else {}, rows=list(ascending.values()), events=events,
+    return replace(cell, config=dotted_config(layout.CONFIG.read(chosen.directory)), env=environment,
+                   result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {}, rows=list(ascending.values()), events=events,
                    load=rank.get("load") or {}, unreadable=tuple(unreadable))
 
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_hydra.config.files import read_json
 from titan_hydra.config.rules.pipeline import TIME, Action, play
+from titan_hydra.runs import layout
 
 from .style import LIGHT, short
 from .table import Report
@@ -75,8 +75,8 @@ def pipelines(report: Report) -> list[Pipeline]:
     groups: dict[tuple, list[str]] = defaultdict(list)
     for row in report.rows:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
-            recorded = read_json(row.cell.directory / "schedule.json")
-            if recorded is None:
+            recorded = layout.SCHEDULE.read(row.cell.directory)
+            if not recorded:
                 print(f"no pipeline's timeline of {row.label}: it recorded no schedule", file=sys.stderr)
                 continue
             actions = tuple(tuple((one["stage"], one["kind"], one["microbatch"]) for one in rank) for rank in recorded["ranks"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import Exit, Kind
 
-from .records import last_lines
+from . import layout
 
 NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memory, and its kernel killed a rank"
 VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and the words for it
@@ -44,8 +44,8 @@ class Verdict:
 def of(attempt: Path, state: str | None) -> Verdict | None:
     """Return SLURM's verdict, from its state of the job and from slurm.log; None if it has none: the job ended by itself, or was preempted.
     """
-    log = last_lines(attempt / "slurm.log", 2000, 1 << 20)
-    if (attempt / "requeues_spent").exists():  # the batch script's mark
+    log = layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20)
+    if layout.SPENT.of(attempt).exists():  # the batch script's mark
         return Verdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
     if state in (None, "FAILED", "COMPLETED"):  # the log may give a more exact cause
@@ -57,7 +57,7 @@ def of(attempt: Path, state: str | None) -> Verdict | None:
 
 def without_trace(attempt: Path) -> Verdict:
     """Return the verdict on a job that SLURM calls failed although no rank left a record: the end of its log."""
-    return Verdict(*VERDICTS["FAILED"], detail=last_lines(attempt / "slurm.log"))
+    return Verdict(*VERDICTS["FAILED"], detail=layout.last_lines(layout.SLURM_LOG.of(attempt)))
 
 
 def _host(state: str, log: str) -> str | None:
@@ -72,7 +72,7 @@ def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
     """Return how ranks ended, as srun reported it: {rank: (exit status, or -signal; host; index of its line)}, in the order of the lines.
     """
     found: dict[int, tuple[int, str, int]] = {}
-    for number, (host, tasks, how) in enumerate(DEATH.findall(last_lines(attempt / "slurm.log", 2000, 1 << 20))):
+    for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20))):
         status = _status(how)
         for rank in _numbers(tasks):
             found.setdefault(rank, (status, host, number))

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from titan_hydra.config.files import read_json
-
-from .run import rank_files
+from . import layout
 
 OTHER = "undefined"  # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
 Operation = dict  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
@@ -108,7 +106,7 @@ class Verdict:
 
 def verdict(attempt: Path) -> Verdict | None:
     """Determine which rank blocked the others in an attempt. None without any rank's dump."""
-    found = list(filter(None, map(read_json, rank_files(attempt, "flight").values())))
+    found = list(filter(None, layout.FLIGHT.read_all(attempt).values()))
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
@@ -132,7 +130,7 @@ def verdict(attempt: Path) -> Verdict | None:
 def given_up(attempt: Path) -> float:
     """Return the time of the first time-out or lost connection in an attempt, infinity if there is none. A frozen rank may resume after it.
     """
-    errors = ((read_json(file) or {}).get("error") or {} for file in rank_files(attempt, "rank").values())
+    errors = (rank.get("error") or {} for rank in layout.RANK.read_all(attempt).values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
@@ -165,7 +163,7 @@ def told(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, v
     rank = wait.other
     gone = rank not in dumps
     content = max((dump.content for dump in dumps.values()), key=lambda content: content["step"]) if gone else dumps[rank].content
-    host = (read_json(attempt / f"rank_{rank}.json") or {}).get("host") if gone else content["host"]
+    host = layout.RANK.read(attempt, rank).get("host") if gone else content["host"]
     name, step, phase = f"Rank {rank}" + (f" on {host}" if host else ""), content["step"], content["phase"]
     line = f"rank {rank} was late at step {step}, {phase}: it {verb} {wait}"
     if came := None if gone else next((one for one in dumps[rank].recorded if one["time"] > dumps[rank].until), None):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
-from titan_hydra.config.files import read_json
 from titan_hydra.config.rules.checks import check
 
+from . import layout
 from .run import group_at
 
 if TYPE_CHECKING:
@@ -65,6 +65,6 @@ def less_memory(job: Job) -> Iterator[str]:
 def job_of(directory: Path) -> Job | None:
     """Return the job of a run directory; None if its config.json is missing, was written by another version, or names modules not here."""
     try:
-        return from_dict(Job, read_json(directory / "config.json"))
+        return from_dict(Job, layout.CONFIG.read(directory))
     except (KeyError, TypeError, AttributeError, ConfigError):
         return None

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from titan_hydra.base.redact import redact
 from titan_hydra.config import identity
-from titan_hydra.config.files import read_json, write_json
 
-from .find import SWEEPS
+from . import layout
 
 
 def folder_of(cells: list) -> Path | None:
@@ -28,15 +27,15 @@ def folder_of(cells: list) -> Path | None:
     job, rows = cells[0].job, [row(cell) for cell in cells]
     name = re.sub(r"[^\w.=+,-]+", "-", job.sweep.name or "sweep")
     about = {"name": name, "command": list(map(redact, sys.argv[1:])), "baseline": job.sweep.baseline, "packed": job.launch.packed}
-    folder = cells[0].runs / SWEEPS
-    for file in sorted(folder.glob(f"{name}-*/manifest.json"), reverse=True):
-        content = read_json(file) or {}
+    sweeps = layout.SWEEPS.of(cells[0].runs)
+    for folder in sorted(sweeps.glob(f"{name}-*"), reverse=True):
+        content = layout.SWEEP.read(folder)
         known = [cell for cell in content.get("cells", []) if not cell.get("repeat")]
         if content.get("name") == name and [cell["hash"] for cell in known] == [cell["hash"] for cell in rows]:
-            write_json(file, {**content, **about, "cells": rows + [cell for cell in content["cells"] if cell.get("repeat")]})
-            return file.parent
-    mine = new_folder(folder, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    write_json(mine / "manifest.json", {**about, "created": time.time(), "user": getpass.getuser(), "cells": rows})
+            layout.SWEEP.write(folder, {**content, **about, "cells": rows + [cell for cell in content["cells"] if cell.get("repeat")]})
+            return folder
+    mine = new_folder(sweeps, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    layout.SWEEP.write(mine, {**about, "created": time.time(), "user": getpass.getuser(), "cells": rows})
     return mine
 
 
@@ -60,7 +59,6 @@ def row(cell) -> dict:
 
 def add_cell(folder: Path, cell: dict) -> None:
     """Add a cell that the command line does not have: the repeated baseline."""
-    file = folder / "manifest.json"
-    content = read_json(file)
+    content = layout.SWEEP.read(folder)
     if cell not in content["cells"]:
-        write_json(file, {**content, "cells": [*content["cells"], cell]})
+        layout.SWEEP.write(folder, {**content, "cells": [*content["cells"], cell]})

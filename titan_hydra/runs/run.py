@@ -1,7 +1,8 @@
 """The place of one rank in a run: what the worker passes to the trainer beside the job."""
-import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from . import layout
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Run:
     @property
     def meetings(self) -> Path:
         """The folder that the replica groups of this attempt, or of this submission, use for rendezvous."""
-        return self.home / "meetings" / self.submission if self.submission else self._attempt / "meetings"
+        return layout.MEETINGS.of(self.home) / self.submission if self.submission else layout.MEETINGS.of(self._attempt)
 
     def record_of(self, rank: int) -> Path:
         """Return the path of a rank's record. The file name counts ranks as the launcher does: over all groups that it has started."""
-        return self._attempt / f"rank_{rank + (0 if self.submission else self.replica * self.world_size)}.json"
+        return layout.RANK.of(self._attempt, rank + (0 if self.submission else self.replica * self.world_size))
 
     @property
     def newer_attempt(self) -> int | None:
@@ -41,7 +42,7 @@ class Run:
 
         A later attempt owns the run: this one must no longer write to it.
         """
-        mine, newest = self._attempt.name, max(attempts_of(self.directory if self.submission else self.home), default=0)
+        mine, newest = self._attempt.name, newest_attempt(self.directory if self.submission else self.home)
         return newest if mine.isdecimal() and newest > int(mine) else None
 
     @property
@@ -49,15 +50,9 @@ class Run:
         return self.attempt.parents[1] if self.replica and not self.submission else self.attempt
 
 
-def attempts_of(directory: Path) -> list[int]:
-    """Return the numbers of a run's attempts, ascending. Other entries of the folder, such as a copy named 1.bak, are ignored."""
-    return sorted(int(path.name) for path in directory.glob("attempts/*") if re.fullmatch("[1-9][0-9]*", path.name))
-
-
-def rank_files(attempt: Path, kind: str, suffix: str = ".json") -> dict[int, Path]:
-    """Return the files `<kind>_<rank><suffix>` of an attempt, by rank."""
-    found = ((re.fullmatch(rf"{kind}_([0-9]+)", path.name.removesuffix(suffix)), path) for path in attempt.glob(f"{kind}_*{suffix}"))
-    return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
+def newest_attempt(directory: Path) -> int:
+    """Return the number of the newest attempt; 0 if there is none."""
+    return max(layout.ATTEMPT.all(directory), default=0)
 
 
 def homes_of(directory: Path, replicas: int) -> list[Path]:
@@ -67,9 +62,10 @@ def homes_of(directory: Path, replicas: int) -> list[Path]:
 
 def group_at(home: Path) -> tuple[Path, int]:
     """Return the directory of the whole run, and the replica group whose run folder this is."""
-    return (home.parents[1], int(home.name)) if home.parent.name == "replicas" and home.name.isdecimal() else (home, 0)
+    replicas = layout.REPLICA.of(home.parents[1], int(home.name)) if home.name.isdecimal() else None
+    return (home.parents[1], int(home.name)) if home == replicas else (home, 0)
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
     """Return the run folder and attempt folder of a replica group: the run's own for group 0, folders below them for the others."""
-    return tuple(folder / "replicas" / str(replica) if replica else folder for folder in (directory, attempt))
+    return tuple(layout.REPLICA.of(folder, replica) if replica else folder for folder in (directory, attempt))

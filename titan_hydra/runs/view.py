@@ -14,13 +14,11 @@ from datetime import datetime
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import differing
 
-from . import find, rundir
+from . import find, layout, rundir
 from .find import RunCell, Selection
-from .records import last_record
 from .run import homes_of
 from .rundir import State
 from .slurm import Queue
@@ -74,15 +72,15 @@ def choose(target: str | None, runs: Path) -> Selection:
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()
-    newest = find.sweeps(runs)
-    for file in find.manifests(runs):
-        if file not in newest:
-            print(f"{file} cannot be read: its sweep is left out", file=sys.stderr)
+    newest = find.readable(runs)
+    for folder in find.sweeps(runs):
+        if folder not in newest:
+            print(f"{layout.SWEEP.of(folder)} cannot be read: its sweep is left out", file=sys.stderr)
     if target is None:
         target = str(newest[0] if newest else runs)
     if not Path(target).exists():
-        for manifest in newest:
-            cells = find.sweep(manifest).cells
+        for folder in newest:
+            cells = find.sweep(folder).cells
             if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
                 return Selection(target, named)
     selection = find.select(target, runs)
@@ -93,7 +91,7 @@ def choose(target: str | None, runs: Path) -> Selection:
 
 def begun(directory: Path) -> float:
     """Return when the newest attempt was claimed."""
-    attempts = directory / "attempts"
+    attempts = layout.ATTEMPT.of(directory).parent
     return attempts.stat().st_mtime if attempts.is_dir() else 0.0
 
 
@@ -157,17 +155,17 @@ def row(cell: str, directory: Path, state: State) -> Row:
     if state.kind in ("new", "damaged"):
         return Row(cell, directory, state)
     home, number, _ = shown_group(directory, state)
-    attempt = home / "attempts" / str(number)
-    result = (read_json(directory / "result.json") if state.kind == "done" else None) or {}
-    last = last_record(home / "metrics.jsonl")
-    told = read_json(attempt / "status.json") or {}
-    rank = read_json(attempt / "rank_0.json") or {}
-    config = read_json(directory / "config.json") or {}
+    attempt = layout.ATTEMPT.of(home, number)
+    result = layout.RESULT.read(directory) if state.kind == "done" else {}
+    last = layout.METRICS.last(home)
+    told = layout.STATUS.read(attempt)
+    rank = layout.RANK.read(attempt)
+    config = layout.CONFIG.read(directory)
     steps, step = config.get("steps"), result.get("steps", told.get("step") or last.get("step"))
     now, phase, silent, to_go = time.time(), None, None, None
     if state.kind == "running":
-        beat = read_json(attempt / "beat_0.json") or {}
-        logged = home / "metrics.jsonl"
+        beat = layout.BEAT.read(attempt)
+        logged = layout.METRICS.of(home)
         steady = bool(last.get("step_seconds")) and logged.stat().st_mtime > rank.get("started", now)  # this attempt has done a step
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
@@ -177,7 +175,7 @@ def row(cell: str, directory: Path, state: State) -> Row:
     return Row(
         cell, directory, state, steps, step, result.get("tokens_per_second", last.get("tokens_per_second")),
         result.get("final_loss") or last.get("loss"), where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
-        phase, (read_json(attempt / "cancelled") or {}).get("by") if state.kind in ("interrupted", "queued", "running") else None,
+        phase, layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
     )
 
 
@@ -219,7 +217,7 @@ def where(state: State, rank: dict, config: dict) -> str | None:
 
 def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) -> float | None:
     """Return how long the newest attempt has waited (queued), has been running, or took."""
-    claimed = (read_json(attempt / "attempt.json") or {}).get("started")
+    claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
         began = rank.get("ended", claimed)  # requeued
     else:
