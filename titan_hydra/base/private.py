@@ -110,9 +110,7 @@ def wrap_stage_messages(wrap: Callable[[Callable], Callable]) -> None:
 
 
 def settle_shapes(schedule: Any) -> None:
-    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads its result, and fake tensors have no
-    data.
-    """
+    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads it, and fake tensors hold nothing."""
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
 

@@ -1,6 +1,4 @@
 """Recognize secrets (WANDB_API_KEY, HF_TOKEN, passwords) by name, by value and by form, so that no file of a run holds one."""
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

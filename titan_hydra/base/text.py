@@ -1,6 +1,4 @@
 """Tables for the terminal. rich needs half a second for 500 rows, longer than reading the runs takes."""
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -3,8 +3,6 @@
 A failed save is tried again one step later, while training continues. If two saves in a row that were due have failed with their second
 tries, the run stops: no more than two intervals are then lost. Rules: docs/reliability.md.
 """
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -52,9 +50,7 @@ class Flight:
 
 @dataclass
 class Checkpointer:
-    """Saves and loads a model, its optimizers and each rank's data state in `<run>/checkpoints`. All ranks must call the same methods in
-    the same order.
-    """
+    """Saves and loads a model, its optimizers and each rank's data state. All ranks must call the same methods in the same order."""
 
     config: Checkpoint
     run: Run
@@ -218,8 +214,7 @@ class Checkpointer:
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
     def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
-        """Start a new run from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights.
-        """
+        """Start from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights."""
         found = [initial.find(path)]
         dist.broadcast_object_list(found, src=0, group=self.group)  # the other run may be writing its next step just now
         source, left_out = found[0], set(self.config.exclude_from_loading)
@@ -260,9 +255,7 @@ class Checkpointer:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 
     def _newest_intact(self) -> Path | None:
-        """Return the step to resume from, None if there is none. Damaged ones are reported and moved aside. Raises CheckpointError if all
-        are damaged.
-        """
+        """Return the step to resume from, or None. Damaged ones are moved aside. Raises CheckpointError if all are damaged."""
         names = [[path.name for path in reversed(checkpoints.complete(self.folder))], any(self.folder.glob(f"*{checkpoints.DAMAGED}"))]
         dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
         damaged: list[tuple[Path, list[str]]] = []

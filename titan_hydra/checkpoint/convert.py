@@ -111,9 +111,7 @@ def side_of(content: dict, file: Path) -> HuggingFace:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return `source` if it is a complete checkpoint, else the newest complete one of that run (or checkpoints folder). Raises ConfigError
-    if there is none.
-    """
+    """Return `source` if it is a complete checkpoint, else the newest of that run (or checkpoints folder). Raises ConfigError."""
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     if (source / ".metadata").is_file():
@@ -234,9 +232,7 @@ def _weight_files(source: Path) -> dict[str, Path]:
 
 
 def _meta_tensor(theirs: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
-    """Return a meta tensor with the shape and dtype that a tensor has in the checkpoint. Raises ConfigError if the folder holds something
-    else.
-    """
+    """Return a meta tensor of a checkpoint's shape and dtype. Raises ConfigError if the folder holds something else."""
     if theirs not in files:
         raise ConfigError(f"{source}: has no {theirs}, which its config.json asks for")
     try:

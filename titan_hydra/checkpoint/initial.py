@@ -1,6 +1,4 @@
 """Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into this rank's shards."""
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

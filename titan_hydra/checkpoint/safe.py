@@ -2,8 +2,6 @@
 with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything else is read with
 weights_only=True.
 """
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank a `rank_R.json` with
 the states of its data streams and its random generators.
 """
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

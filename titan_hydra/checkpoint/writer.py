@@ -2,8 +2,6 @@
 
 All of it happens inside DCP's two collectives (plan, write), in the thread in which DCP saves: DCP reports a failure on one rank to all.
 """
-from __future__ import annotations
-
 import errno
 import io
 import math
@@ -88,9 +86,7 @@ class Writer(dcp.FileSystemWriter):
         self.done()
 
     def commit(self) -> None:
-        """Rename the step to its final name. An existing damaged step of that name is moved aside: a rename never replaces a folder with
-        files.
-        """
+        """Rename the step to its final name. A damaged step of that name is moved aside: a rename never replaces a folder with files."""
         if self.final.exists():
             self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}.deleting"))
         self.writing.rename(self.final)

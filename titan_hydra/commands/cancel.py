@@ -3,8 +3,6 @@ scancel.
 
 Each stopped attempt gets a file `cancelled` with the user and the time; with it a job's batch script does not requeue the job.
 """
-from __future__ import annotations
-
 import argparse
 import getpass
 import os
@@ -112,9 +110,7 @@ def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
 
 
 def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
-    """Ask local ranks to stop, as Ctrl-C does. If a whole sweep is cancelled its launcher gets the signal, so that it starts no further
-    cell.
-    """
+    """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launcher is asked, so that it starts no further cell."""
     told = set()
     for row in rows:
         attempt = layout.ATTEMPT.of(row.directory, row.state.attempt)

@@ -1,6 +1,4 @@
 """`titan checkpoint`: list, verify and prune the checkpoints of a run. Reads files only and imports no torch."""
-from __future__ import annotations
-
 import argparse
 from datetime import datetime
 from pathlib import Path

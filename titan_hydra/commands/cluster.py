@@ -1,6 +1,4 @@
 """`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM of this login node, from sinfo's list of GPU partitions."""
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -98,8 +96,7 @@ def partitions(listing: str) -> Iterable[Partition]:
 
 
 def gpus_of(gres: str) -> tuple[str, int]:
-    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100. The kind is "" if GRES does not name it.
-    """
+    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100; `gpu:8` has no kind."""
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
     kinds = {kind for kind, _ in found if kind}
     return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in found)

@@ -1,6 +1,4 @@
 """`titan compare`: find the first step at which two runs differ and, if activations were traced, the first module."""
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator
@@ -55,8 +53,7 @@ def configurations(a: Path, b: Path) -> Iterator[str]:
 
 
 def curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
-    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by more than the tolerance.
-    """
+    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by the tolerance."""
     first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     if not steps:

@@ -2,8 +2,6 @@
 
 The script calls `titan completion --words ...` at each Tab, so it never goes stale.
 """
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Iterable

@@ -1,6 +1,4 @@
 """`titan convert`: convert checkpoints to and from Hugging Face's format."""
-from __future__ import annotations
-
 import argparse
 import warnings
 from pathlib import Path

@@ -1,6 +1,4 @@
 """`titan diff A B`: print the differences of two runs in configuration, code and versions, and results."""
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable

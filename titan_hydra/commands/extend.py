@@ -3,8 +3,6 @@
 It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result equals a run with the new
 number from the start: with lr_scheduler=wsd one from before the decay, with a constant rate the last.
 """
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

@@ -1,6 +1,4 @@
 """`titan flight`: after or during a hang, print which rank the others wait for, and in which operation."""
-from __future__ import annotations
-
 import argparse
 
 from titan_hydra.base.errors import ConfigError, Exit

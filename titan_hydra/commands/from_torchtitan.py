@@ -4,8 +4,6 @@ counterpart.
 The table of keys is assets/torchtitan.yaml. A file omits TorchTitan's defaults, which may differ from those here: defaults are therefore
 translated too, and values that launch.py uses anyway are left out.
 """
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -101,8 +99,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
-    """Return the overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that does not exist here.
-    """
+    """Return the overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that is not here."""
     values = DEFAULTS | given
     without = [Without(name, kind, reason) for name, (default, kind, reason) in WITHOUT.items() if values[name] != default]
     plain = {key: here[0] if here and values[name] == default else values[name] for name, (default, key, *here) in TABLE["values"].items()}
@@ -120,8 +117,7 @@ def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
 
 
 def options(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
-    """Yield the options chosen from groups with the values that belong to them, and a `Without` for each value that cannot be translated.
-    """
+    """Yield the options chosen from groups with the values that belong to them, and a `Without` for what cannot be translated."""
     yield from _model(of)
     yield from _data(of)
     yield from _layout(of)

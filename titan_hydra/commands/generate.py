@@ -1,6 +1,4 @@
 """`titan generate`: continue a text with the model of a run or checkpoint."""
-from __future__ import annotations
-
 import argparse
 import math
 import warnings

@@ -1,6 +1,4 @@
 """`titan init DIR`: write a small project that uses the installed package: launch.py, options, a model, a sweep, and a test."""
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

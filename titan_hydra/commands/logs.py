@@ -1,6 +1,4 @@
 """`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue."""
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,6 +1,4 @@
 """`titan ls`: list all sweeps of a folder of runs, and the runs outside them, one line each, the newest first."""
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter

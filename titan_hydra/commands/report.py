@@ -1,6 +1,4 @@
 """`titan report`: print or write the table of a sweep, for a terminal or a paper, and its plots and page."""
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 A cell that ran out of memory, or whose loss was not finite, would fail again: it is printed with a suggested change instead, unless
 --as-is.
 """
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from itertools import groupby

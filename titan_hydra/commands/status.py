@@ -1,6 +1,4 @@
 """`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next."""
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,6 +1,4 @@
 """`titan sync`: send the offline files that wandb left in run directories to its server. For a machine with network access."""
-from __future__ import annotations
-
 import argparse
 import contextlib
 import subprocess

@@ -1,6 +1,4 @@
 """`titan tokenizer`: train a tokenizer on text, or encode text into a .bin that data=tokens maps into memory."""
-from __future__ import annotations
-
 import argparse
 import base64
 import json

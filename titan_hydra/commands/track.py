@@ -1,6 +1,4 @@
 """`titan track`: copy the records of finished runs to a tracker, with the classes that track running ones."""
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil
@@ -28,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy the selected runs. Returns 0 if the tracker accepted all of them, 1 if it failed, 2 for a run that cannot be copied or a wrong
-    value.
-    """
+    """Copy the selected runs. Returns 0 if the tracker took all, 1 if it failed, 2 for a run that cannot be copied or a wrong value."""
     directories = [cell.directory for cell in choose(args.target, args.runs).cells]
     errors = [error for directory in directories if (error := copy(directory, args.values, args.to))]
     if len(errors) < len(directories):

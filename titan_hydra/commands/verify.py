@@ -1,6 +1,4 @@
 """`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes docs/acceptance.md."""
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import replace

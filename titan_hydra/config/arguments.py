@@ -1,6 +1,4 @@
 """Parse the arguments of launch.py before Hydra does: flags may stand anywhere, and each mistake is one line."""
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

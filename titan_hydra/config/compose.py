@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def register_schema() -> None:
-    """Register the schema for conf/config.yaml, and replace Hydra's sweeper by `Cells` under -m. Call before Hydra composes; twice is
-    harmless.
-    """
+    """Register the schema with Hydra, and `Cells` as its sweeper. Call it before Hydra composes; twice is harmless."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
     from omegaconf import OmegaConf

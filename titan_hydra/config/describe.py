@@ -3,8 +3,6 @@
     python -m titan_hydra.config.describe                          # print the page
     python -m titan_hydra.config.describe docs/configuration.md    # write it
 """
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -188,8 +186,7 @@ def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
 
 
 def _sentence(text: str) -> str:
-    """Capitalize a text and end it with a full stop. A text that begins with a name (`linear_cross_entropy: ...`) keeps its first letter.
-    """
+    """Capitalize a text and end it with a full stop. One that begins with a name (`linear_cross_entropy: ...`) keeps its letter."""
     start = text if re.match(r"\w*_|[\w=]+(, \w+)*:", text) else text[0].upper() + text[1:]
     return start + "." * (text[-1] not in ".?!")
 

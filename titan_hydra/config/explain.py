@@ -1,6 +1,4 @@
 """Explain exceptions of Hydra and OmegaConf in one line each."""
-from __future__ import annotations
-
 import re
 import traceback
 

@@ -2,8 +2,6 @@
 
 The package's own families stand in folders of titan_hydra/models and register themselves as those of a user's module (`train.imports`) do.
 """
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
 """A fault of a configuration: one line that names the key, the value, the reason and the nearest legal choice."""
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,6 +1,4 @@
 """Look up files (data, tokenizers, conf/) and write small ones atomically. Imports nothing heavy."""
-from __future__ import annotations
-
 import difflib
 import functools
 import glob

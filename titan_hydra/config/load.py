@@ -1,6 +1,4 @@
 """Turn a composed Hydra configuration into a typed `Job` with every derived value filled in, and compute its identity."""
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -190,9 +188,7 @@ def _identity_part(node: Any) -> dict:
 
 
 def known_keys() -> dict[str, dataclasses.Field]:
-    """Return every dotted key of the schema, in order, with its field; of the model those of every family. The result is cached: do not
-    change it.
-    """
+    """Return every dotted key of the schema with its field, in order, those of all families too. It is cached: do not change it."""
     return _keys(Job, "", model_classes())
 
 

@@ -1,6 +1,4 @@
 """Find the mistakes in the overrides of a command line before Hydra composes them: one line each, with what would be right."""
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -172,9 +170,7 @@ def wanted(key: str) -> str:
 
 
 def _fits(key: str, value: Any) -> bool:
-    """Whether OmegaConf accepts a value for a key. Numbers other than 0 and 1 are refused for a bool; OmegaConf takes any whole number as
-    true.
-    """
+    """Whether OmegaConf accepts a value for a key. Of numbers a bool takes 0 and 1 alone, though OmegaConf takes any."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -16,8 +16,6 @@ A file of sweeps/ names its cells and lists, as overrides, how each differs from
 
 A cell's overrides win over the file, and the command line wins over both.
 """
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Which files belong to a module is read from the text of its imports; nothing is 
 folder in which it was found, and the modules of that folder that it names in a string, as in "package.module:function". Of an installed
 package only its own files count: the versions of others are recorded in env.json.
 """
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib
@@ -143,8 +141,7 @@ def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
 
 
 def _named_in(file: Path, module: str) -> set[str]:
-    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is not Python.
-    """
+    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is not Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

@@ -1,6 +1,4 @@
 """Communication between rank i of all replica groups: a gloo group outside every mesh, created again whenever the members change."""
-from __future__ import annotations
-
 from collections.abc import Iterable
 from datetime import timedelta
 

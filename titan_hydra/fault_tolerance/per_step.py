@@ -5,8 +5,6 @@ All groups together learn what one data-parallel world of all their ranks would:
 microbatch, so the sum of the gradients needs no division. A group that joins later takes weights, optimizer state and step number from one
 that is ahead.
 """
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -131,8 +129,7 @@ class PerStep(Groups):
         return now
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed, and the step will not count.
-        """
+        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed; the step will not count."""
         for tensor in tensors:
             if self.manager.errored():
                 break

@@ -3,8 +3,6 @@
 A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks; then rank i of every
 group exchanges its shards with its peers (exchange.py), and outer.py changes the weights once all members are known to be able to.
 """
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -95,9 +93,7 @@ class Replicas(Groups):
             yield self.done
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Exchange weights with the other groups if it is time. Returns the step to continue from, and whether a stop was requested
-        meanwhile.
-        """
+        """Exchange weights with the other groups if it is time. Returns the step to go on from, and whether a stop came meanwhile."""
         self.watch.at("meeting")
         if not due(step, self.job.steps, self.config):
             return step, False
@@ -158,9 +154,7 @@ class Replicas(Groups):
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:
-        """Yield all tensors of a group's state at a meeting, in the same order everywhere. At the end a taker's optimizers are loaded with
-        it.
-        """
+        """Yield all tensors of a group's state at a meeting, in one order everywhere; then a taker's optimizers are loaded with it."""
         for fragment in self.fragments:
             yield from self._weights(fragment, donates)
             if fragment.anchor is not None:

@@ -11,8 +11,6 @@ learn apart.
 torchft's manager takes one address for its whole life. It gets a port of this process on loopback, and is connected from there to the
 newest lighthouse; its requests wait while there is none.
 """
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -40,9 +38,7 @@ ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to a
 
 
 def start(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
-    """Start this process for the present one, which must keep the first result. Returns it, once there is a lighthouse, and the address for
-    torchft's manager.
-    """
+    """Start this process for the present one, which must keep the first result. Returns it and the address for torchft's manager."""
     command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)  # the new process never receives them: it is needed until its rank has ended
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,4 @@
 """Turn composed cells into runs: read and check all of them, then run each that needs it and print how it ended."""
-from __future__ import annotations
-
 import errno
 import math
 import shutil
@@ -203,9 +201,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:
-    """Return the GPU-hours that cells take at most; None without a limit. A packed job holds its largest cell's devices throughout, and
-    runs the baseline twice.
-    """
+    """Return the GPU-hours that cells take at most, or None. A packed job holds its largest cell's devices, and repeats the baseline."""
     hours = [cell.gpu_hours for cell in cells]
     if None in hours:
         return None

@@ -6,8 +6,6 @@ ranks.json, and ends the other ranks when one fails: all others, or those of the
 It outlives launch.py: after a closed terminal or `kill -9` of launch.py the ranks continue, and the same command line attaches to them
 again.
 """
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -126,9 +124,7 @@ class Ranks(Controller):
                     group.deadline = min(group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE))
 
     def end_others(self, group: Group) -> None:
-        """Send SIGKILL to all running ranks of a group, since a rank inside a collective reacts to nothing else. SIGQUIT first writes its
-        stacks to its log.
-        """
+        """Send SIGKILL to a group's running ranks: inside a collective they react to nothing else. SIGQUIT first logs their stacks."""
         running = [number for number in group.ranks if self.tasks[number].poll() is None]
         for signal_number in (signal.SIGQUIT, signal.SIGKILL) if running else ():
             for number in running:
@@ -138,9 +134,7 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether all ranks of a group have ended, some with an error, and a restart makes sense: no stop was requested and the
-        configuration is valid.
-        """
+        """Whether a group has died and is to be started again: it was not asked to stop, and its configuration is valid."""
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)
 
@@ -166,9 +160,7 @@ class Ranks(Controller):
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
-    """Start torchft's lighthouse, which reports the live replica groups, without those `silent` for so many seconds. It ends with this
-    process.
-    """
+    """Start torchft's lighthouse, which leaves out replica groups `silent` for so many seconds. It ends with this process."""
     command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(layout.MEETINGS.of(attempt) / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 

@@ -29,9 +29,7 @@ def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
 
 
 def launch(script: str) -> None:
-    """Run the command line in sys.argv, and exit with its status. The conf/ beside the script adds options to the package's own, as
-    --config-dir does.
-    """
+    """Run the command line, and exit with its status. The conf/ beside the script adds options, as --config-dir does."""
     own = Path(script).resolve().parent / "conf"
     if own.is_dir() and own != CONF and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:]):
         sys.argv[1:1] = [f"--config-dir={own}"]

@@ -8,8 +8,6 @@ a line of its own, with its run folder for the run directory: SLURM requeues it 
 A job starts an attempt only if attempt.json has the submission's token, and only once: the first job to write its id into the attempt's
 file `job` owns it. A requeued job creates the next attempt; a job that finds another token or another job's id starts nothing.
 """
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,6 +1,4 @@
 """What launch.py prints: tables of cells, how a run ended, and what to type next."""
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -28,8 +26,7 @@ def results(cells: list, states: list[State]) -> None:
 
 
 def plan(cells: list, states: list[State], hours: float | None) -> None:
-    """Print what launch.mode=dry would run, on which resources, for how long at most; `hours` bounds the GPU-hours of all cells to start.
-    """
+    """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to start."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
         rows.append([cell.directory.name, cell.name, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])

@@ -1,6 +1,4 @@
 """Copy the code of a job at submission, so that edits made while it waits in the queue do not change it."""
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

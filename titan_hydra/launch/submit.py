@@ -4,8 +4,6 @@ No cell runs twice and none is lost, whatever happens on the way: a claimed atte
 next launcher finds a job whose submitter died, or whose sbatch failed, before its id was recorded; a job's script starts no attempt with
 another token; and ranks of an attempt that is not the newest stop.
 """
-from __future__ import annotations
-
 import functools
 import getpass
 import math
@@ -126,8 +124,7 @@ def baseline_of(cells: list) -> object | None:
 
 
 def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tuple]:
-    """Put the baseline first in a packed job and, in a directory of the sweep's own, once more at the end: their difference measures drift.
-    """
+    """Put the baseline first in a packed job and, in a folder of the sweep, at the end again: their difference measures drift."""
     baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
         return start

@@ -157,9 +157,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
-    """Return the replica group of a rank and its place in it; on SLURM a group is a job. Raises ConfigError if there are not as many ranks
-    as the job needs.
-    """
+    """Return a rank's replica group, on SLURM a job, and its place in it. Raises ConfigError if the number of ranks is not the job's."""
     directory, replica = group_at(folder)
     size = processes(job) // job.fault_tolerance.replicas
     ranks = size if place.starter == "slurm" else processes(job)
@@ -173,9 +171,7 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read the job in config.json. Raises ConfigError if its identity is not the hash in the directory's name: edited, or from another
-    version.
-    """
+    """Read config.json. Raises ConfigError if its identity is not the directory's: edited, or written by another version."""
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
     if not content:
@@ -191,9 +187,7 @@ def load_job(directory: Path) -> Job:
 
 
 def _check_claim(attempt: Path, place: Place) -> str:
-    """Return the token of the attempt's submission to SLURM, or "". Raises ConfigError if another attempt has taken over, or the code is
-    not the one that was submitted.
-    """
+    """Return the token of the SLURM submission, or "". Raises ConfigError if another attempt has taken over, or the code differs."""
     newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")

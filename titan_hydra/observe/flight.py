@@ -3,8 +3,6 @@
 torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are recorded here. NCCL's
 are not: that would keep their tensors in the device's memory.
 """
-from __future__ import annotations
-
 import collections
 import json
 import os
@@ -47,9 +45,7 @@ def configure(run: Run) -> None:
 
 
 def record_messages() -> None:
-    """Record the sends and receives of pipeline stages over gloo, of which torch's recorder sees only collectives. Repeated calls are
-    harmless.
-    """
+    """Record the sends and receives of pipeline stages over gloo, which torch's recorder does not see. Repeated calls are harmless."""
     def counted(batch_p2p: Callable) -> Callable:
         def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
             works = batch_p2p(operations, desc)

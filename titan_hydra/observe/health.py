@@ -3,8 +3,6 @@ complete?
 
 An unfit machine ends the run within a minute with a message that names it, instead of after hours with a time-out that names none.
 """
-from __future__ import annotations
-
 import json
 import socket
 import threading

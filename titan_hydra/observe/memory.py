@@ -1,6 +1,4 @@
 """Report on a device's memory after it ran out: the peak, and which code holds it."""
-from __future__ import annotations
-
 import collections
 
 import torch
@@ -21,9 +19,7 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Record where live allocations were made. On until the end of the first step, which is where most runs that do not fit fail; it costs
-    time.
-    """
+    """Record where live allocations were made. It costs time, and is on until the end of the first step, where most misfits fail."""
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")
 

@@ -2,8 +2,6 @@
 
 docs/metrics.md defines the numbers. An unknown one is None, never estimated.
 """
-from __future__ import annotations
-
 import contextlib
 import json
 import platform

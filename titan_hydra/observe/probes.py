@@ -6,8 +6,6 @@
 
 Nothing is read back from the device before the step's end. Both work on this rank's shard of a tensor, and so on any layout.
 """
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

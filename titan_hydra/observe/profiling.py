@@ -7,8 +7,6 @@
 
 Recorded steps, and the one before them that warms up the profiler, are slower: they are excluded from all rates.
 """
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

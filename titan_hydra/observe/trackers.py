@@ -1,6 +1,4 @@
 """TensorBoard and wandb: copies of metrics.jsonl. A tracker that fails never stops a run."""
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

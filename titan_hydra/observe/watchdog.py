@@ -118,9 +118,7 @@ class Watchdog:
             os.close(end)
 
     def hold(self) -> None:
-        """Block this process's stop and dump signals across fork(), so that the child cannot receive one before it has detached the wakeup
-        pipe.
-        """
+        """Block stop and dump signals across fork(): the child must not receive one before it has detached the wakeup pipe."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 

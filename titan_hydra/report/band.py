@@ -3,8 +3,6 @@
 With the same weights and the same data in the same order, two correct layouts differ only by the rounding of sums in another order, which
 training then amplifies. docs/report.md gives the width of the band and the measurements behind it.
 """
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,9 +71,7 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
 
 
 def local_noise(losses: list[float], row: int) -> float:
-    """Return the standard deviation of the loss from row to row without its trend: that of the differences of neighbouring rows, divided by
-    the root of two.
-    """
+    """Return the standard deviation of the loss from row to row, without its trend: that of neighbours' differences, by root two."""
     near = losses[max(0, row - NEIGHBOURS):row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
     trend = mean(steps)

@@ -1,6 +1,4 @@
 """The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running runs."""
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -57,9 +55,7 @@ class Cell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the logged rows, without the first row of the run (warm-up), rows off the logging interval, and profiled
-        rows.
-        """
+        """Tokens per second of the logged rows, without the first (warm-up), rows off the logging interval, and profiled ones."""
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         rows = [row for row in self.rows[1:] if (row["step"] % every == 0 or row["step"] == last) and "profiled_steps" not in row]
         return [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
@@ -71,9 +67,7 @@ class Cell:
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """The numbers of result.json; for an unfinished run the same computed from its rows so far, each a mean over `metrics.log_every`
-        steps.
-        """
+        """The numbers of result.json; for an unfinished run computed from its rows, each a mean over `metrics.log_every` steps."""
         if not self.partial:
             return self.result
         known = {name: [row[name] for row in self.rows if row.get(name) is not None] for name in ("memory_reserved_gib", "mfu")}
@@ -284,9 +278,7 @@ def mean_of(cells: list[Cell], over: str) -> Mean:
 
 
 def labels(cells: list[Cell], sweep: bool) -> list[str]:
-    """Return the cells' names without the parts that all share. In a sweep only whole `key=value` words are removed: users choose the other
-    words.
-    """
+    """Return the names without the parts that all share; in a sweep only whole `key=value` words, as users choose the others."""
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])
     names = [cell.name for cell in cells]

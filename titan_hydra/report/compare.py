@@ -2,8 +2,6 @@
 
 Techniques may always differ: how a job is split, its schedule, precision, activation checkpointing, compilation, the local batch.
 """
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain

@@ -1,6 +1,4 @@
 """Format numbers with no more digits than their noise justifies."""
-from __future__ import annotations
-
 import math
 
 MINUS = "\N{MINUS SIGN}"

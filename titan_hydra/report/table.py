@@ -1,6 +1,4 @@
 """The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes below it."""
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot

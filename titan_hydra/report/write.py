@@ -1,6 +1,4 @@
 """Write a report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report gives the same bytes."""
-from __future__ import annotations
-
 import csv
 import io
 import re

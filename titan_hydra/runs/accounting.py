@@ -1,6 +1,4 @@
 """SLURM's report on an attempt: its state of a job that is over, and what it and srun wrote into the attempt's slurm.log."""
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import dataclass
@@ -42,8 +40,7 @@ class Verdict:
 
 
 def of(attempt: Path, state: str | None) -> Verdict | None:
-    """Return SLURM's verdict, from its state of the job and from slurm.log; None if it has none: the job ended by itself, or was preempted.
-    """
+    """Return SLURM's verdict from its state of the job and slurm.log; None if the job ended by itself, or was preempted."""
     log = layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20)
     if layout.SPENT.of(attempt).exists():  # the batch script's mark
         return Verdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
@@ -69,8 +66,7 @@ def _host(state: str, log: str) -> str | None:
 
 
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
-    """Return how ranks ended, as srun reported it: {rank: (exit status, or -signal; host; index of its line)}, in the order of the lines.
-    """
+    """Return how ranks ended, as srun reported it, in the order of its lines: {rank: (exit status, or -signal; host; line)}."""
     found: dict[int, tuple[int, str, int]] = {}
     for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20))):
         status = _status(how)

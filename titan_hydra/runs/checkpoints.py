@@ -3,8 +3,6 @@
 `step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set aside, `*.deleting` is being deleted. The manifest of a
 step lists every other file in it with its size and CRC-32, and is the last file written before the rename that makes the step complete.
 """
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -61,8 +59,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return what is wrong with this rank's share of a step's files, one line each. Reads every byte of them; together the ranks read all.
-    """
+    """Return what is wrong with this rank's share of a step's files, a line each. Reads every byte; together the ranks read all."""
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []

@@ -77,8 +77,7 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it was raised from or during, since pipeline stages and the compiler wrap exceptions in their own.
-    """
+    """Return an exception and those that it came from: pipeline stages and the compiler wrap exceptions in their own."""
     chain: list[BaseException] = []
     while error is not None and error not in chain and len(chain) < 16:
         chain.append(error)
@@ -122,8 +121,7 @@ def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
 
 
 def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
-    """Return the failure of a time-out with the message of the rank that noticed it first; guilty is the rank that was behind all others.
-    """
+    """Return the failure of a time-out, in the words of the rank that noticed it first; guilty is the one that was behind all."""
     failure = first.failure()
     if (said := hang.verdict(attempt)) and said.rank is not None:
         return replace(failure, rank=said.rank, line=said.line, host=said.host, detail=said.text)

@@ -7,8 +7,6 @@ A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells 
 
 A cell with "repeat": true is the baseline run again at the end of a packed job.
 """
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,9 +43,7 @@ class Selection:
 
 
 def select(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects; None selects all in the folder `runs`. Raises ConfigError with the nearest names if there is
-    none.
-    """
+    """Return the runs that `target` selects; None selects all of the folder `runs`. Raises ConfigError with the nearest names."""
     if target is None:
         return folder_of_runs(runs)
     path = Path(target)

@@ -4,8 +4,6 @@ A rank waits for another if it has begun an operation of a group that the other 
 waits for no other. If they form a circle, one of its ranks omitted an operation that it had executed in the step before. (Completion is
 ignored: torch's recorder also marks failed operations as complete.)
 """
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field
@@ -128,8 +126,7 @@ def verdict(attempt: Path) -> Verdict | None:
 
 
 def given_up(attempt: Path) -> float:
-    """Return the time of the first time-out or lost connection in an attempt, infinity if there is none. A frozen rank may resume after it.
-    """
+    """Return the time of an attempt's first time-out or lost connection, or infinity. A frozen rank may go on after it."""
     errors = (rank.get("error") or {} for rank in layout.RANK.read_all(attempt).values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 

@@ -3,8 +3,6 @@
 Readers treat a JSON file of any other shape as damaged, and so as absent. `python -m titan_hydra.runs.layout` prints the table of
 docs/architecture.md.
 """
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -59,8 +57,7 @@ class Entry:
         write_json(self.of(folder, number), content)
 
     def rows(self, folder: Path, number: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Read the rows of a .jsonl file: the intact ones, and how many are damaged. A last one without a line end is still being written.
-        """
+        """Read the intact rows of a .jsonl file, and count the damaged. A last one without a line end is still being written."""
         path = self.of(folder, number)
         try:
             *lines, last = path.read_bytes().split(b"\n")

@@ -2,8 +2,6 @@
 
 Which job runs a cell is recorded in the cell's own attempt, so two launchers of one sweep write different files.
 """
-from __future__ import annotations
-
 import getpass
 import itertools
 import os
@@ -19,9 +17,7 @@ from . import layout
 
 
 def folder_of(cells: list) -> Path | None:
-    """Return the folder of a sweep's manifest: the existing one if the same cells were started before, else a new one. None for a single
-    cell.
-    """
+    """Return the sweep's folder: the existing one if the same cells were started before, else a new one; None for a single cell."""
     if len(cells) == 1:
         return None
     job, rows = cells[0].job, [row(cell) for cell in cells]

@@ -1,6 +1,4 @@
 """Helpers that several commands share: dotted keys of a configuration, and whether a process is alive."""
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import is_dataclass

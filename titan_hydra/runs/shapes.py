@@ -1,6 +1,4 @@
 """The shapes of JSON values: a description of types, and the test that it stands for. layout.py gives each file its shape."""
-from __future__ import annotations
-
 import dataclasses
 import re
 import typing

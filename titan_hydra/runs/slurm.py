@@ -1,6 +1,4 @@
 """Ask SLURM about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
-from __future__ import annotations
-
 import getpass
 import shutil
 import subprocess
@@ -41,8 +39,7 @@ class Queue:
     answers: bool = True
 
     def find(self, owner: dict) -> SlurmJob | None:
-        """Return the job of an attempt: by the recorded id or, if the submitter died before recording it, by the token in the job's name.
-        """
+        """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's name."""
         if owner["job_id"]:
             return self.jobs.get(owner["job_id"])
         named = [job for job in self.jobs.values() if job.name.endswith(owner["token"])]

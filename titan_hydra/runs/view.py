@@ -2,8 +2,6 @@
 
 Only the ends of files are read, and SLURM is asked once for all runs.
 """
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -66,9 +64,7 @@ def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects, as find.select does, or as a cell's name in the newest sweep that has it; None: the newest
-    sweep.
-    """
+    """Return the runs that `target` selects: as find.select, or a cell's name in the newest sweep with it; None: that sweep."""
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()

@@ -1,7 +1,4 @@
-"""Generate text with the model of a checkpoint in one process: each new token takes a forward over all tokens before it, without a cache.
-"""
-from __future__ import annotations
-
+"""Generate text with the model of a checkpoint, in one process: each new token takes a forward over all before it, without a cache."""
 from collections.abc import Iterator
 from pathlib import Path
 

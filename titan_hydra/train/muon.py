@@ -2,8 +2,6 @@
 
 torch's own Muon computes on DTensors, where all ranks orthogonalize each matrix together in about 15 collectives.
 """
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,6 +1,4 @@
 """Optimizers and the learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler state."""
-from __future__ import annotations
-
 import math
 
 import torch
@@ -111,8 +109,7 @@ def wsd(step: int, steps: int, config: LrSchedule) -> float:
 
 
 def _decay(step: int, steps: int, config: LrSchedule, decay_steps: int, shape: str) -> float:
-    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more step followed, so that the last still learns.
-    """
+    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more followed, so that the last still learns."""
     decay_steps = min(decay_steps, steps - config.warmup_steps)
     if step <= steps + 1 - decay_steps:
         return 1.0

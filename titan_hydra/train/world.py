@@ -1,6 +1,4 @@
 """The environment of a rank: its device, its process group, and how reproducible its arithmetic is."""
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -3,8 +3,6 @@
 The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data (FakeTensorMode) and
 collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked on a laptop in a minute.
 """
-from __future__ import annotations
-
 import copy
 import time
 

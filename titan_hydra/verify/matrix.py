@@ -1,6 +1,4 @@
 """The acceptance matrix: every layout that must learn what one process learns, one line each. Imports no torch."""
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -2,8 +2,6 @@
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -17,9 +15,7 @@ Weights = dict[str, Tensor]
 
 
 def train(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[list[float], list[float], Weights, Weights]:
-    """Return the losses and gradient norms of all steps, the gradients of the first and the last weights, from `start` and each step's
-    batch.
-    """
+    """Return losses and gradient norms of all steps, the first gradients and the last weights, from `start` and the batches."""
     weights = {name: value.double().requires_grad_() for name, value in start.items()}
     state: dict[str, Weights] = {name: {} for name in weights}
     losses, norms, first = [], [], {}

@@ -1,8 +1,4 @@
-"""Random legal jobs: combinations of degrees, schedules, odd shapes, masks and optimizers that no hand-written matrix covers. Imports no
-torch.
-"""
-from __future__ import annotations
-
+"""Random legal jobs: degrees, schedules, odd shapes, masks and optimizers that no written matrix covers. Imports no torch."""
 import math
 import random
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The cases are in acceptance.py, one line each. All cases of one size share one set of gloo ranks and use the same `build` and step as a
 training run.
 """
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -84,8 +82,7 @@ class Outcome:
 
 @dataclass
 class Trace:
-    """The record of a run: loss and gradient norm of each step, whole gradients of the first step, whole weights before it and at the end.
-    """
+    """The record of a run: losses, gradient norms, whole gradients of the first step, whole weights before it and at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -143,9 +140,7 @@ def reductions() -> Iterator[list[torch.dtype]]:
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
-    """Count the parameters whose gradients were summed in bfloat16 although the job asks for float32: a float32 sum has bits that bfloat16
-    lacks.
-    """
+    """Count the parameters with gradients summed in bfloat16 although float32 is asked for: such a sum lacks the lower bits."""
     job = trainer.job
     parts = trainer.mesh.data_ranks * job.parallelism.cp * (layout.microbatches(job) if job.parallelism.pp > 1 else 1)
     parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
@@ -254,9 +249,7 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
 
 
 def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. A case that raises counts as failed, infinitely far from its reference; the cases after it still
-    run.
-    """
+    """Run cases of one number of ranks. One that raises counts as failed, infinitely far from its reference; the others run."""
     while jobs:
         try:
             _spawn(ranks, _run_cases, folder, jobs)

@@ -1,6 +1,4 @@
 """The rules of data: sources, mixtures of them, their files, and the tokenizer of their text."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError

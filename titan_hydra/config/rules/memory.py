@@ -3,8 +3,6 @@
 Lower bounds: parameters, gradients and the optimizer's moments; of the activations each block's input and the logits; one batch on the
 host.
 """
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,9 +29,7 @@ def parameters(model: Model) -> int | None:
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Return the bytes that a rank needs at least, by the key that each part grows with. `data.global_batch` counts host memory, the other
-    keys device memory.
-    """
+    """Return a rank's least bytes by the key that each part grows with: data.global_batch those of the host, the others the device's."""
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments = OPTIMIZERS[job.optimizer.name].moments(job.optimizer)
     ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp

@@ -1,6 +1,4 @@
 """The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault

@@ -1,8 +1,6 @@
 """The layout of a pipeline, computed before any rank starts: which stage holds which modules, which rank holds which stages, how many
 microbatches run; and the rules for it. The trainer calls the same functions as the rules.
 """
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Callable, Iterator
@@ -199,9 +197,7 @@ def _ready(action: Action, ends: dict[Action, float], stages: int, travel: float
 # --- the rules, which checks.py runs with the others on the layout ---------------------------------------------------------------------
 
 def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
-    """Schedule, stages, split and microbatches fit the model, the ranks and each other. Stops at the first rule with faults, as each needs
-    the one before.
-    """
+    """Schedule, stages, split and microbatches fit model, ranks and each other. Each rule needs the one before: the first fault ends it."""
     if job.parallelism.pp > 1:
         for rule in (schedule_file_is_a_schedule, stages_hold_blocks, split_covers_the_model, batch_cuts_into_microbatches,
                      head_is_not_tied):
