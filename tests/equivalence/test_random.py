@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.verify.sampler import draw
+from titan_hydra.verify.sampler import draw_jobs
 from titan_hydra.verify.verify import verify
 
 
@@ -16,18 +16,18 @@ def check(cases):
 
 
 def test_eight_random_jobs():
-    check(draw(8, seed=0, ranks=(2, 4)))
+    check(draw_jobs(8, seed=0, ranks=(2, 4)))
 
 
 @pytest.mark.slow
 def test_sixty_random_jobs_of_a_new_seed():
     seed = random.randrange(10**6)
     print(f"titan verify --random 60 --seed {seed}")
-    check(draw(60, seed))
+    check(draw_jobs(60, seed))
 
 
 def test_a_case_that_raises_has_failed_and_those_after_it_go_on(capfd):
-    case, = draw(1, seed=0, ranks=(1,))
+    case, = draw_jobs(1, seed=0, ranks=(1,))
     raises = dataclasses.replace(case, name="raises", overrides=(*case.overrides, "ac=op", "ac.save_ops=[aten.nope]"))
     outcomes = verify([raises, case], steps=2)
     assert [outcome.passed for outcome in outcomes] == [False, True]

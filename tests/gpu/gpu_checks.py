@@ -66,7 +66,7 @@ def attempt(here: Here, job: Job, number: int = 1) -> tuple[Path, int]:
     """Be the run's attempt, in this process. Returns its directory and its exit status."""
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
     folder = rundir.claim(directory, number, job, [])
-    status = worker.run(str(directory), number, inline=True)
+    status = worker.run_rank(str(directory), number, inline=True)
     rundir.end_attempt(folder)
     return directory, status
 

@@ -119,9 +119,9 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     for folder in (first, second):
         (folder / "titan_hydra/__pycache__").mkdir()
         (folder / "titan_hydra/__pycache__/a.pyc").touch()
-        assert snapshot.digest(snapshot.copied(folder)) == folder.name
+        assert snapshot.digest_of_code(snapshot.copied(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
-    assert snapshot.digest(snapshot.copied(second)) != second.name
+    assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")

@@ -16,7 +16,7 @@ OTHERS = {"checkpoint/convert.py", "checkpoint/initial.py", "commands/from_torch
 
 
 def test_the_map_has_every_file():
-    assert layout.table() in (ROOT / "docs/architecture.md").read_text()
+    assert layout.table_of_files() in (ROOT / "docs/architecture.md").read_text()
     assert {*layout.OF_RUN, *layout.OF_ATTEMPT, layout.SWEEPS, layout.SWEEP, layout.CODE} == set(ENTRIES)
 
 

@@ -32,7 +32,7 @@ def saved(tmp_path):
     return step
 
 
-def loaded(step: Path, load=safe.load):
+def loaded(step: Path, load=safe.load_checkpoint):
     state = {"model": {"w": torch.zeros(4)}, "lr": 0.0}
     load(state, step, no_dist=True)
     return state

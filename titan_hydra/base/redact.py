@@ -27,7 +27,7 @@ def sureness(name: str) -> int:
     return 2 if sure else int(bool(PERHAPS & set(parts)))
 
 
-def known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def _known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the secrets in the environment, as a map from value to name."""
     return {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
 
@@ -38,7 +38,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = 
     In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign to such a name lose all
     literals.
     """
-    for value, name in sorted(known(environment).items(), key=lambda pair: -len(pair[0])):
+    for value, name in sorted(_known(environment).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(value, f"[redacted {name}]")
     text = SHAPES.sub("[redacted]", text)
     return "\n".join(_without_values(text.split("\n"))) if code else ASSIGNED.sub(_assigned, text)

@@ -246,7 +246,7 @@ class Checkpointer:
         if "outer" in parts and self.outer:
             content["outer"] = self.outer
         try:
-            safe.load(content, path, self.group)
+            safe.load_checkpoint(content, path, self.group)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
         if "model" in parts:

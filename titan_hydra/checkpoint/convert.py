@@ -28,7 +28,7 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import newest
 
 from . import safe
-from . import tokenizer as tokenizer_export
+from .tokenizer import write_tokenizer
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -62,7 +62,7 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
     """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
     try:
-        ids = tokenizer_export.write(read_tokenizer_config(checkpoint, config_file), target, max_length)
+        ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
@@ -169,7 +169,7 @@ class Reader:
     """Reads single tensors of a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
 
     def __init__(self, checkpoint: Path):
-        self.checkpoint, self.reader = checkpoint, safe.Reader(checkpoint)
+        self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
         self.metadata = self.reader.index
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

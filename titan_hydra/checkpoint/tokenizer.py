@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-def write(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
+def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
     """Write a tokenizer's two files into a folder. Returns the token ids for config.json. Raises ConfigError if there is none."""
     ours = tokenizer.load(config)
     theirs = _read(config)

@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit status."""
     if args.what == "verify" and layout.MANIFEST.of(Path(args.run)).is_file():
-        return verify([Path(args.run)])
+        return _verify([Path(args.run)])
     run = choose_one(args.run, args.runs).directory
     steps = layout.CHECKPOINTS.of(run)
     if args.what == "ls":
         return ls(steps)
     if args.what == "verify":
-        return verify(checkpoints.complete(steps) or _none(steps))
+        return _verify(checkpoints.complete(steps) or _none(steps))
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep}: a run keeps at least one checkpoint")
     attempt = newest_attempt(run)
@@ -59,7 +59,7 @@ def ls(steps: Path) -> int:
     return Exit.DONE
 
 
-def verify(paths: list[Path]) -> int:
+def _verify(paths: list[Path]) -> int:
     """Compare every byte of the steps with their manifests."""
     status = Exit.DONE
     for path in paths:

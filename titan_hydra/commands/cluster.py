@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     if listing is None:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
     found = list(partitions(listing))
-    chosen = choose(found, args.partition)
+    chosen = choose_partition(found, args.partition)
     cluster = cluster_name()
     name = args.name or re.sub(r"\W+", "_", cluster)
     if not re.fullmatch(r"\w[\w-]*", name):
@@ -126,7 +126,7 @@ def minutes_of(limit: str) -> int | None:
     return (days * 24 + hours) * 60 + minutes
 
 
-def choose(found: list[Partition], wanted: str | None) -> Partition:
+def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
     """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind of node."""
     if not found:
         raise ConfigError("sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand")

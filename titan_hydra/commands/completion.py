@@ -65,7 +65,7 @@ def candidates(words: list[str]) -> Iterable[str]:
         return options
     places = [action for action in options_of(parser) if not action.option_strings]
     chosen = next((action.choices for action in places if action.choices), None)
-    return chosen or (names(runs_of(before)) if any(action.dest in RUNS for action in places) else [])
+    return chosen or (_names(runs_of(before)) if any(action.dest in RUNS for action in places) else [])
 
 
 def runs_of(words: list[str]) -> Path:
@@ -73,7 +73,7 @@ def runs_of(words: list[str]) -> Path:
     return Path(next((value for option, value in pairwise(words) if option == "--runs"), "runs"))
 
 
-def names(runs: Path) -> list[str]:
+def _names(runs: Path) -> list[str]:
     """List sweeps, the cells of the newest one, and all runs by hash and by name."""
     sweeps = find.readable(runs)
     cells = short_names(find.sweep(sweeps[0]).cells) if sweeps else []

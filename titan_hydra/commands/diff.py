@@ -46,8 +46,8 @@ def main(args: argparse.Namespace) -> int:
     """Print three tables, or a line for each that has no difference."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     grid("configuration", a, b, configuration(a.config, b.config))
-    grid("code and versions", a, b, environment(a.environment, b.environment))
-    grid("results", a, b, results(a, b), "difference")
+    grid("code and versions", a, b, _environment(a.environment, b.environment))
+    grid("results", a, b, _results(a, b), "difference")
     return Exit.DONE
 
 
@@ -82,7 +82,7 @@ def unit_of(key: str, help: str) -> str:
     return named or (told[1] if told else "")
 
 
-def environment(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
+def _environment(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
     """List the differences in commit, uncommitted changes, versions and machine."""
     rows = [("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))), ("not committed", *map(dirt, (a, b)))]
     if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):
@@ -99,7 +99,7 @@ def dirt(environment: dict) -> str:
     return ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "") if files else "nothing"
 
 
-def results(a: Side, b: Side) -> Iterable[tuple[str, ...]]:
+def _results(a: Side, b: Side) -> Iterable[tuple[str, ...]]:
     """Yield the results side by side, and the relative difference of B from A."""
     if a.state != b.state or a.state != "done":
         yield "state", a.state, b.state, ""

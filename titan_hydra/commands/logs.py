@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")
-    parser.add_argument("-n", "--lines", type=number, metavar="N", help="only the last N lines")
+    parser.add_argument("-n", "--lines", type=_number, metavar="N", help="only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="continue until the run is over")
     parser.add_argument("--guilty", action="store_true", help="the last words of the rank that made the run fail")
     add_runs(parser)
@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     directory = choose_one(args.cell, args.runs).directory
     state = rundir.inspect(directory)
     if args.guilty:
-        return guilty(directory, state)
+        return _guilty(directory, state)
     if state.groups:  # jobs of their own, whose ranks are counted from 0
         group, args.rank = divmod(args.rank, layout.CONFIG.read(directory).get("gpus") or 1)
         if group >= len(state.groups):
@@ -37,22 +37,22 @@ def main(args: argparse.Namespace) -> int:
         directory, _, state = jobs_of(directory, state)[group]
     number = args.attempt or state.attempt
     if args.follow and args.attempt is None:
-        return follow(directory, state, args.rank, args.lines)
+        return _follow(directory, state, args.rank, args.lines)
     log = log_of(directory, number, args.rank)
     if log is None:
-        raise ConfigError(missing(directory, state, number, args.rank))
+        raise ConfigError(_missing(directory, state, number, args.rank))
     Tail(log, args.lines).more()
     return Exit.DONE
 
 
-def number(text: str) -> int:
+def _number(text: str) -> int:
     """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not a non-negative whole number."""
     if not text.isdigit():
         raise ValueError
     return int(text)
 
 
-def guilty(directory: Path, state: State) -> int:
+def _guilty(directory: Path, state: State) -> int:
     """Print which rank made the run fail, its error, and where its log is."""
     failure = state.failure
     if failure is None:
@@ -68,11 +68,11 @@ def guilty(directory: Path, state: State) -> int:
     return Exit.DONE
 
 
-def follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
+def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
     """Print the log as it grows, then that of the next attempt if there is one, until the run is over."""
     number, tail, asked = state.attempt, None, time.monotonic()
     if state.kind not in ACTIVE and log_of(directory, number, rank) is None:
-        raise ConfigError(missing(directory, state, number, rank))
+        raise ConfigError(_missing(directory, state, number, rank))
     say(f"{directory.name}: {state.kind}, attempt {number}")
     while True:
         log = log_of(directory, number, rank)
@@ -121,7 +121,7 @@ def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
     return next((log for log in candidates if log.is_file() and (log.stat().st_size or log is candidates[0])), None)
 
 
-def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
+def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:
     """Explain why there is no such log, and which logs there are."""
     attempts = list(layout.ATTEMPT.all(directory))
     if attempt not in attempts:

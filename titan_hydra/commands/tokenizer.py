@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand. Raises ConfigError for everything that the user can fix, a full disk and a killed worker included."""
     try:
-        return {"train": train, "encode": encode}[args.tokenizer_command](args)
+        return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
     except OSError as error:
         raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
         raise ConfigError(f"--workers={args.workers}: a worker was killed, perhaps because memory ran out; use fewer") from error
 
 
-def train(args: argparse.Namespace) -> int:
+def train_tokenizer(args: argparse.Namespace) -> int:
     """Train byte-pair merges, write them in tiktoken's format, and verify that both libraries encode alike."""
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:

@@ -34,11 +34,11 @@ def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
-    from titan_hydra.verify.sampler import draw
+    from titan_hydra.verify.sampler import draw_jobs
     from titan_hydra.verify.verify import STEPS, verify
 
     drawn = args.random is not None
-    cases = list(draw(args.random, args.seed)) if drawn else MATRIX
+    cases = list(draw_jobs(args.random, args.seed)) if drawn else MATRIX
     if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
         raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
     cases = [replace(case, base=(*case.base, *args.overrides), config_dir=args.config_dir) for case in cases]
@@ -60,11 +60,11 @@ def main(args: argparse.Namespace) -> int:
             print(f"{case.name}: worst are {outcome.worst}; tolerances are loss {case.loss}, norm {case.norm}, gradients {case.gradients}, "
                   f"weights {case.weights}; its job: {' '.join((*case.overrides, *case.base))}")
     if chosen == MATRIX:
-        write(args.write, header, rows, STEPS)
+        _write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
 
 
-def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
+def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
     """Write the table as a page of the docs."""
     lines = [
         "# Acceptance", "",

@@ -31,12 +31,12 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="write it here (docs/configuration.md) instead of printing it")
     file = parser.parse_args().file
     if file:
-        file.write_text(page(), encoding="utf-8")
+        file.write_text(configuration_page(), encoding="utf-8")
     else:
-        print(page(), end="")
+        print(configuration_page(), end="")
 
 
-def page() -> str:
+def configuration_page() -> str:
     """Return the text of docs/configuration.md."""
     index = ["- [Keys without a group](#keys-without-a-group)", *(f"- [{group}](#{group}): {meaning(group)}" for group in groups())]
     introduction = (ASSETS / "configuration.md").read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def when(file: Path) -> str:
     return comments[0].lstrip("# ") if comments else ""
 
 
-def settings(group: str, file: Path) -> dict[str, Any]:
+def _settings(group: str, file: Path) -> dict[str, Any]:
     """Return the keys that an option sets, by their full names, without `name`."""
     package = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}."
     flat = dict(_flatten(load_yaml(file), package))
@@ -147,7 +147,7 @@ def _option_item(group: str, file: Path) -> str:
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
     default = " (default)" if file.stem == default_options().get(group) else ""
     text = f"- **{group}={file.stem}**{default}: {when(file)}"
-    values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in settings(group, file).items())
+    values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in _settings(group, file).items())
     return _wrap(f"{text} Sets `{values}`." if values else text, PAGE_WIDTH, "", "  ")
 
 
@@ -158,7 +158,7 @@ def _shown_default(key: str) -> str:
         return f"`{as_typed(default)}`" if default != "" else "empty"
     group = key.partition(".")[0]
     option, default = default_options().get(group), default_of(KEYS[key])
-    given = settings(group, option_files(group)[0]).get(key, default) if option else default
+    given = _settings(group, option_files(group)[0]).get(key, default) if option else default
     if given == "???":
         return "given by the option"
     return f"`{as_typed(given)}`" + (f" by {group}={option}, else `{as_typed(default)}`" * (given != default and default != "???"))

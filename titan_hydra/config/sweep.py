@@ -31,7 +31,7 @@ from .overrides import mistakes
 Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and the overrides that made it
 
 
-def expand(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
+def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
     """Return the cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in @hydra.main's function.
 
     A cell that does not compose adds a line to `faults` instead of raising, since Hydra would print an exception in its own way.

@@ -105,7 +105,7 @@ def folders(modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(str(root) for module in modules for _, root, _ in _files_of(module)))
 
 
-def changed(train: Train) -> Fault | None:
+def edited_sources(train: Train) -> Fault | None:
     """Return a fault if the sources of a frozen job's modules are not those that it was frozen with; None if they are.
 
     Runs of version 0.1 have recorded none.

@@ -64,7 +64,7 @@ def shards(content: dict[str, Any]) -> list[Tensor]:
     return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
 
 
-def cut(model: nn.Module, modules: list[str], config: FaultTolerance) -> list[Fragment]:
+def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -> list[Fragment]:
     """Divide this rank's parameters, of a model with these modules in running order, into fragments."""
     fragments = [Fragment([]) for _ in range(config.fragments)]
     for name, parameter in model.named_parameters():

@@ -220,7 +220,8 @@ class PerStep(Groups):
         if config.lighthouse:
             return f"http://{config.lighthouse}"
         if self.run.submission:
-            self.helper, address = shared_lighthouse.start(self.run.meetings, config.timeout_seconds, limit / 4 if self.run.replica else 0)
+            wait = limit / 4 if self.run.replica else 0
+            self.helper, address = shared_lighthouse.start_lighthouse(self.run.meetings, config.timeout_seconds, wait)
             return address
         path, deadline = self.run.meetings / "lighthouse", time.monotonic() + limit
         while not path.exists():

@@ -24,7 +24,7 @@ from titan_hydra.train.trainer import Trainer
 from titan_hydra.train.world import open_store
 
 from .exchange import Peers
-from .outer import Fragment, cut, due, shards
+from .outer import Fragment, due, fragments_of, shards
 from .quorum import Board, Meeting
 
 LONGEST = timedelta(days=7)  # time that ranks wait for their rank 0, which limits the wait itself
@@ -41,7 +41,7 @@ class Replicas(Groups):
         self.stop: Callable[[], bool] = lambda: bool(trainer.stop_requested)
         self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
         self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
-        self.fragments = cut(model, family_of(job.model).modules(job.model), self.config)
+        self.fragments = fragments_of(model, family_of(job.model).modules(job.model), self.config)
         self.last = torch.zeros((), dtype=torch.int64)  # step of the last meeting
         self.peers = Peers(run.replica, run.rank, self.config.timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=LONGEST)

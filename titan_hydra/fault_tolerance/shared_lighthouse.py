@@ -37,7 +37,7 @@ POLL = 1.0  # seconds between two reads of the files
 ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to all processes of a rank
 
 
-def start(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
+def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
     """Start this process for the present one, which must keep the first result. Returns it and the address for torchft's manager."""
     command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)  # the new process never receives them: it is needed until its rank has ended

@@ -83,7 +83,7 @@ def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
 def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
     """Send SIGTERM to every rank, through their parent if they have one. Returns a phrase for the ranks that were signalled."""
     owner = layout.RANKS.read(attempt)
-    ranks = rundir.processes(attempt)
+    ranks = rundir.running_ranks(attempt)
     if alive(owner):
         os.kill(owner["pid"], signal.SIGTERM)
     elif parent is not None:  # it has not started any rank yet
@@ -108,7 +108,7 @@ def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if group is not None:
             os.killpg(group, signal.SIGKILL)
-    for rank in rundir.processes(attempt):
+    for rank in rundir.running_ranks(attempt):
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank["pid"], signal.SIGKILL)
 

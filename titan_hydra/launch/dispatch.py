@@ -97,7 +97,7 @@ def begin(cells: list[Cell]) -> int:
         print(*place_faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
     if cells[0].job.launch.mode == "dry":
-        show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
+        show.dry_run(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
         if on_slurm(cells):
             from . import submit
 
@@ -268,16 +268,16 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
             return state
         attempt = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh)
         if attempt is not None:
-            return start(cell, attempt, interrupts)
+            return _start(cell, attempt, interrupts)
 
 
-def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
+def _start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
     """Run a claimed attempt to its end."""
     again = f", attempt {attempt.name}" if attempt.name != "1" else ""
     print(f"{cell.directory}{again}: {counted(processes(cell.job), 'rank')}", flush=True)
     try:
         if cell.job.cluster.executor == "inline":
-            if worker.run(str(cell.directory), int(attempt.name), inline=True) == 130:
+            if worker.run_rank(str(cell.directory), int(attempt.name), inline=True) == 130:
                 raise KeyboardInterrupt
             rundir.end_attempt(attempt)
             return tell(cell)

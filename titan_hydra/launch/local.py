@@ -39,7 +39,7 @@ def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
     executor = Executor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
-    return process_of(executor.submit(worker.run, str(directory), int(attempt.name)))
+    return process_of(executor.submit(worker.run_rank, str(directory), int(attempt.name)))
 
 
 class Executor(LocalExecutor):

@@ -12,7 +12,7 @@ from titan_hydra.config import explain, register_schema
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.describe import help_text
 from titan_hydra.config.files import CONF
-from titan_hydra.config.sweep import Composed, expand
+from titan_hydra.config.sweep import Composed, expand_sweep
 
 from .dispatch import dispatch
 
@@ -25,7 +25,7 @@ def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
     """Keep the cells of one composed configuration; nothing starts before all cells are known to be good."""
     if overrides is None:  # no -m
         overrides = OmegaConf.to_container(HydraConfig.get().overrides.task)
-    cells.extend(expand(config, overrides, faults))
+    cells.extend(expand_sweep(config, overrides, faults))
 
 
 def launch(script: str) -> None:

@@ -93,7 +93,7 @@ exit "$status"
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """Resources of a job: cells with the same resources share an array."""
 
     nodes: int
@@ -102,7 +102,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Line:
+class JobLine:
     """One cell of a job, or one replica group of a cell."""
 
     nodes: int
@@ -116,10 +116,10 @@ class SubmissionError(Exception):
     """sbatch refused the job; the message is its own."""
 
 
-class Batch(SlurmExecutor):
+class SlurmBatch(SlurmExecutor):
     """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the same nodes."""
 
-    def __init__(self, folder: Path, name: str, shape: Shape, lines: list[Line], cluster: Cluster, paths: list[Path],
+    def __init__(self, folder: Path, name: str, shape: JobShape, lines: list[JobLine], cluster: Cluster, paths: list[Path],
                  packed: bool, at_once: int = 0) -> None:
         """Set sbatch's parameters; at most `at_once` lines of an array run at the same time (0: all)."""
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
@@ -143,7 +143,7 @@ class Batch(SlurmExecutor):
         """Tell submitit that SLURM is available, since launch.mode=dry needs none."""
         return 1
 
-    def flags(self, shape: Shape, cluster: Cluster) -> dict:
+    def flags(self, shape: JobShape, cluster: Cluster) -> dict:
         """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"  # SLURM would take %j for the job's number there too

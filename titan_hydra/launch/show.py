@@ -25,7 +25,7 @@ def results(cells: list, states: list[State]) -> None:
     print(*table(["run", "cell", "status", *numbers], rows, numbers, ("cell", "run")), sep="\n")
 
 
-def plan(cells: list, states: list[State], hours: float | None) -> None:
+def dry_run(cells: list, states: list[State], hours: float | None) -> None:
     """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to start."""
     rows = []
     for cell, state in zip(cells, states, strict=True):

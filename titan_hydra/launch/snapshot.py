@@ -18,7 +18,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
     """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns that folder."""
     code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
     code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}
-    final = layout.CODE.of(runs) / digest(code)
+    final = layout.CODE.of(runs) / digest_of_code(code)
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def copied(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in found}
 
 
-def digest(code: dict[str, Path]) -> str:
+def digest_of_code(code: dict[str, Path]) -> str:
     """Return 16 hex digits of the sha256 over names and contents, in the order of names; for a link, over its target."""
     total = hashlib.sha256()
     for name, path in sorted(code.items()):

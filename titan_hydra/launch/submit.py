@@ -26,7 +26,7 @@ from titan_hydra.runs.rundir import State
 
 from . import show, snapshot
 from .attach import Interrupts
-from .sbatch import Batch, Line, Shape, SubmissionError
+from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 
 POLL = 5  # seconds between two squeue calls with launch.wait
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # errors of sbatch after which SLURM may still have the job
@@ -38,17 +38,17 @@ class Array:
     """Cells that are submitted as one job array, one packed job, or a single job."""
 
     token: str
-    shape: Shape
+    shape: JobShape
     cells: list  # of dispatch.Cell
     packed: bool = False
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
 
 
-def shape_of(cell) -> Shape:
+def _shape_of(cell) -> JobShape:
     """Return the resources of a cell's job, or of each of its jobs: one for each replica group."""
     ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
-    return Shape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
+    return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
 def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
@@ -56,30 +56,31 @@ def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
     one job of the largest shape, in their order.
     """
     if packed:
-        shapes = [shape_of(cell) for cell in cells]
+        shapes = [_shape_of(cell) for cell in cells]
         minutes = cells[0].job.cluster.time_minutes
-        largest = Shape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
+        largest = JobShape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
                         minutes and minutes * len(cells))
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
-    alike: dict[tuple[Shape, int, str], list] = {}
+    alike: dict[tuple[JobShape, int, str], list] = {}
     for cell in cells:
-        alike.setdefault((shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
+        alike.setdefault((_shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
     return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
             for (shape, groups, _), some in alike.items() for first in range(0, len(some), max(limit // groups, 1))]
 
 
-def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path) -> Batch:
+def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path) -> SlurmBatch:
     """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its replica groups."""
     lines = []
     for cell, own in zip(array.cells, attempts, strict=True):
-        shape, config = shape_of(cell), cell.job.fault_tolerance
+        shape, config = _shape_of(cell), cell.job.fault_tolerance
         restarts = 0 if config.name == "off" else config.max_restarts
-        lines += [Line(shape.nodes, shape.nodes * shape.ranks_per_node, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
+        ranks = shape.nodes * shape.ranks_per_node
+        lines += [JobLine(shape.nodes, ranks, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
     cluster = array.cells[0].job.cluster
     cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
     paths = [code, code / snapshot.USER] if any(cell.job.train.imports for cell in array.cells) else [code]
     at_once = cluster.max_parallel * array.cells[0].job.fault_tolerance.replicas
-    return Batch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
+    return SlurmBatch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
 
 
 @functools.cache
@@ -129,7 +130,7 @@ def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tupl
     if folder is None or baseline is None:
         return start
     again = replace(baseline, directory=folder / "repeat" / baseline.directory.name)
-    manifest.add_cell(folder, manifest.row(again) | {"name": f"{baseline.name} (again)", "repeat": True})
+    manifest.add_cell(folder, manifest.entry_of(again) | {"name": f"{baseline.name} (again)", "repeat": True})
     state = rundir.state(again.directory)
     return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
 
@@ -192,7 +193,7 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
     uncertain = re.search(NO_ANSWER, reason, re.I)
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)
-        queue = slurm.queue_of(owners)
+        queue = slurm.ask_queue(owners)
         if all(jobs := [queue.find(owner) for owner in owners]):
             for attempt, job in zip(attempts, jobs, strict=True):
                 rundir.note(attempt, job_id=job.id)

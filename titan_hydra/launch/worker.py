@@ -19,7 +19,7 @@ from pathlib import Path
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import write_json, write_text
-from titan_hydra.config.user_code import changed
+from titan_hydra.config.user_code import edited_sources
 from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
@@ -53,7 +53,7 @@ class Place:
         return cls(*(int(os.environ.get(variable, default)) for variable, default in zip(VARIABLES[starter], "0101", strict=True)), starter)
 
 
-def run(directory: str, attempt: int, inline: bool = False) -> int:
+def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
     """Run one rank. Ends the process with the rank's exit status, except inline, where the status is returned."""
     folder = Path(directory).absolute()
     place, attempt_folder = Place.find(inline), layout.ATTEMPT.of(folder, attempt)
@@ -126,7 +126,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     job = load_job(directory)
-    if fault := changed(job.train):
+    if fault := edited_sources(job.train):
         raise ConfigError(str(fault))
     replica, group = _group_of(job, place, folder)
     submission = _check_claim(attempt, place)
@@ -146,7 +146,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     if job.comm.name == "fake":
         from titan_hydra.verify import fake
 
-        return fake.train(job, run)
+        return fake.train_fake(job, run)
     from titan_hydra.train.loop import train
 
     if job.fault_tolerance.name == "off":
@@ -196,9 +196,9 @@ def _check_claim(attempt: Path, place: Place) -> str:
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {_job_id()}")
     submitted = owner.get("code")
     if submitted and place.local_rank == 0:
-        from .snapshot import ROOT, copied, digest
+        from .snapshot import ROOT, copied, digest_of_code
 
-        code = digest(copied(ROOT))
+        code = digest_of_code(copied(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
     return owner.get("token", "")
@@ -280,7 +280,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG
-    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else newest_attempt(Path(arguments[0])) or 1)
+    return run_rank(arguments[0], int(arguments[1]) if len(arguments) == 2 else newest_attempt(Path(arguments[0])) or 1)
 
 
 if __name__ == "__main__":

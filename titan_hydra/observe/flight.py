@@ -78,12 +78,12 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
     with _lock:
         content = {
             "rank": run.rank, "host": socket.gethostname(), "time": time.time(), "why": why, **where,
-            "groups": groups(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
+            "groups": groups_of_rank(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
         }
         write_text(layout.FLIGHT.of(run.attempt, run.rank), json.dumps(content), durable=False)
 
 
-def groups(mesh: Mesh | None) -> dict[str, dict]:
+def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
     """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
     found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(process_groups.pg_group_ranks[group])}
              for group in list(process_groups.pg_map)}

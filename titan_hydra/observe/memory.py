@@ -24,7 +24,7 @@ def record(on: bool) -> None:
         record_memory_history(enabled="state" if on else None, stacks="python")
 
 
-def explain(run: Run, error: BaseException) -> None:
+def explain_out_of_memory(run: Run, error: BaseException) -> None:
     """Write memory_<rank>.txt after running out of device memory: what is allocated, by the lines of code, and torch's summary."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__

@@ -95,7 +95,7 @@ class Watchdog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
             error.facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
-            memory.explain(self.run, error)
+            memory.explain_out_of_memory(self.run, error)
             if not isinstance(error, RunError):
                 self.dump(f"{type(error).__name__}: {error}", error)
         if isinstance(error, Stopped):

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from titan_hydra.config.registry import FORMATS, Format
 
-from .cells import Cell, mean
+from .cells import ReportCell, mean
 
 WINDOW = 10  # rows that a mean difference covers: a single outlier is not a trend
 NEIGHBOURS = 25  # rows on either side from which the noise of the baseline's loss is taken
@@ -42,7 +42,7 @@ class Band:
         return "yes" if self.inside else f"NO: from step {self.step}"
 
 
-def band(baseline: Cell, cell: Cell) -> Band | None:
+def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
     """Compare a cell's losses with the baseline's at the steps that both have logged; None where there are none."""
     steps = sorted(baseline.losses.keys() & cell.losses.keys())
     if not steps:
@@ -78,7 +78,7 @@ def local_noise(losses: list[float], row: int) -> float:
     return math.sqrt(sum((step - trend) * (step - trend) for step in steps) / len(steps) / 2) if steps else 0.0
 
 
-def coarser(*cells: Cell) -> str:
+def coarser(*cells: ReportCell) -> str:
     """Return the number format with the largest rounding among those that the cells compute in."""
     return max((cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") or "bfloat16" for cell in cells),
                key=rounding)

@@ -25,7 +25,7 @@ OUTSIDE = ("name", "notes", "cluster", "launch", "paths", "sweep", "metrics", "p
 
 
 @dataclass(frozen=True)
-class Cell:
+class ReportCell:
     """One run directory. `config` is flat (dotted key to value); files that are missing or unreadable count as empty."""
 
     name: str
@@ -172,10 +172,10 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Mean(Cell):
+class Mean(ReportCell):
     """Cells that differ in one key alone (for example a seed) as one cell: its numbers are means, its noise comes from their spread."""
 
-    members: dict[str, Cell] = field(default_factory=dict)  # by the key's value
+    members: dict[str, ReportCell] = field(default_factory=dict)  # by the key's value
 
     def of(self, name: str) -> list[float]:
         """List one attribute of the members, without those for which it is None."""
@@ -210,7 +210,7 @@ class Mean(Cell):
         errors = self._merged(lambda cell: cell.losses, error_of)
         return {} if None in errors.values() else errors
 
-    def _merged(self, curve_of: Callable[[Cell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
+    def _merged(self, curve_of: Callable[[ReportCell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
         curves = [curve for cell in self.members.values() if not cell.state.failure and (curve := curve_of(cell))]
         steps = set.intersection(*map(set, curves)) if curves else set()
         return {step: by([curve[step] for curve in curves]) for step in sorted(steps)}
@@ -229,17 +229,17 @@ def error_of(values: list[float]) -> float | None:
     return sqrt(sum(squares) / (len(values) - 1) / len(values))
 
 
-def gather(selection: Selection) -> list[Cell]:
+def gather(selection: Selection) -> list[ReportCell]:
     """Read every cell of a selection."""
     sweep = selection.sweep
     repeats = [bool(entry.get("repeat")) for entry in sweep["cells"]] if sweep else [False] * len(selection.cells)
     now_of = inspect_all([chosen.directory for chosen in selection.cells])
-    return [replace(read(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
+    return [replace(read_cell(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
 
 
-def read(chosen: RunCell, now: State) -> Cell:
+def read_cell(chosen: RunCell, now: State) -> ReportCell:
     """Read one run. A damaged run gets no numbers."""
-    cell = Cell(chosen.name, chosen.directory, chosen.overrides, now)
+    cell = ReportCell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell
     environment = layout.ENV.read(chosen.directory)
@@ -255,16 +255,16 @@ def read(chosen: RunCell, now: State) -> Cell:
                    load=rank.get("load") or {}, unreadable=tuple(unreadable))
 
 
-def averaged(cells: list[Cell], over: str) -> list[Cell]:
+def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
     """Replace cells that differ only in the key `over` by one `Mean` cell each."""
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[str, list[ReportCell]] = {}
     for cell in cells:
         rest = {key: value for key, value in cell.config.items() if key != over and key.partition(".")[0] not in OUTSIDE}
         groups.setdefault(json.dumps(rest, sort_keys=True) if rest else cell.name, []).append(cell)
     return [mean_of(group, over) for group in groups.values()]
 
 
-def mean_of(cells: list[Cell], over: str) -> Mean:
+def mean_of(cells: list[ReportCell], over: str) -> Mean:
     """Build the `Mean` of a group of cells, named by the words that all their names share."""
     first = next((cell for cell in cells if cell.done), cells[0])
     swept = (over, over.rpartition(".")[2])
@@ -277,7 +277,7 @@ def mean_of(cells: list[Cell], over: str) -> Mean:
                 unreadable, members={as_typed(cell.config.get(over)): cell for cell in cells})
 
 
-def labels(cells: list[Cell], sweep: bool) -> list[str]:
+def labels(cells: list[ReportCell], sweep: bool) -> list[str]:
     """Return the names without the parts that all share; in a sweep only whole `key=value` words, as users choose the others."""
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from .band import WINDOW, coarser, off_by, tolerances
-from .cells import OUTSIDE, Cell, Mean, common, error_of
+from .cells import OUTSIDE, Mean, ReportCell, common, error_of
 from .digits import percent
 from .style import short
-from .table import Report, Row
+from .table import Report, ReportRow
 
 # Keys that grow with the number of devices; cells equal in all other keys form one scaling curve.
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
@@ -22,7 +22,7 @@ ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """Values over steps (or devices) for one row of the table; `low` and `high` bound an area around it."""
 
     row: int
@@ -40,7 +40,7 @@ class Lines:
     name: str
     title: str
     unit: str
-    lines: list[Line]
+    lines: list[Curve]
     over: str = "step"  # or devices
     log: bool = False
     bands: list[tuple[str, list[float], list[float]]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Bars:
     limit: float | None = None
 
 
-def bars(report: Report) -> Iterator[Bars]:
+def bar_charts(report: Report) -> Iterator[Bars]:
     """Yield the bar charts of throughput and of peak memory, if any row has a value."""
     reference = report.baseline.cell.memory
     speeds, memory = [], []
@@ -109,7 +109,7 @@ def drawn(report: Report) -> list[Lines]:
     return [chart for chart in curves(report) if chart.lines]
 
 
-def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[Cell], dict]) -> Lines:
+def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], dict]) -> Lines:
     """Build a line chart with one line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
@@ -118,7 +118,7 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low, high = ([loss + sign * errors.get(step, 0) for step, loss in found.items()] if errors else [] for sign in (-1, 1))
-        lines.append(Line(number, row.label + (" (baseline)" if row.baseline else ""), list(found), list(found.values()), low, high))
+        lines.append(Curve(number, row.label + (" (baseline)" if row.baseline else ""), list(found), list(found.values()), low, high))
     return Lines(name, title, unit, lines)
 
 
@@ -137,7 +137,7 @@ def distances(report: Report) -> Lines:
         off = [abs(share) for share in off_by(base, [row.cell.losses[step] for step in steps])]
         most = max((share for share in off if isfinite(share)), default=0.0)
         said = f"at most {most:.1e}" if most else "the same bits"
-        lines.append(Line(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", steps,
+        lines.append(Curve(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", steps,
                           [share if share and isfinite(share) else None for share in off]))
         precision = coarser(report.baseline.cell, row.cell)
         bands.setdefault(precision, (f"the baseline's band ({precision})", steps, tolerances(base, precision)))
@@ -160,12 +160,12 @@ def scaling(report: Report) -> Lines:
             continue
         ideal = [totals[0] * count / devices[0] for count in devices]
         name = short(" ".join(common([row.label for row in rows])) or rows[0].label, 26)
-        lines += [Line(curve[0], f"{name}, {kind(rows)}: {totals[-1] / ideal[-1]:.0%}", devices, totals),
-                  Line(-1, "ideal", devices, ideal)]
+        lines += [Curve(curve[0], f"{name}, {_kind(rows)}: {totals[-1] / ideal[-1]:.0%}", devices, totals),
+                  Curve(-1, "ideal", devices, ideal)]
     return Lines("scaling", "Scaling", "tokens/s of all devices", lines, over="devices", log=True)
 
 
-def kind(curve: list[Row]) -> str:
+def _kind(curve: list[ReportRow]) -> str:
     """Name the kind of scaling: strong keeps the global batch, weak keeps the batch of each device."""
     batches = {row.cell.config.get("data.global_batch") for row in curve}
     shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}

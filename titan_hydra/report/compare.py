@@ -10,7 +10,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import as_typed, suggest
 from titan_hydra.config.sweep import differing
 
-from .cells import Cell
+from .cells import ReportCell
 
 # Keys, or groups of keys, of config.json. A group that differs is named as one.
 WORK = ("model", "data.seq_len", "data.document_mask", "comm", "debug.deterministic", "debug.anomaly", "debug.nan_hunt",
@@ -48,7 +48,7 @@ class Difference:
         return f"{self.key} differs: " + "; ".join(f"{value} ({_some(labels)})" for value, labels in self.values.items())
 
 
-def value_of(cell: Cell, key: str) -> object:
+def value_of(cell: ReportCell, key: str) -> object:
     """Return a cell's value of a key; for a group, a tuple of its keys and values. UNKNOWN if there is none."""
     if key in PLACE:
         return UNKNOWN if (value := PLACE[key](cell)) is None else value
@@ -59,7 +59,7 @@ def value_of(cell: Cell, key: str) -> object:
     return tuple(own) or UNKNOWN
 
 
-def differences(cells: list[Cell], labels: list[str], swept: set[str]) -> list[Difference]:
+def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
     """Find all keys in which cells differ although they must not, including those that the sweep varies on purpose."""
     found = []
     for key in dict.fromkeys((*WORK, *LEARNING, *PLACE)):
@@ -86,7 +86,7 @@ def on_purpose(key: str, swept: set[str]) -> bool:
     return any(_within(name, by) or _within(by, name) or by in RECIPES for name in names for by in swept)
 
 
-def even(cells: list[Cell], swept: set[str]) -> bool:
+def even(cells: list[ReportCell], swept: set[str]) -> bool:
     """Whether different global batches hold the same number of tokens (the paper's long sequences), or the same number per device if the
     sweep varies the devices (weak scaling).
     """
@@ -121,7 +121,7 @@ def is_allowed(key: str, allowed: Iterable[str]) -> bool:
     return any(_within(key, name) for name in allowed)
 
 
-def same(cell: Cell, baseline: Cell, keys: Iterable[str]) -> bool:
+def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
     """Whether two cells agree in all of these keys, ignoring unknown values."""
     pairs = ((value_of(cell, key), value_of(baseline, key)) for key in keys)
     return all(UNKNOWN in pair or pair[0] == pair[1] for pair in pairs)

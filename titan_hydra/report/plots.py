@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import charts, timeline
 from .charts import AXES, Bars, Lines
-from .style import LIGHT, line, settings, short
+from .style import LIGHT, line_style, settings, short
 from .table import Report
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
     """Draw every diagram that has data, lines over an axis of `Cell.places`, losses on a log scale if `log`. Yields the files."""
     import matplotlib
 
-    makers = [(chart.name, lambda chart=chart: bars(report, chart)) for chart in charts.bars(report)]
+    makers = [(chart.name, lambda chart=chart: draw_bars(report, chart)) for chart in charts.bar_charts(report)]
     makers += [(chart.name, lambda chart=chart: lines(report, chart, axis, log)) for chart in charts.drawn(report) if chart.name in FILES]
-    makers += [(f"pipeline-{number}", lambda one=one: timeline.draw(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
+    makers += [(f"pipeline-{number}", lambda one=one: timeline.draw_timeline(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
                enumerate(timeline.pipelines(report), start=1)]
     for name, make in makers:
         with matplotlib.rc_context(settings(name)):
@@ -56,7 +56,7 @@ def below(drawn: Figure, origin: str) -> None:
     drawn.text(0.01, 0.06 * inch, short(origin, 150), fontsize=6.5, color=LIGHT["soft"])
 
 
-def bars(report: Report, chart: Bars) -> Figure:
+def draw_bars(report: Report, chart: Bars) -> Figure:
     """Draw one horizontal bar a cell; beside it, in columns, its value and remark. A dashed line marks the baseline's value."""
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
     width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
@@ -93,7 +93,7 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
         axes.fill_between(report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name)
     for one in chart.lines:
         row = report.rows[one.row] if one.row >= 0 else None
-        colour, dashes = line(one.row) if row else ("base", "dash")
+        colour, dashes = line_style(one.row) if row else ("base", "dash")
         look = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
         if row and row.baseline:
             look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}

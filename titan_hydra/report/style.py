@@ -13,7 +13,7 @@ LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # red i
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def line(number: int) -> tuple[str, str]:
+def line_style(number: int) -> tuple[str, str]:
     """Return colour and dashes of the n-th line. Neighbours differ in both, and the first 28 are all different."""
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
 

@@ -29,7 +29,7 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SlurmVerdict:
     """The end of a job as SLURM reports it."""
 
     kind: Kind
@@ -39,22 +39,22 @@ class Verdict:
     detail: str = ""
 
 
-def of(attempt: Path, state: str | None) -> Verdict | None:
+def of(attempt: Path, state: str | None) -> SlurmVerdict | None:
     """Return SLURM's verdict from its state of the job and slurm.log; None if the job ended by itself, or was preempted."""
     log = layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20)
     if layout.SPENT.of(attempt).exists():  # the batch script's mark
-        return Verdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
+        return SlurmVerdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
     if state in (None, "FAILED", "COMPLETED"):  # the log may give a more exact cause
         state = written
     if state not in VERDICTS or state == "FAILED":
         return None
-    return Verdict(*VERDICTS[state], _host(state, log))
+    return SlurmVerdict(*VERDICTS[state], _host(state, log))
 
 
-def without_trace(attempt: Path) -> Verdict:
+def without_trace(attempt: Path) -> SlurmVerdict:
     """Return the verdict on a job that SLURM calls failed although no rank left a record: the end of its log."""
-    return Verdict(*VERDICTS["FAILED"], detail=layout.last_lines(layout.SLURM_LOG.of(attempt)))
+    return SlurmVerdict(*VERDICTS["FAILED"], detail=layout.last_lines(layout.SLURM_LOG.of(attempt)))
 
 
 def _host(state: str, log: str) -> str | None:

@@ -42,7 +42,7 @@ class Selection:
         return layout.SWEEP.read(self.manifest) if self.manifest else {}
 
 
-def select(target: str | None, runs: Path) -> Selection:
+def select_runs(target: str | None, runs: Path) -> Selection:
     """Return the runs that `target` selects; None selects all of the folder `runs`. Raises ConfigError with the nearest names."""
     if target is None:
         return folder_of_runs(runs)

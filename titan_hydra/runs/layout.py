@@ -165,11 +165,11 @@ SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", 
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that SLURM jobs run")
 
 
-def table() -> str:
+def table_of_files() -> str:
     """Return the rows of docs/architecture.md."""
     entries = [*(("", entry) for entry in OF_RUN), *(("· ", entry) for entry in OF_ATTEMPT)]
     return "\n".join(f"| `{mark}{entry.name}` | {entry.writer} | {entry.holds} |" for mark, entry in entries)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table_of_files())

@@ -20,7 +20,7 @@ def folder_of(cells: list) -> Path | None:
     """Return the sweep's folder: the existing one if the same cells were started before, else a new one; None for a single cell."""
     if len(cells) == 1:
         return None
-    job, rows = cells[0].job, [row(cell) for cell in cells]
+    job, rows = cells[0].job, [entry_of(cell) for cell in cells]
     name = re.sub(r"[^\w.=+,-]+", "-", job.sweep.name or "sweep")
     about = {"name": name, "command": list(map(redact, sys.argv[1:])), "baseline": job.sweep.baseline, "packed": job.launch.packed}
     sweeps = layout.SWEEPS.of(cells[0].runs)
@@ -47,7 +47,7 @@ def new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("not reached")
 
 
-def row(cell) -> dict:
+def entry_of(cell) -> dict:
     """Return a cell's entry in a manifest."""
     place = os.path.relpath(cell.directory, cell.runs)
     return {"name": cell.name, "overrides": cell.overrides, "hash": identity(cell.job), "directory": place}

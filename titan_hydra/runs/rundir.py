@@ -202,10 +202,10 @@ def queue_of(directories: list[Path]) -> Queue:
         owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
         if owner and owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
             owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
-    return slurm.queue_of(owners)
+    return slurm.ask_queue(owners)
 
 
-def processes(attempt: Path) -> list[dict]:
+def running_ranks(attempt: Path) -> list[dict]:
     """Return the records of an attempt's ranks that still run on this host."""
     return [rank for rank in layout.RANK.read_all(attempt).values() if "exit_status" not in rank and alive(rank)]
 
@@ -220,10 +220,10 @@ def host_of_running(attempt: Path) -> str | None:
         return None  # only SLURM knows: see slurm_state
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
-            return owner["host"] if alive(owner) or processes(attempt) else None
+            return owner["host"] if alive(owner) or running_ranks(attempt) else None
         heard = max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0)
         return owner.get("host") if time.time() - heard < SILENCE else None
-    return socket.gethostname() if processes(attempt) else None
+    return socket.gethostname() if running_ranks(attempt) else None
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:

@@ -46,7 +46,7 @@ class Queue:
         return next((job for job in named if "_" not in job.id or job.id.endswith(f"_{owner['index']}")), None)
 
 
-def queue_of(owners: list[dict]) -> Queue:
+def ask_queue(owners: list[dict]) -> Queue:
     """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten.
 
     squeue also lists jobs whose end was recorded before: an administrator may requeue them, and after a failed sbatch they may appear late.

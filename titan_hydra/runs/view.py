@@ -29,7 +29,7 @@ ACTIVE = ("queued", "running", "unknown")  # states that will change without any
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """What is known of a run at one moment; None is unknown, or not yet."""
 
     cell: str
@@ -64,7 +64,7 @@ def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects: as find.select, or a cell's name in the newest sweep with it; None: that sweep."""
+    """Return the runs that `target` selects: as find.select_runs, or a cell's name in the newest sweep with it; None: that sweep."""
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()
@@ -79,7 +79,7 @@ def choose(target: str | None, runs: Path) -> Selection:
             cells = find.sweep(folder).cells
             if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
                 return Selection(target, named)
-    selection = find.select(target, runs)
+    selection = find.select_runs(target, runs)
     if selection.manifest or len(selection.cells) < 2:
         return selection
     return replace(selection, cells=sorted(selection.cells, key=lambda cell: begun(cell.directory), reverse=True))
@@ -105,11 +105,11 @@ def place_of(target: str, runs: Path) -> Path:
     return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
 
 
-def look(cells: list[RunCell]) -> tuple[list[Row], Queue]:
+def look(cells: list[RunCell]) -> tuple[list[RunRow], Queue]:
     """Collect all that is known of these runs now."""
     queue = rundir.queue_of([cell.directory for cell in cells])
     names = short_names(cells)
-    return [row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
+    return [_row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
@@ -146,10 +146,10 @@ def identities() -> dict[str, bool]:
     return found
 
 
-def row(cell: str, directory: Path, state: State) -> Row:
+def _row(cell: str, directory: Path, state: State) -> RunRow:
     """Read the few files that show the progress of a run."""
     if state.kind in ("new", "damaged"):
-        return Row(cell, directory, state)
+        return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
     attempt = layout.ATTEMPT.of(home, number)
     result = layout.RESULT.read(directory) if state.kind == "done" else {}
@@ -168,9 +168,9 @@ def row(cell: str, directory: Path, state: State) -> Row:
         if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
             phase = "step"
         to_go = (steps - step) * last["step_seconds"] if steady and steps and step is not None else None
-    return Row(
+    return RunRow(
         cell, directory, state, steps, step, result.get("tokens_per_second", last.get("tokens_per_second")),
-        result.get("final_loss") or last.get("loss"), where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
+        result.get("final_loss") or last.get("loss"), _where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
         phase, layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
     )
 
@@ -200,7 +200,7 @@ def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
     return still if beat["phase"] not in LASTING and still > patience else None
 
 
-def where(state: State, rank: dict, config: dict) -> str | None:
+def _where(state: State, rank: dict, config: dict) -> str | None:
     """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it waits."""
     if state.kind == "queued":
         return None

@@ -42,7 +42,7 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     Raises NotFinite, Stopped or CheckpointError on all ranks alike.
     """
     with contextlib.ExitStack() as opened:
-        loop = begin(job, run, open_groups, opened)
+        loop = _begin(job, run, open_groups, opened)
         checkpointer = loop.checkpointer
         loop.run()
         if job.checkpoint.export_dtype:
@@ -54,7 +54,7 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
                 write_result(job, directory, result)
 
 
-def begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
+def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
     """Build everything that the steps use, with the state of the step to continue from. `opened` closes it again."""
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)

@@ -183,7 +183,7 @@ def exact(job: Job, case: Case) -> Trace:
     init_weights(model, job.model, job.seed)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = data.build(job, 0, 1)
-    losses, norms, gradients, weights = reference.train(
+    losses, norms, gradients, weights = reference.train_in_float64(
         job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
     loader.close()
     return Trace(losses, norms, gradients, start, weights)

@@ -93,7 +93,7 @@ def model_without_experts_has_no_expert_ranks(job: Job) -> Iterator[Fault]:
 @rule(VALUES)
 def user_modules_are_those_of_the_run(job: Job) -> Iterator[Fault]:
     """The sources of the user's modules are part of the experiment: a run never continues with edited ones."""
-    if fault := user_code.changed(job.train):
+    if fault := user_code.edited_sources(job.train):
         yield fault
 
 

@@ -22,7 +22,7 @@ PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
 
 
-def parameters(model: Model) -> int | None:
+def _parameters(model: Model) -> int | None:
     """Count the parameters of a model; None if its family cannot without torch."""
     count = family_of(model).parameters
     return count(model) if count else None
@@ -36,7 +36,7 @@ def of_a_rank(job: Job) -> dict[str, float]:
     tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / (max(microbatches(job), 1) if layout.pp > 1 else 1)
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
     return {
-        "model.name": (parameters(model) or 0) * stored * (2 + moments) / ranks,
+        "model.name": (_parameters(model) or 0) * stored * (2 + moments) / ranks,
         "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
         "data.global_batch": job.data.global_batch / data_parallel(job) / job.fault_tolerance.replicas * job.data.seq_len * 16,
     }
@@ -71,7 +71,7 @@ def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where:
     if ranks * sum(needs.values()) <= room:
         return
     key = max(needs, key=needs.__getitem__)
-    what = {"model.name": f"{parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
+    what = {"model.name": f"{_parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
             "data.local_batch": "block inputs and logits take", "data.global_batch": "tokens and labels of one step take",
             "gpus": f"{ranks:,} processes take"}[key]
     value = {"model.name": job.model.name, "gpus": job.gpus}.get(key) or getattr(job.data, key.partition(".")[2])
