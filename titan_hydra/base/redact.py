@@ -2,6 +2,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}  # parts of a secret's name
@@ -70,7 +71,7 @@ def _without_values(lines: list[str]) -> Iterator[str]:
         named = [match for match in NAMED.finditer(line) if sureness(match["name"])]
         begin = named[0].end() if named else 0 if sure else len(line)
         sure = max([sure, *(sureness(match["name"]) for match in named)])
-        rest = LITERAL.sub(lambda match, sure=sure: _without_literal(match, sure), line[begin:])
+        rest = LITERAL.sub(partial(_without_literal, sure=sure), line[begin:])
         if named and (bare := re.match(r"[\w+/=~-]+(?=\s|$|[,;)}\]])", rest)):
             shell = named[0]["is"] == "=" and named[0]["name"].isupper()
             if shell or (_mixed(bare[0]) and (sure == 2 or len(bare[0]) >= SHORTEST)):

@@ -153,7 +153,7 @@ class Checkpointer:
             self.stager = self._new_stager()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
-        response = dcp.async_save(content, storage_writer=flight.writer, process_group=self.group, async_stager=self.stager)
+        response: Any = dcp.async_save(content, storage_writer=flight.writer, process_group=self.group, async_stager=self.stager)
         flight.staged, flight.written = response.staging_completion, response.upload_completion
         flight.written.add_done_callback(lambda _: setattr(flight, "seconds", time.perf_counter() - flight.began))
 
@@ -256,7 +256,8 @@ class Checkpointer:
 
     def _newest_intact(self) -> Path | None:
         """Return the step to resume from, or None. Damaged ones are moved aside. Raises CheckpointError if all are damaged."""
-        names = [[path.name for path in reversed(checkpoints.complete(self.folder))], any(self.folder.glob(f"*{checkpoints.DAMAGED}"))]
+        set_aside = any(self.folder.glob(f"*{checkpoints.DAMAGED}"))
+        names: list[Any] = [[path.name for path in reversed(checkpoints.complete(self.folder))], set_aside]
         dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
         damaged: list[tuple[Path, list[str]]] = []
         found = None

@@ -1,6 +1,7 @@
 """Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into this rank's shards."""
 import json
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -38,7 +39,7 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
     renamed = {hf.name(name): tensor for name, tensor in weights.items()}
     try:
         reader = dcp.HuggingFaceStorageReader(str(source))
-        stored = reader.read_metadata().state_dict_metadata
+        stored: Any = reader.read_metadata().state_dict_metadata
         for name, tensor in renamed.items():
             if name not in stored or stored[name].size != tensor.shape:
                 has = tuple(stored[name].size) if name in stored else "nothing"

@@ -25,7 +25,8 @@ Optimizers = list[torch.optim.Optimizer]
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's shards of the parameters, in the parameters' own memory."""
-    return {name: formats.plain(weight) for name, weight in get_model_state_dict(model).items()}
+    held: dict[str, Any] = get_model_state_dict(model)
+    return {name: formats.plain(weight) for name, weight in held.items()}
 
 
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Writer(dcp.FileSystemWriter):
                  done: Callable[[], None] = lambda: None) -> None:
         self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
-        self.fs, self.step, self.world_size, self.own, self.done = SummingFiles(), step, world_size, own, done
+        self.fs: SummingFiles = SummingFiles()
+        self.step, self.world_size, self.own, self.done = step, world_size, own, done
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         """Delete what an earlier try has left, before the ranks plan their writes."""

@@ -82,7 +82,7 @@ def unit_of(key: str, help: str) -> str:
     return named or (told[1] if told else "")
 
 
-def _environment(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
+def _environment(a: dict, b: dict) -> Iterable[tuple[str, ...]]:
     """List the differences in commit, uncommitted changes, versions and machine."""
     rows = [("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))), ("not committed", *map(dirt, (a, b)))]
     if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the command line and, as shell comments, what it leaves out."""
     try:
-        given = _read(tomllib.loads(args.file.read_text()))
+        given = read_toml(tomllib.loads(args.file.read_text()))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{args.file}: {getattr(error, 'strerror', None) or error}") from error
     overrides, without = translate(given)
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _read(content: dict) -> dict[str, Any]:
+def read_toml(content: dict) -> dict[str, Any]:
     """Return the values of a file by TorchTitan's present dotted names, comma-separated strings as lists where the key is one.
 
     Raises ConfigError for a key that TorchTitan never had, and for a value of the wrong type.

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
 
 BATCH_CHARACTERS = 1 << 20  # text sent to a worker at a time
+WORKER: dict[str, Any] = {}  # of this process: its tokenizer and dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,13 +172,17 @@ def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
     """Load the tokenizer in a worker, which ignores Ctrl-C (the writing process handles it) and ends when that process has ended."""
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    global _tokenizer, _dtype
-    _tokenizer, _dtype = tokenizers_of_jobs.load(config), dtype
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    WORKER.update(tokenizer=tokenizers_of_jobs.load(config), dtype=dtype)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _encode_batch(texts: list[str]) -> tuple[bytes, int]:
-    return np.array([token for text in texts for token in _tokenizer.document(text)], dtype=_dtype).tobytes(), len(texts)
+    return np.array([token for text in texts for token in WORKER["tokenizer"].document(text)], dtype=WORKER["dtype"]).tobytes(), len(texts)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -76,7 +76,8 @@ def load_yaml(file: Path) -> dict:
     """Read a file of conf/ as plain values. The result is cached: do not change it."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(OmegaConf.load(file))
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return content
 
 
 @functools.cache

@@ -186,11 +186,12 @@ def _fits(key: str, value: Any) -> bool:
 def _scratch(key: str) -> Any:
     """Return a typed configuration for trying values; the model is of a family that has the key."""
     name = key.split(".")[1] if key.startswith("model.") else "name"
-    return _structured(next(cls for cls in model_classes() if name in (spec.name for spec in dataclasses.fields(cls))))
+    model: Any = next(cls for cls in model_classes() if name in (spec.name for spec in dataclasses.fields(cls)))
+    return _structured(model)
 
 
 @functools.cache
-def _structured(model: type[Model]) -> Any:
+def _structured(model: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(Job(model=model()) if model is not Model else Job)

@@ -75,7 +75,7 @@ def sources(modules: Iterable[str]) -> dict[str, Path]:
     """Return the files of these modules and of what they import from the same folder, by their path below it, in alphabetical order."""
     importlib.invalidate_caches()
     found: dict[str, Path] = {}
-    waiting = [(module, None) for module in modules if is_name(module)]
+    waiting: list[tuple[str, tuple[str, Path] | None]] = [(module, None) for module in modules if is_name(module)]
     seen = set(waiting)
     while waiting:
         module, scope = waiting.pop()

@@ -60,7 +60,7 @@ class Replicas(Groups):
         return {f"rank_{self.run.rank}.{name}": tensor for name, tensor in {"last": self.last, **outer}.items()}
 
     @property
-    def leads(self) -> bool:
+    def leads(self) -> bool:  # type: ignore[override]  # a constant of a single group
         """Whether this group writes the run's result: the first of those at the last meeting."""
         return self.run.replica == self.members[0]
 

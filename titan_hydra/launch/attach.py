@@ -54,7 +54,7 @@ def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, p
     """
     asked = killed = None
     with contextlib.ExitStack() as stack:
-        show = stack.enter_context(_terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
+        show: _Lines = stack.enter_context(_terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
         echo = Echo(layout.LOG.of(attempt), show.line)
         while _running(attempt, parent):
             echo.more()
@@ -163,7 +163,7 @@ def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
         yield _Terminal(bar, bar.add_task("starting", total=steps, numbers="", label=label and f"{label}: "))
 
 
-class _Terminal:
+class _Terminal(_Lines):
     """Prints lines above a progress bar."""
 
     def __init__(self, bar, task: int) -> None:

@@ -15,6 +15,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
@@ -39,7 +40,8 @@ def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
     executor = Executor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
-    return process_of(executor.submit(worker.run_rank, str(directory), int(attempt.name)))
+    job_of_ranks: Any = executor.submit(worker.run_rank, str(directory), int(attempt.name))
+    return process_of(job_of_ranks)
 
 
 class Executor(LocalExecutor):
@@ -150,7 +152,7 @@ class Ranks(Controller):
             self.ranks[number] = {**process(self.tasks[number].pid), "restarts": group.restarts}
         self.record()
 
-    def _forward_signal(self, signum: int, *_: object) -> None:
+    def _forward_signal(self, signum: signal.Signals, *_: object) -> None:
         self.asked = True
         super()._forward_signal(signum)
 

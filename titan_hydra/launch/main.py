@@ -5,7 +5,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from titan_hydra.base.errors import RunError
 from titan_hydra.config import explain, register_schema
@@ -24,7 +24,7 @@ faults: list[str] = []
 def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
     """Keep the cells of one composed configuration; nothing starts before all cells are known to be good."""
     if overrides is None:  # no -m
-        overrides = OmegaConf.to_container(HydraConfig.get().overrides.task)
+        overrides = list(HydraConfig.get().overrides.task)
     cells.extend(expand_sweep(config, overrides, faults))
 
 

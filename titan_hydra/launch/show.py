@@ -1,6 +1,9 @@
 """What launch.py prints: tables of cells, how a run ended, and what to type next."""
+from __future__ import annotations
+
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted
@@ -10,10 +13,14 @@ from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.rundir import State
 
+if TYPE_CHECKING:
+    from .dispatch import Cell
+    from .submit import Array
+
 PREDICTED = ("predicted GiB", "fits", "tokens/s/device", "GPU-hours")
 
 
-def results(cells: list, states: list[State]) -> None:
+def results(cells: list[Cell], states: list[State]) -> None:
     """Print the result of each cell of a sweep."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
@@ -25,7 +32,7 @@ def results(cells: list, states: list[State]) -> None:
     print(*table(["run", "cell", "status", *numbers], rows, numbers, ("cell", "run")), sep="\n")
 
 
-def dry_run(cells: list, states: list[State], hours: float | None) -> None:
+def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:
     """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to start."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
@@ -43,7 +50,7 @@ def dry_run(cells: list, states: list[State], hours: float | None) -> None:
         f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes"]))
 
 
-def predicted(cells: list) -> None:
+def predicted(cells: list[Cell]) -> None:
     """Print what each cell is expected to take, before it starts."""
     for cell in cells:
         if cell.prediction:
@@ -51,7 +58,7 @@ def predicted(cells: list) -> None:
             print(f"{cell.directory.name}: predicted {gib} GiB ({fits}), {rate} tokens/s/device, {hours} GPU-hours", flush=True)
 
 
-def shape(array) -> str:
+def shape(array: Array) -> str:
     """Describe the resources of an array of cells."""
     many, nodes, groups = len(array.cells), array.shape.nodes, array.cells[0].job.fault_tolerance.replicas
     kind = "one after another in one job" if array.packed else "one job array" if many * groups > 1 else "one job"
@@ -60,7 +67,7 @@ def shape(array) -> str:
     return f"{counted(many, 'cell')}{of_groups}, {kind}, {per_node}{' a task' * bool(of_groups)}"
 
 
-def submitted(cells: list, states: list[State], folder: Path | None) -> None:
+def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> None:
     """Print the submitted and the finished cells, and what to type next."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
@@ -77,7 +84,7 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
         print("  failed cells are not started again by themselves: launch.retry=failed, or titan retry")
 
 
-def where(cell) -> str:
+def where(cell: Cell) -> str:
     """Return titan's option --runs for the folder of a cell's runs; "" if it is not needed."""
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
@@ -100,7 +107,7 @@ def result_line(directory: Path) -> str:
             f"({layout.RESULT.of(directory)})")
 
 
-def longer(cell) -> None:
+def longer(cell: Cell) -> None:
     """Print the `titan extend` command for a finished run that has left a checkpoint. The last one alone, of after the decay of the
     learning rate, has to be asked for by its step.
     """

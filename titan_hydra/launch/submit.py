@@ -4,6 +4,8 @@ No cell runs twice and none is lost, whatever happens on the way: a claimed atte
 next launcher finds a job whose submitter died, or whose sbatch failed, before its id was recorded; a job's script starts no attempt with
 another token; and ranks of an attempt that is not the newest stop.
 """
+from __future__ import annotations
+
 import functools
 import getpass
 import math
@@ -15,6 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config import processes
@@ -28,6 +31,9 @@ from . import show, snapshot
 from .attach import Interrupts
 from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 
+if TYPE_CHECKING:
+    from .dispatch import Cell
+
 POLL = 5  # seconds between two squeue calls with launch.wait
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # errors of sbatch after which SLURM may still have the job
 PATIENCE = 3  # seconds until squeue is asked again after such an sbatch
@@ -39,19 +45,19 @@ class Array:
 
     token: str
     shape: JobShape
-    cells: list  # of dispatch.Cell
+    cells: list[Cell]
     packed: bool = False
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
 
 
-def _shape_of(cell) -> JobShape:
+def _shape_of(cell: Cell) -> JobShape:
     """Return the resources of a cell's job, or of each of its jobs: one for each replica group."""
     ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
     return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
-def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
+def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
     """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks; packed: all into
     one job of the largest shape, in their order.
     """
@@ -61,7 +67,7 @@ def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
         largest = JobShape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
                         minutes and minutes * len(cells))
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
-    alike: dict[tuple[JobShape, int, str], list] = {}
+    alike: dict[tuple[JobShape, int, str], list[Cell]] = {}
     for cell in cells:
         alike.setdefault((_shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
     return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
@@ -90,7 +96,7 @@ def largest_array() -> int:
     return max(int(found[1]) - 1, 1) if found else 1000
 
 
-def scripts(cells: list) -> Iterable[tuple[Array, str]]:
+def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
     """Yield the batch scripts that these cells would be submitted with. Needs no SLURM and writes nothing."""
     runs, baseline = cells[0].runs, baseline_of(cells)
     if cells[0].job.launch.packed and len(cells) > 1 and baseline:
@@ -102,7 +108,7 @@ def scripts(cells: list) -> Iterable[tuple[Array, str]]:
         yield array, batch_of(array, folder, attempts, "NAME-TIME", layout.CODE.of(runs) / "HASH").text
 
 
-def run(cells: list, folder: Path | None) -> int:
+def run(cells: list[Cell], folder: Path | None) -> int:
     """Submit every cell that is to be started, and print how to follow them; with launch.wait, follow them. Returns the exit status."""
     interrupts, wait = Interrupts(), cells[0].job.launch.wait
     states = rundir.states([cell.directory for cell in cells])
@@ -118,13 +124,13 @@ def run(cells: list, folder: Path | None) -> int:
     return interrupts.status if interrupts.received and not wait else status
 
 
-def baseline_of(cells: list) -> object | None:
+def baseline_of(cells: list[Cell]) -> Cell | None:
     """Return the cell that the others are compared with, if it is one of these: the one that the sweep names, or the first."""
     named = cells[0].job.sweep.baseline
     return next((cell for cell in cells if cell.name == named), None if named else cells[0])
 
 
-def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tuple]:
+def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None) -> list[tuple[Cell, State]]:
     """Put the baseline first in a packed job and, in a folder of the sweep, at the end again: their difference measures drift."""
     baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
@@ -135,7 +141,7 @@ def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tupl
     return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
 
 
-def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> int:
+def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts) -> int:
     """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
@@ -208,7 +214,7 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
     return Exit.BUG
 
 
-def follow(cells: list, interrupts: Interrupts) -> list[State]:
+def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
     """Print changes of state until no cell is queued or running (launch.wait). Ctrl-C ends the printing; the jobs continue."""
     before: dict[Path, str] = {}
     while True:

@@ -50,7 +50,8 @@ class Place:
         starter = "nobody" if inline else os.environ.get("SUBMITIT_EXECUTOR") or ("torchrun" if "RANK" in os.environ else "nobody")
         if starter not in VARIABLES:
             return cls(0, 1, 0, 1, "nobody")
-        return cls(*(int(os.environ.get(variable, default)) for variable, default in zip(VARIABLES[starter], "0101", strict=True)), starter)
+        found = [int(os.environ.get(variable, default)) for variable, default in zip(VARIABLES[starter], "0101", strict=True)]
+        return cls(found[0], found[1], found[2], found[3], starter)
 
 
 def run_rank(directory: str, attempt: int, inline: bool = False) -> int:

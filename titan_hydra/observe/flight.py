@@ -46,7 +46,7 @@ def configure(run: Run) -> None:
 
 def record_messages() -> None:
     """Record the sends and receives of pipeline stages over gloo, which torch's recorder does not see. Repeated calls are harmless."""
-    def counted(batch_p2p: Callable) -> Callable:
+    def counted(batch_p2p: Callable[..., Any]) -> Callable[..., Any]:
         def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
             works = batch_p2p(operations, desc)
             for operation, work in zip(operations, works, strict=False):

@@ -119,7 +119,7 @@ def hook(model: nn.Module, look: Callable[[str, str, str, Tensor], None]) -> Non
             module.register_forward_hook(partial(_leaving, name, look))
 
 
-def _entering(name: str, look: Callable, module: nn.Module, args: tuple) -> tuple | None:
+def _entering(name: str, look: Callable[..., Any], module: nn.Module, args: tuple) -> tuple | None:
     if not _counts(module):
         return None
     passed = []
@@ -133,7 +133,7 @@ def _entering(name: str, look: Callable, module: nn.Module, args: tuple) -> tupl
     return tuple(passed)
 
 
-def _leaving(name: str, look: Callable, module: nn.Module, args: tuple, output: Any) -> None:
+def _leaving(name: str, look: Callable[..., Any], module: nn.Module, args: tuple, output: Any) -> None:
     if _counts(module) and _floating(output):
         look("forward", "out", name, output)
         if output.requires_grad:

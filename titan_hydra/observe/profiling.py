@@ -30,7 +30,8 @@ class Profiler:
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
-        self.on, self.count, self.profiler = config.name == "on", 0, None
+        self.on, self.count = config.name == "on", 0
+        self.profiler: profile | None = None
         self.folder = layout.PROFILE.of(run.attempt)
         if self.on:
             self.folder.mkdir(exist_ok=True)
@@ -101,7 +102,8 @@ class Phases:
     """The phases of a rank as a Chrome trace: an array without a closing bracket, so that a killed run's trace opens too."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self.file, self.rank, self.last = path.open("w", buffering=1), rank, None
+        self.file, self.rank = path.open("w", buffering=1), rank
+        self.last: tuple[str, int, float] | None = None
         self.file.write("[\n")
         self.put({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 

@@ -3,7 +3,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from titan_hydra.config import identity, to_dict
 from titan_hydra.config.registry import TRACKERS, resolve
@@ -62,7 +62,7 @@ class WandB:
             if not any(folder.glob("*.synced")):
                 shutil.rmtree(folder, ignore_errors=True)
         self.run = wandb.init(
-            project=job.metrics.wandb_project, entity=job.metrics.wandb_entity, mode=job.metrics.wandb_mode, id=identity(job),
+            project=job.metrics.wandb_project, entity=job.metrics.wandb_entity, mode=cast(Any, job.metrics.wandb_mode), id=identity(job),
             name=run.directory.name, resume="allow", group=job.sweep.name, tags=job.metrics.wandb_tags, notes=job.notes or None,
             dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
         )

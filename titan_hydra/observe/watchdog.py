@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -42,7 +43,8 @@ class Watchdog:
     """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its `facts`)."""
 
     def __init__(self, job: Job, run: Run) -> None:
-        self.run, self.mesh = run, None
+        self.run = run
+        self.mesh: Mesh | None = None
         self.timeout, self.first = float(job.comm.init_timeout_seconds), True
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
@@ -50,7 +52,8 @@ class Watchdog:
         self.told: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
-        self.seen, self.moved, self.dumped = None, time.monotonic(), False
+        self.seen: tuple | None = None
+        self.moved, self.dumped = time.monotonic(), False
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def at(self, phase: str, step: int | None = None) -> None:
@@ -84,7 +87,7 @@ class Watchdog:
         os.set_blocking(self.ears, False)
         self.mouth, self.before = mouth, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.deaf)
-        self.stacks = faulthandler.unregister(signal.SIGQUIT)  # whether the worker had asked for them
+        self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]  # whether the worker had asked for them
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
         with contextlib.suppress(OSError, ValueError):
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
@@ -94,7 +97,7 @@ class Watchdog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            error.facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
+            cast(Any, error).facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
             memory.explain_out_of_memory(self.run, error)
             if not isinstance(error, RunError):
                 self.dump(f"{type(error).__name__}: {error}", error)

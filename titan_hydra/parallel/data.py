@@ -1,6 +1,8 @@
 """Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards); DDP and HSDP are special cases."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,7 +22,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     if mesh.fsdp is None:
         return
     family, precision, always = family_of(job.model), job.precision, job.parallelism.reshard_after_forward == "always"
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh.fsdp,
         # Inputs are not cast: what is computed in fp32 (the rotary table) is the same fp32 with and without FSDP.
         "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(precision.compute_dtype), reduce_dtype=_dtype(precision.reduce_dtype),

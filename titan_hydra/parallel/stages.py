@@ -44,5 +44,5 @@ def whole(stages: list[nn.Module]) -> nn.Module:
         if isinstance(child, nn.ModuleDict) and hasattr(shell, name):
             getattr(shell, name).update(child)
         else:
-            shell.add_module(name, nn.ModuleDict(child) if isinstance(child, nn.ModuleDict) else child)
+            shell.add_module(name, nn.ModuleDict(dict(child.items())) if isinstance(child, nn.ModuleDict) else child)
     return shell

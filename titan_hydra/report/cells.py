@@ -1,7 +1,7 @@
 """The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running runs."""
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
@@ -125,7 +125,7 @@ class ReportCell:
         """The last logged step."""
         return self.rows[-1]["step"] if self.rows else 0
 
-    def places(self, axis: str) -> dict[int, float]:
+    def places(self, axis: str) -> dict[float, float]:
         """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of training)."""
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
         places, seconds, before = {}, 0.0, 0
@@ -135,7 +135,7 @@ class ReportCell:
             places[before] = {"step": before, "tokens": row.get("tokens_seen") or tokens * before, "seconds": seconds}[axis]
         return places
 
-    def on(self, axis: str, steps: list[int]) -> list[float]:
+    def on(self, axis: str, steps: Sequence[float]) -> list[float]:
         """Convert steps to coordinates on an axis. Steps that were not logged are scaled from the last logged one."""
         places = self.places(axis)
         last = places[self.step] / self.step if self.step else 0.0

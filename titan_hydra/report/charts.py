@@ -1,8 +1,9 @@
 """The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import methodcaller
 
 from .band import WINDOW, coarser, off_by, tolerances
 from .cells import OUTSIDE, Mean, ReportCell, common, error_of
@@ -27,7 +28,7 @@ class Curve:
 
     row: int
     label: str
-    x: list[float]
+    x: Sequence[float]
     y: list[float | None]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
@@ -100,7 +101,7 @@ def curves(report: Report) -> Iterator[Lines]:
     yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
     for name, title, unit, key in ROWS:
         first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process includes its start-up
-        yield lines_of(report, name, title, unit, lambda cell, key=key, first=first: cell.column(key, first))
+        yield lines_of(report, name, title, unit, methodcaller("column", key, first))
     yield scaling(report)
 
 

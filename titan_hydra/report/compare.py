@@ -2,9 +2,11 @@
 
 Techniques may always differ: how a job is split, its schedule, precision, activation checkpointing, compilation, the local batch.
 """
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import as_typed, suggest
@@ -23,11 +25,11 @@ LEARNING = (  # what a step learns
 TECHNIQUE = ("model.attention", "comm.init_timeout_seconds", "comm.train_timeout_seconds")  # in the groups above, but free
 VERSIONS = ("torch", "torchao", "triton")
 UNKNOWN = object()  # a value that is equal to everything: no result yet, or no such file
-PLACE = {  # what is not in config.json
+PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what is not in config.json
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
     "code": lambda cell: cell.code,
-    **{f"versions.{package}": lambda cell, package=package: cell.version(package) for package in VERSIONS},
+    **{f"versions.{package}": partial(lambda package, cell: cell.version(package), package) for package in VERSIONS},
 }
 RECIPES = ("experiment", "debug", "sweeps")  # overrides that may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")

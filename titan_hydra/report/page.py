@@ -41,7 +41,7 @@ def page(report: Report, live: float = 0) -> str:
 
 def news(report: Report) -> dict[str, Any]:
     """Build the data that a live page fetches: its tables as HTML, and the data of its plots."""
-    parts = template("report_parts.html").module
+    parts: Any = template("report_parts.html").module
     over = sum(row.cell.state.kind not in ("queued", "running", "new", "unknown") for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
     results, details = parts.results(_table(report)), parts.details(more(report))
@@ -100,7 +100,7 @@ def _run(number: int, row: ReportRow) -> dict[str, Any]:
             "flagged": row.band is not None and not row.band.inside, **axes}
 
 
-def thin(values: list) -> list:
+def thin(values: list[Any]) -> list[Any]:
     """Keep about POINTS values of a long list, evenly spaced, and always the last."""
     every = -(-len(values) // POINTS)
     return values if every < 2 else values[:-1][::every] + values[-1:]

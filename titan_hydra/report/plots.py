@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import charts, timeline
 from .charts import AXES, Bars, Lines
@@ -50,7 +50,8 @@ def below(drawn: Figure, origin: str) -> None:
     columns = 2 if max(map(len, names), default=0) < 56 else 1
     rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
     room = (0.24 + 0.185 * rows) * inch
-    drawn.get_layout_engine().set(rect=(0, room, 1, 1 - room))
+    engine: Any = drawn.get_layout_engine()
+    engine.set(rect=(0, room, 1, 1 - room))
     if names:
         drawn.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 0.2 * inch), ncols=columns)
     drawn.text(0.01, 0.06 * inch, short(origin, 150), fontsize=6.5, color=LIGHT["soft"])
@@ -64,11 +65,12 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
         flagged, known = row.band is not None and not row.band.inside, bar.value is not None and isfinite(bar.value)
         if known:
             colour = LIGHT["base" if row.baseline else "red" if flagged else "blue"]
-            axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1,
-                      **({"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}))
+            hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
+            axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
         if known and bar.spread and isfinite(bar.spread):
             axes.plot([bar.value - bar.spread, bar.value + bar.spread], [place, place], color=LIGHT["ink"], linewidth=1.1)
-        beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+        beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center",
+                                  "annotation_clip": False}
         axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight="bold" if known else "normal",
                       color=LIGHT["ink" if known else "red" if row.cell.state.failure or row.cell.state.damage else "soft"], **beside)
         axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=LIGHT["red" if flagged else "soft"], **beside)
@@ -94,7 +96,7 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
     for one in chart.lines:
         row = report.rows[one.row] if one.row >= 0 else None
         colour, dashes = line_style(one.row) if row else ("base", "dash")
-        look = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
+        look: dict[str, Any] = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
         if row and row.baseline:
             look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}
         elif row and row.band and not row.band.inside:

@@ -1,4 +1,5 @@
 """The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes below it."""
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
@@ -194,7 +195,7 @@ class Report:
         return notes
 
 
-def build(selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: set[str] = frozenset(),
+def build(selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: Set[str] = frozenset(),
           over: str | None = None) -> Report:
     """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in what must be equal."""
     repeats = [cell for cell in cells if cell.repeat]
@@ -209,7 +210,7 @@ def build(selection: Selection, cells: list[ReportCell], baseline: str | None = 
     known = [(cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True)
              if cell.rate is not None or cell.loss is not None]
     found = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
-    allowed = allowed | ({over} if over else set())
+    allowed = {*allowed, *([over] if over else [])}
     compare.refuse(found, allowed)
     if over:
         cells, found = averaged(cells, over), [difference for difference in found if difference.key != over]

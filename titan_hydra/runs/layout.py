@@ -16,7 +16,7 @@ from typing import Any
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.schema import Job
 
-from .shapes import Fields, Moment, Place, Test, test_of
+from .shapes import Each, Fields, Moment, Place, Test, test_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +118,9 @@ RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields(
 CHECKPOINTS = Entry("checkpoints/", EVERY, "`step-<n>/`: weights, optimizer, each rank's data state, the manifest; "
                     "`step-<n>.damaged`: one that failed its checksums, set aside")
 MANIFEST = Entry("manifest.json", FIRST, "in a step of `checkpoints/`: every other file with its size and checksum", Fields(
-    {"step": int, "world_size": int, "time": Moment, "files": dict[str, Fields({"bytes": int, "crc32": str})]}))
+    {"step": int, "world_size": int, "time": Moment, "files": Each(Fields({"bytes": int, "crc32": str}), named=True)}))
 SCHEDULE = Entry("schedule.json", FIRST, "what each pipeline rank computes, in order", Fields(
-    {"ranks": list[list[Fields({"stage": int, "kind": str, "microbatch": int})]]}))
+    {"ranks": Each(Each(Fields({"stage": int, "kind": str, "microbatch": int})))}))
 EXPORT = Entry("export/", EVERY, "the last weights alone (`checkpoint.export_dtype`)")
 REPLICA = Entry("replicas/<g>/", "group g", "what the run's own files are for the first replica group; on SLURM its `attempts/` too")
 MEETINGS = Entry("meetings/", GROUPS, "on SLURM, by submission: where they find each other, and torchft's lighthouse; else in the attempt")
@@ -132,7 +132,7 @@ OF_RUN = (CONFIG, OVERRIDES, ENV, SBATCH, METRICS, EVENTS, RESULT, CHECKPOINTS, 
 
 CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, where it runs, its SLURM job", (SUBMITTER, OWNER))
 RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(
-    {}, PROCESS | {"ended": Moment, "ranks": list[Fields({}, ENDED)]}))
+    {}, PROCESS | {"ended": Moment, "ranks": Each(Fields({}, ENDED))}))
 RANK = Entry("rank_<r>.json", "rank r", "process, exit status, error, load of the machine", Fields({}, PROCESS | ENDED | {
     "started": Moment, "error": (ERROR, None), "load": Fields({}, dict.fromkeys(("cores", "start", "end"), float))}))
 LOG = Entry("rank_<r>.log", "rank r", "its output")
@@ -141,8 +141,8 @@ BEAT = Entry("beat_<r>.json", "rank r", "the step and the phase that it is in", 
     {"step": int, "phase": str, "count": int, "since": Moment, "time": Moment}, {"asked": Moment}))
 FLIGHT = Entry("flight_<r>.json", "rank r", "after a hang: the last operations, stacks", Fields({
     "rank": int, "time": Moment, "timeout": float, "step": int, "phase": str, "since": Moment, "host": str, "stacks": dict[str, list[str]],
-    "groups": dict[str, Fields({"mesh": str, "ranks": list[int]})], "collectives": list[Fields(OPERATION, {"sizes": list})],
-    "messages": list[Fields(OPERATION | {"size": Any, "peer": int, "done": bool})], "steps": list[list[float]]}))
+    "groups": Each(Fields({"mesh": str, "ranks": list[int]}), named=True), "collectives": Each(Fields(OPERATION, {"sizes": list})),
+    "messages": Each(Fields(OPERATION | {"size": Any, "peer": int, "done": bool})), "steps": list[list[float]]}))
 MEMORY = Entry("memory_<r>.txt", "rank r", "after running out of device memory: what is allocated, and where")
 PROFILE = Entry("profile/", EVERY, "what `profiling=on` records")
 ACTIVATIONS = Entry("activations_<r>.jsonl", "rank r", "what `debug.trace_activations` records", Fields(
@@ -160,8 +160,8 @@ OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, AC
 
 SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
 SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(
-    {"name": str, "command": list[str], "baseline": str | None, "cells": list[Fields(
-        {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool})]}, {"created": Moment}))
+    {"name": str, "command": list[str], "baseline": str | None, "cells": Each(Fields(
+        {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that SLURM jobs run")
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.redact import redact
 from titan_hydra.config import identity
@@ -16,7 +17,7 @@ from titan_hydra.config import identity
 from . import layout
 
 
-def folder_of(cells: list) -> Path | None:
+def folder_of(cells: list[Any]) -> Path | None:
     """Return the sweep's folder: the existing one if the same cells were started before, else a new one; None for a single cell."""
     if len(cells) == 1:
         return None

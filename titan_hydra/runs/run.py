@@ -1,6 +1,7 @@
 """The place of one rank in a run: what the worker passes to the trainer beside the job."""
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import layout
 
@@ -18,7 +19,7 @@ class Run:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: object | None = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
+    store: Any = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
     replica: int = 0
     submission: str = ""  # token of the SLURM submission: then each replica group is a job, whose attempts are in its own folder
 
@@ -68,4 +69,4 @@ def group_at(home: Path) -> tuple[Path, int]:
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
     """Return the run folder and attempt folder of a replica group: the run's own for group 0, folders below them for the others."""
-    return tuple(layout.REPLICA.of(folder, replica) if replica else folder for folder in (directory, attempt))
+    return (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica)) if replica else (directory, attempt)

@@ -18,6 +18,14 @@ class Fields:
     others: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Each:
+    """The shape of a list, or with `named` of an object, whose every element has one shape."""
+
+    shape: Any
+    named: bool = False
+
+
 def test_of(kind: Any) -> Test:
     """Return a test whether a JSON value is of a type: plain, a union, list[...], dict[str, ...], `Fields`, or a dataclass."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):  # a file of another version may lack keys or have others
@@ -26,7 +34,11 @@ def test_of(kind: Any) -> Test:
         needed, tests = kind.needed.keys(), {name: test_of(inner) for name, inner in (kind.needed | kind.others).items()}
         return lambda value: isinstance(value, dict) and needed <= value.keys() and all(
             tests[name](inner) for name, inner in value.items() if name in tests)
-    outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    outer: Any
+    if isinstance(kind, Each):
+        outer, inner = (dict if kind.named else list), (kind.shape,)
+    else:
+        outer, inner = typing.get_origin(kind), typing.get_args(kind)
     if outer in (list, dict):
         test = test_of(inner[-1])
         return lambda value: isinstance(value, outer) and all(map(test, value.values() if outer is dict else value))

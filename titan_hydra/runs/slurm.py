@@ -64,8 +64,8 @@ def ask_queue(owners: list[dict]) -> Queue:
 
 
 def _job(line: str) -> SlurmJob | None:
-    parts = line.strip().split("|")
-    return SlurmJob(*parts[:5], "|".join(parts[5:])) if len(parts) > 5 else None
+    parts = line.strip().split("|", 5)
+    return SlurmJob(*parts) if len(parts) > 5 else None
 
 
 def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:

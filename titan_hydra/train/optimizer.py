@@ -1,5 +1,6 @@
 """Optimizers and the learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler state."""
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,8 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
     """
     for optimizer in optimizers:
         if scales_gradients(optimizer):
-            optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
+            fused: Any = optimizer  # AMP's interface of the fused kernels
+            fused.grad_scale, fused.found_inf = divisor, (~finite).float()
         elif finite:
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
             foreach_div([local_part(gradient) for gradient in gradients if gradient is not None], divisor)

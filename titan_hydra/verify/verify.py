@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -125,7 +126,7 @@ def reductions() -> Iterator[list[torch.dtype]]:
     """Collect the dtypes of the tensors that FSDP2 reduces and scatters. A sum of bfloat16 sums has bits that bfloat16 lacks."""
     found = []
 
-    def noting(reduce: Callable) -> Callable:
+    def noting(reduce: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*given: object, **named: object) -> object:
             found.append(next(value.dtype for value in (*given, *named.values()) if isinstance(value, torch.Tensor)))
             return reduce(*given, **named)
@@ -261,7 +262,7 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             number, case, _ = jobs.pop(0)
             print(error, file=sys.stderr, flush=True)
             lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
-            _write(folder, number, Outcome(case, *[math.inf] * 4, worst=lines[-1], start=0, drift=0, rounded=0))
+            _write(folder, number, Outcome(case, math.inf, math.inf, math.inf, math.inf, worst=lines[-1], start=0, drift=0, rounded=0))
 
 
 def _file(folder: str, number: int) -> Path:
@@ -302,7 +303,7 @@ class Crashed(RuntimeError):
     """A rank was ended by a signal: from outside, for lack of memory, or by a fault in native code."""
 
 
-def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
+def _spawn(ranks: int, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     """Run `function(device, folder, jobs)` on `ranks` gloo ranks.
 
     Raises Crashed if one was killed by a signal, else Raised with the traceback of the first rank that failed.
@@ -334,7 +335,7 @@ def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
         raise Raised(text)
 
 
-def _rank(rank: int, ranks: int, store: str, function: Callable, folder: str, jobs: list) -> None:
+def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
     try:

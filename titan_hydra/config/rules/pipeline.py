@@ -77,10 +77,10 @@ def microbatches(job: Job) -> int:
 
 def legal_microbatches(job: Job) -> list[int]:
     """Return the numbers of microbatches that divide the local batch and that the schedule accepts."""
-    return [number for number in divisors(job.data.local_batch) if _objection(job, number) is None]
+    return [number for number in divisors(job.data.local_batch) if microbatch_objection(job, number) is None]
 
 
-def _objection(job: Job, number: int) -> str | None:
+def microbatch_objection(job: Job, number: int) -> str | None:
     """Return why the schedule does not accept this number of microbatches; None if it does."""
     schedule = job.pp_schedule
     if reason := PIPELINE_SCHEDULES[schedule.name].objection(number, stage_count(job), job.parallelism.pp):
@@ -269,12 +269,12 @@ def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
     number, batch = microbatches(job), job.data.local_batch
     choices = legal_microbatches(job)
     if not choices:
-        least = next(size for size in range(1, 64 * stage_count(job)) if _objection(job, size) is None)
-        why = _objection(job, batch) or f"cannot be cut into {least} microbatches"
+        least = next(size for size in range(1, 64 * stage_count(job)) if microbatch_objection(job, size) is None)
+        why = microbatch_objection(job, batch) or f"cannot be cut into {least} microbatches"
         yield Fault("data.local_batch", batch, f"too few samples to cut into microbatches: {why}", legal=(least,))
     elif number < 1 or batch % number:
         yield Fault("pp_schedule.microbatches", number, f"data.local_batch {batch} cannot be cut into it", legal=tuple(choices))
-    elif why := _objection(job, number):
+    elif why := microbatch_objection(job, number):
         yield Fault("pp_schedule.microbatches", number, why, legal=tuple(choices))
 
 
