@@ -22,7 +22,6 @@ from titan_hydra.runs.view import ACTIVE, RunRow, add_target, choose, jobs_of, l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan cancel`."""
     add_target(parser)
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
 

@@ -14,7 +14,6 @@ LEFT_BEHIND = {checkpoints.WRITING: "being written, or left by a kill", checkpoi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands and options of `titan checkpoint`."""
     commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune")
     for name, text in (("ls", "list the steps of a run"), ("verify", "compare every byte with what was written; status 1 if not the same"),
                        ("prune", "delete what need not be kept, what is damaged, and what a kill has left")):

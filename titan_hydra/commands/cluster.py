@@ -44,7 +44,6 @@ class Partition:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan cluster`."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="init")
     init = commands.add_parser("init", prog="titan cluster init", help="write conf/cluster/NAME.yaml from sinfo",
                                description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.")

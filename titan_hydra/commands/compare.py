@@ -16,7 +16,6 @@ IGNORED = ("name", "notes", "paths.", "launch.", "cluster.", "metrics.", "profil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan compare`."""
     parser.add_argument("a", help="run directory, or the start of a hash")
     parser.add_argument("b", help="the run to compare it with")
     add_runs(parser)

@@ -31,7 +31,6 @@ RUNS = ("target", "cell", "sweep", "A", "B")  # arguments that stand for runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan completion`."""
     parser.add_argument("shell", nargs="?", choices=SCRIPTS, help='to be evaluated: eval "$(titan completion bash)"')
     parser.add_argument("--words", help=argparse.SUPPRESS)
 
@@ -65,12 +64,8 @@ def candidates(words: list[str]) -> Iterable[str]:
         return options
     places = [action for action in options_of(parser) if not action.option_strings]
     chosen = next((action.choices for action in places if action.choices), None)
-    return chosen or (_names(runs_of(before)) if any(action.dest in RUNS for action in places) else [])
-
-
-def runs_of(words: list[str]) -> Path:
-    """Return the folder of runs that the words select."""
-    return Path(next((value for option, value in pairwise(words) if option == "--runs"), "runs"))
+    runs = next((value for option, value in pairwise(before) if option == "--runs"), "runs")
+    return chosen or (_names(Path(runs)) if any(action.dest in RUNS for action in places) else [])
 
 
 def _names(runs: Path) -> list[str]:

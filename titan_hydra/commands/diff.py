@@ -36,7 +36,6 @@ class Side:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan diff`."""
     for name in ("A", "B"):
         parser.add_argument(name, help="a run directory, a cell of the newest sweep, or the start of a hash")
     add_runs(parser)

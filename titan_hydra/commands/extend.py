@@ -21,7 +21,6 @@ from titan_hydra.runs.view import add_runs, choose_one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan extend`."""
     parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
     parser.add_argument("values", nargs="+", metavar="steps=N", help="the number of steps, counted from the first run's start; after it "
                         "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry")

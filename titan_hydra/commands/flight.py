@@ -9,7 +9,6 @@ from titan_hydra.runs.view import add_runs, choose_one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan flight`."""
     parser.add_argument("cell", metavar="RUN", help="a run directory, a cell of the newest sweep, or the start of a hash")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt (default: the newest)")
     add_runs(parser)

@@ -46,7 +46,6 @@ class Without(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan from-torchtitan`."""
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="a configuration file of TorchTitan (0.2.2, or earlier)")
 
 

@@ -9,7 +9,6 @@ from titan_hydra.config.files import ASSETS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan init`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write it; a new or empty folder")
 
 

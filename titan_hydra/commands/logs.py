@@ -14,7 +14,6 @@ ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: loc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan logs`."""
     parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")

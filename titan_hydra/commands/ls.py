@@ -14,7 +14,6 @@ from .status import COLOURS, ORDER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan ls`."""
     add_runs(parser)
 
 

@@ -28,7 +28,6 @@ WOULD_FAIL_AGAIN = (Kind.OUT_OF_MEMORY, Kind.NOT_FINITE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan retry`."""
     add_target(parser)
     parser.add_argument("--only", action="append", choices=ONLY, metavar="CLASS", help="which cells, may be given several times: "
                         f"{', '.join(ONLY)} (default: failed)")

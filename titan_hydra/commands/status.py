@@ -26,7 +26,6 @@ REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan status`."""
     add_target(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
     parser.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")

@@ -16,7 +16,6 @@ LIMIT = 15  # seconds for wandb's server to answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan sync`."""
     add_target(parser, "all runs")
     parser.add_argument("--dry", action="store_true", help="only show what would be sent")
     parser.add_argument("--minutes", type=float, default=60, metavar="N", help="stop after so long (default: 60)")

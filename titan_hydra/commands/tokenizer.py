@@ -29,7 +29,6 @@ WORKER: dict[str, Any] = {}  # of this process: its tokenizer and dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands and options of `titan tokenizer`."""
     commands = parser.add_subparsers(dest="tokenizer_command", required=True)
     train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
     train.add_argument("--vocab", type=int, required=True, help="number of ids, Llama 3's 256 special tokens included")

@@ -16,7 +16,6 @@ from titan_hydra.runs.view import add_runs, choose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan track`."""
     parser.add_argument("target", metavar="TARGET", help="a sweep, a cell, a run directory, a folder of runs, or the start of a hash")
     parser.add_argument("--to", required=True, choices=sorted(TRACKERS), help="tensorboard: event files in the run directory; "
                         "wandb: offline files there, which titan sync sends; either replaces those that are there")

@@ -17,7 +17,6 @@ STEPS_OF_RANDOM = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan verify`."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every case and its reference: proves the layouts of a model "
                         "of your own, such as model=qwen3_debug")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")

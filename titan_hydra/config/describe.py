@@ -61,17 +61,13 @@ def help_text(words: Sequence[str] = ()) -> str:
         return "\n".join(known.get(word) or (_key_item(word) if word in KEYS else unknown_key(word)) for word in words).rstrip()
     lines = []
     for group in groups():
-        names = " ".join(_marked(group, file) for file in option_files(group))
+        names = " ".join(file.stem + "*" * (file.stem == default_options().get(group)) for file in option_files(group))
         keys = " ".join(key.removeprefix(f"{group}.") for key in keys_of(group) if key != f"{group}.name" or not names)
         lines.append(f"{group} - {meaning(group)}")
         lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
         lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
     keys = [_wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
     return (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines), keys="\n".join(keys))
-
-
-def _marked(group: str, file: Path) -> str:
-    return f"{file.stem}*" if file.stem == default_options().get(group) else file.stem
 
 
 def groups() -> list[str]:

@@ -71,7 +71,8 @@ def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
     except BaseException as caught:  # also SystemExit and KeyboardInterrupt: each way to end has its status
         status, error = describe(caught)
         if not inline:
-            _say_why(status, error)
+            said = error["traceback"] or f"{error['type']}: {error['message']}"
+            print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # a full disk: the exit status still tells the launcher the outcome
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
@@ -230,8 +231,10 @@ def _rendezvous(file: Path, place: Place, host: str):
         write_text(file, f"{host} {store.port}\n")
         port = store.port
     else:
-        host, port = _wait_for(file)
-        store = distributed.TCPStore(host, port, place.ranks, is_master=False, wait_for_workers=False, timeout=limit)
+        if not _appears(file, START_LIMIT):
+            raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
+        host, port = file.read_text().split()
+        store = distributed.TCPStore(host, int(port), place.ranks, is_master=False, wait_for_workers=False, timeout=limit)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     return store
 
@@ -240,13 +243,6 @@ class NoRendezvous(RunError):
     """Rank 0 did not start in time."""
 
     status = Exit.HANG
-
-
-def _wait_for(file: Path) -> tuple[str, int]:
-    if not _appears(file, START_LIMIT):
-        raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
-    host, port = file.read_text().split()
-    return host, int(port)
 
 
 def until_seen(file: Path, seconds: int = LATE) -> None:
@@ -268,12 +264,6 @@ def _appears(file: Path, seconds: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
-
-
-def _say_why(status: int, error: dict) -> None:
-    """Print the last lines of this rank's log: its exit status and error."""
-    print(f"{LAST_WORDS} {int(status)}", file=sys.stderr)
-    print(error["traceback"] or f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:

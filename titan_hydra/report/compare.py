@@ -47,7 +47,8 @@ class Difference:
     purpose: bool  # the sweep varies it
 
     def __str__(self) -> str:
-        return f"{self.key} differs: " + "; ".join(f"{value} ({_some(labels)})" for value, labels in self.values.items())
+        some = ((value, ", ".join(labels[:3]), len(labels) - 3) for value, labels in self.values.items())
+        return f"{self.key} differs: " + "; ".join(f"{value} ({first}{f' and {more} more' * (more > 0)})" for value, first, more in some)
 
 
 def value_of(cell: ReportCell, key: str) -> object:
@@ -141,7 +142,3 @@ def _shown(key: str, value: object, values: Iterable) -> str:
     changing = [name for name in own if len({other.get(name) for other in others}) > 1]
     name = f"{key}.name"
     return own[name].strip("'") if name in changing else ", ".join(f"{leaf}={own[leaf]}" for leaf in changing[:3])
-
-
-def _some(labels: list[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")

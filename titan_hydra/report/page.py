@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_hydra.config.fault import as_typed, quoted
 from titan_hydra.config.files import ASSETS
+from titan_hydra.config.sweep import key_of
 
 from . import charts, timeline
 from .style import DARK, LIGHT, line_style
@@ -147,11 +148,11 @@ def commands(report: Report) -> Iterable[str]:
         yield f"python launch.py {quoted(sweep['command'])}"
         yield f"titan report {quoted([report.name])} --html"
         yield ""
-    typed = {_key(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
+    typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in getattr(row.cell, "members", {None: row.cell}).values():
-            implied = any(_key(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
-            words = [word for word in one.overrides if not implied or _key(word) in typed or not typed]
+            implied = any(key_of(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
+            words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()
 
@@ -160,10 +161,6 @@ def created(report: Report) -> str:
     """Return the date of the sweep; "" if it is unknown."""
     moment = report.selection.sweep.get("created")
     return datetime.date.fromtimestamp(moment).isoformat() if moment else ""
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
 
 
 def _value(value: Any) -> str:

@@ -71,7 +71,8 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
             return Exit.OUT_OF_MEMORY
         if isinstance(link, RuntimeError) and re.search(OUT_OF_MEMORY, str(link)):
             return Exit.OUT_OF_MEMORY
-    if any(_is_distributed(link) and re.search(TIMED_OUT, str(link), re.I) for link in chain):
+    distributed = [link for link in chain if type(link).__name__ in DISTRIBUTED or type(link) is RuntimeError]
+    if any(re.search(TIMED_OUT, str(link), re.I) for link in distributed):
         return Exit.HANG
     return Exit.BUG
 
@@ -83,10 +84,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return chain
-
-
-def _is_distributed(error: BaseException) -> bool:
-    return type(error).__name__ in DISTRIBUTED or type(error) is RuntimeError
 
 
 def _is_secondary(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import known_keys
-from titan_hydra.config.sweep import differing
+from titan_hydra.config.sweep import differing, key_of
 
 from . import find, layout, rundir
 from .find import RunCell, Selection
@@ -130,8 +130,7 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 def tells(override: str) -> bool:
     """Whether an override can distinguish experiments; one about where a run runs or what it logs cannot."""
-    key = override.lstrip("+~").partition("=")[0]
-    return identities().get(key, True)
+    return identities().get(key_of(override), True)
 
 
 @functools.cache
