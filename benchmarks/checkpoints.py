@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config.schema import Checkpoint
+from titan_hydra.runs.run import Run
 
 WIDTH = 2048
 KINDS = ("sync", "async", "async, bare")  # bare: with no step beside the copy, so that training waits for all of it

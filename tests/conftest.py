@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,24 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 
+# `pytest -m quick`: what a change breaks most often, and what a release of torch changes. .ci/run takes it for the oldest torch.
+QUICK = ("test_walls.py", "runs/", "config/test_load.py", "config/test_checks.py", "parallel/", "train/test_optimizer.py",
+         "train/test_loss.py")
+QUICK_LAYOUTS = (
+    "fsdp 2", "hsdp 2", "tp 2, sequence parallel on, loss parallel on", "pp 2, 1f1b, accumulation 1", "pp 2, zbv, accumulation 1",
+    "cp 2, allgather, sequence 32", "cp 2, ulysses, sequence 32", "simple_fsdp 2", "bf16, tp 2, compile", "mxfp8, fsdp 2",
+    "float8 rowwise, simple_fsdp 2", "linear_cross_entropy, pp 2, 1f1b")
+
+
 def pytest_collection_modifyitems(items):
-    """Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time would slow each other down."""
+    """Mark the quick tests. Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time would slow each
+    other down.
+    """
+    for item in items:
+        place = item.path.relative_to(Path(__file__).parent).as_posix()
+        layout = item.path.name == "test_layouts.py" and item.callspec.id in QUICK_LAYOUTS
+        if (layout or place.startswith(QUICK)) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.quick)
     files = {}
     for item in items:
         files.setdefault(item.path, []).append(item)

@@ -1,6 +1,4 @@
 """The `titan` command. Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit status`."""
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -17,7 +17,7 @@ def main(device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    from titan_hydra.base.run import versions
+    from titan_hydra.base.versions import versions
     from titan_hydra.observe.metrics import device_name, peak_flops
 
     where = torch.device(device)

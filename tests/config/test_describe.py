@@ -17,7 +17,7 @@ OPTIONS = [(group, file) for group in describe.groups() for file in describe.opt
 
 def test_the_page_in_docs_is_what_the_schema_and_conf_say():
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == describe.page(), "run python -m titan_hydra.config.describe docs/configuration.md"
+    assert page == describe.configuration_page(), "run python -m titan_hydra.config.describe docs/configuration.md"
 
 
 def test_every_folder_of_conf_is_a_group_of_the_schema():
@@ -64,9 +64,9 @@ def test_writing_and_printing_give_the_same_page(tmp_path):
     module = [sys.executable, "-m", "titan_hydra.config.describe"]
     printed = subprocess.run(module, capture_output=True, text=True, check=True).stdout
     subprocess.run([*module, str(tmp_path / "page.md")], check=True)
-    assert Path(tmp_path / "page.md").read_text() == printed == describe.page()
+    assert Path(tmp_path / "page.md").read_text() == printed == describe.configuration_page()
 
 
 def test_describing_imports_no_torch():
-    code = "import sys; from titan_hydra.config import describe; describe.page(); assert 'torch' not in sys.modules"
+    code = "import sys; from titan_hydra.config import describe; describe.configuration_page(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

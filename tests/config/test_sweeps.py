@@ -7,7 +7,7 @@ from omegaconf import open_dict
 from titan_hydra.config import check, describe, freeze, identity, read, register_schema
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.rules import checks
-from titan_hydra.config.sweep import expand, named
+from titan_hydra.config.sweep import expand_sweep, named
 
 FILES = describe.option_files("sweeps")
 EXAMPLE = """\
@@ -35,7 +35,7 @@ def expanded(*overrides):
         try:
             with open_dict(config):
                 del config.hydra
-            return expand(config, [text for text in overrides if not text.startswith("hydra.")], faults), faults
+            return expand_sweep(config, [text for text in overrides if not text.startswith("hydra.")], faults), faults
         finally:
             HydraConfig.instance().cfg = None  # other tests have no ${hydra:...}
 

@@ -60,10 +60,10 @@ FAULTS = {
 # Verifies a few random jobs at a time, and ends with status 1 at the first that is wrong.
 VERIFY = """
 import sys
-from titan_hydra.verify.sampler import draw
+from titan_hydra.verify.sampler import draw_jobs
 from titan_hydra.verify.verify import verify
 if __name__ == "__main__":
-    cases = list(draw(60, seed=int(sys.argv[1])))
+    cases = list(draw_jobs(60, seed=int(sys.argv[1])))
     for first in range(0, 60, 6):
         for outcome in verify(cases[first : first + 6], steps=4):
             if not outcome.passed:

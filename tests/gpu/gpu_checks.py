@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
 from titan_hydra.config import Job, compose_job, identity
 from titan_hydra.config.files import read_json
@@ -29,6 +28,7 @@ from titan_hydra.models.init import Normal, fill
 from titan_hydra.models.layers import SDPA
 from titan_hydra.observe import health, memory, metrics
 from titan_hydra.runs import rundir
+from titan_hydra.runs.run import Run
 from titan_hydra.verify.matrix import later_wins
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def attempt(here: Here, job: Job, number: int = 1) -> tuple[Path, int]:
     """Be the run's attempt, in this process. Returns its directory and its exit status."""
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
     folder = rundir.claim(directory, number, job, [])
-    status = worker.run(str(directory), number, inline=True)
+    status = worker.run_rank(str(directory), number, inline=True)
     rundir.end_attempt(folder)
     return directory, status
 

@@ -24,8 +24,8 @@ import gpu_together
 import torch
 import torch.distributed as dist
 
-from titan_hydra.base.run import Run
 from titan_hydra.config.files import write_json
+from titan_hydra.runs.run import Run
 from titan_hydra.train.world import world
 
 

@@ -72,7 +72,7 @@ def records(here: Here) -> dict[str, Any]:
         time.sleep(0.1)
     assert flight.progress() != before, "no progress was seen"
     last = [entry for entry in flight.collectives() if "reduce" in entry["op"]][-1]
-    assert last["backend"] == ("nccl" if here.gpu else "gloo") and last["group"] in flight.groups(None), last
+    assert last["backend"] == ("nccl" if here.gpu else "gloo") and last["group"] in flight.groups_of_rank(None), last
     return {"backend": last["backend"]}
 
 

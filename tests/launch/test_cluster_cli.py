@@ -3,7 +3,7 @@ import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import cluster
-from titan_hydra.commands.cluster import choose, device_memory, file_text, gpus_of, hardware, minutes_of, partitions
+from titan_hydra.commands.cluster import choose_partition, device_memory, file_text, gpus_of, hardware, minutes_of, partitions
 from titan_hydra.config.compose import compose_unchecked
 
 SITE = """\
@@ -35,11 +35,11 @@ def test_memory_is_known_only_where_the_name_says_it(kind, gib):
 def test_the_default_partition_is_taken_if_it_has_gpus_else_the_one_with_most():
     found = list(partitions(SITE))
     assert [(partition.name, partition.kind) for partition in found] == [("gpu", "h100"), ("gpu", "a100"), ("dev", "h100")]
-    assert (choose(found, None).kind, choose(found, "dev").name) == ("a100", "dev")
-    assert choose(list(partitions(SITE.replace("dev|", "dev*|"))), None).name == "dev"
+    assert (choose_partition(found, None).kind, choose_partition(found, "dev").name) == ("a100", "dev")
+    assert choose_partition(list(partitions(SITE.replace("dev|", "dev*|"))), None).name == "dev"
     for wanted, text in (("cpu", "there are gpu, dev"), (None, "no partition whose nodes have GPUs")):
         with pytest.raises(ConfigError, match=text):
-            choose(found if wanted else [], wanted)
+            choose_partition(found if wanted else [], wanted)
 
 
 def test_the_file_shares_a_node_evenly_among_its_gpus():

@@ -113,7 +113,7 @@ def state(directory, step):
     index = safe.read_index(path).state_dict_metadata
     content = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()
                if name.startswith(("model.", "outer."))}
-    safe.load(content, path, no_dist=True)
+    safe.load_checkpoint(content, path, no_dist=True)
     return content
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.base.run import Run, group_at, homes_of
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import submit
 from titan_hydra.launch.dispatch import Cell
-from titan_hydra.launch.submit import Array, Shape
+from titan_hydra.launch.submit import Array, JobShape
 from titan_hydra.runs import rundir
+from titan_hydra.runs.run import Run, group_at, homes_of
 from titan_hydra.runs.slurm import Queue, SlurmJob
 from titan_hydra.runs.view import jobs_of, shown_group
 
@@ -27,7 +27,7 @@ def test_each_group_is_a_task_with_nodes_and_a_folder_of_its_own(tmp_path):
     cells = [cell(tmp_path, "gpus=8", f"seed={seed}", "cluster.max_parallel=1", "fault_tolerance.max_restarts=2") for seed in (1, 2)]
     assert [(one.ranks, one.nodes) for one in cells] == [(24, 6)] * 2
     (array,) = submit.arrays_of(cells, packed=False, limit=6)
-    assert array.shape == Shape(2, 4, None)
+    assert array.shape == JobShape(2, 4, None)
     assert len(submit.arrays_of(cells, packed=False, limit=5)) == 2
     attempts = [[home / "attempts" / "1" for home in homes_of(one.directory, 3)] for one in cells]
     batch = submit.batch_of(array, tmp_path / "jobs", attempts, "name", tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import dispatch, snapshot, submit
 from titan_hydra.launch.dispatch import Cell, gpu_hours
-from titan_hydra.launch.submit import Shape
+from titan_hydra.launch.submit import JobShape
 from titan_hydra.runs import manifest, rundir
 from titan_hydra.runs.slurm import Queue, SlurmJob
 
@@ -32,9 +32,9 @@ def test_cells_of_one_shape_go_into_one_array(tmp_path):
     cells = [cell(tmp_path, f"gpus={ranks}", f"seed={seed}") for seed in range(3) for ranks in (1, 4, 8, 16)]
     arrays = submit.arrays_of(cells, packed=False, limit=2)
     assert [(array.shape, len(array.cells)) for array in arrays] == [
-        (Shape(nodes, ranks, 30), count) for nodes, ranks in ((1, 1), (1, 4), (2, 4), (4, 4)) for count in (2, 1)]
+        (JobShape(nodes, ranks, 30), count) for nodes, ranks in ((1, 1), (1, 4), (2, 4), (4, 4)) for count in (2, 1)]
     (packed,) = submit.arrays_of(cells, packed=True, limit=2)
-    assert packed.shape == Shape(4, 4, 30 * 12)
+    assert packed.shape == JobShape(4, 4, 30 * 12)
 
 
 def test_cells_keep_their_own_cluster_settings(tmp_path):
@@ -119,9 +119,9 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     for folder in (first, second):
         (folder / "titan_hydra/__pycache__").mkdir()
         (folder / "titan_hydra/__pycache__/a.pyc").touch()
-        assert snapshot.digest(snapshot.copied(folder)) == folder.name
+        assert snapshot.digest_of_code(snapshot.copied(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
-    assert snapshot.digest(snapshot.copied(second)) != second.name
+    assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")

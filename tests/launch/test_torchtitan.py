@@ -141,7 +141,7 @@ def test_a_wrong_value_is_one_line_or_is_handed_on(monkeypatch):
             for part in reversed(place):
                 content = {part: content if content or part != place[-1] else junk}
             try:
-                torchtitan.translate(BESIDE.get(name.rpartition(".")[0], {}) | torchtitan.read(content))
+                torchtitan.translate(BESIDE.get(name.rpartition(".")[0], {}) | torchtitan.read_toml(content))
             except ConfigError as error:
                 assert str(error).count("\n") == 0
                 refused += 1

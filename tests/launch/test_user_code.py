@@ -58,7 +58,7 @@ def test_the_snapshot_holds_the_modules_and_jobs_import_them_from_there(launcher
     monkeypatch.syspath_prepend(project)
     code = snapshot.take(tmp_path / "runs", sources(["mine"]))
     assert (code / snapshot.USER / "helper.py").read_text() == "SCALE = 1\n" and (code / "titan_hydra/cli.py").is_file()
-    assert snapshot.digest(snapshot.copied(code)) == code.name
+    assert snapshot.digest_of_code(snapshot.copied(code)) == code.name
     (project / "helper.py").write_text("SCALE = 2\n")
     assert snapshot.take(tmp_path / "runs", sources(["mine"])) != code != snapshot.take(tmp_path / "runs", {})
     slurm, copy = ("cluster=slurm", "cluster.gpus_per_node=1", "launch.mode=dry"), f"{launcher.folder}/runs/_code/HASH"

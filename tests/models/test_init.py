@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_hydra.models import build, init
-from titan_hydra.models.init import Normal, clean_name, init_weights, key, normal
+from titan_hydra.models.init import Normal, clean_name, init_weights, key_of_parameter, normal
 
 
 def initial(config, shape=lambda model: None, seed=7):
@@ -117,7 +117,7 @@ def test_distribution_of_each_parameter(tiny):
 
 def test_numbers_are_normal_and_uncorrelated():
     count = 1_000_000
-    first, *others = (normal(torch.arange(count), Normal(1.0), key(seed, f"layers.{layer}.attention.wq.weight")).double()
+    first, *others = (normal(torch.arange(count), Normal(1.0), key_of_parameter(seed, f"layers.{layer}.attention.wq.weight")).double()
                       for seed, layer in [(0, 0), (0, 1), (1, 0)])
     error = count**-0.5
     for x in (first, *others):
@@ -136,7 +136,7 @@ def test_numbers_are_normal_and_uncorrelated():
 
 def test_numbers_are_splitmix64_through_the_inverse_cdf():
     """Against plain Python integers. The literals pin the seed's meaning: another generator would change every experiment."""
-    indices, seed_key, mask = [0, 1, 2, 5_000_000_000], key(0, "output.weight"), (1 << 64) - 1
+    indices, seed_key, mask = [0, 1, 2, 5_000_000_000], key_of_parameter(0, "output.weight"), (1 << 64) - 1
     expected = []
     for index in indices:
         z = (index * 0x9E3779B97F4A7C15 + seed_key) & mask

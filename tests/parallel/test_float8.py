@@ -6,7 +6,6 @@ from torch import nn
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
 from titan_hydra.models import layers
@@ -16,6 +15,7 @@ from titan_hydra.parallel.formats import float8
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.parallel.plans import Linears
+from titan_hydra.runs.run import Run
 from titan_hydra.train.trainer import Agreement, build
 from titan_hydra.verify.matrix import BASE, later_wins
 from titan_hydra.verify.verify import trace

@@ -84,7 +84,7 @@ def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
             job.pp_schedule.microbatches = job.data.local_batch = number
             first = torch.empty(1)
             parts = [Stage(nn.Linear(1, 1), stage, mesh, job, torch.device("cpu"), first, dict) for stage in layout.stages_of_ranks(job)[0]]
-            if layout.objection(job, number) is None:
+            if layout.microbatch_objection(job, number) is None:
                 build_schedule(parts, job, lambda output, labels: output.sum())
             else:
                 with pytest.raises(ValueError, match="microbatches"):

@@ -10,8 +10,8 @@ from titan_hydra.config import compose_job
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.rules.pipeline import stage_count, stages_of_ranks, wrong_with
 from titan_hydra.parallel import pipeline
-from titan_hydra.report.style import LINES, line
-from titan_hydra.report.timeline import TIME, Pipeline, play
+from titan_hydra.report.style import LINES, line_style
+from titan_hydra.report.timeline import TIME, Timeline, play
 
 RESULT = {"tokens_per_second": 100.0, "tokens_per_second_iqr": 5.0, "memory_gib": 10.0, "device": "H100"}
 CURVE = [3 + math.exp(-step / 10) for step in range(40)]
@@ -58,7 +58,7 @@ def test_lines_over_tokens_and_seconds_with_logarithms(sweep, capsys, tmp_path):
 
 
 def test_lines_of_neighbours_differ_in_colour_and_dashes():
-    looks = [line(number) for number in range(28)]
+    looks = [line_style(number) for number in range(28)]
     assert len(set(looks)) == 28 and len(set(LINES)) == 7
     assert all(a[0] != b[0] and a[1] != b[1] for a, b in pairwise(looks))
 
@@ -107,7 +107,7 @@ def test_every_schedule_is_played_to_its_end(name):
     job = compose_job("parallelism=pp", f"pp_schedule={name}", "data.local_batch=8", "model.n_layers=8", *ranks)
     actions = recorded(job)
     assert wrong_with(actions, job) is None
-    timeline = Pipeline(name, stage_count(job), play(actions, stage_count(job)))
+    timeline = Timeline(name, stage_count(job), play(actions, stage_count(job)))
     for own, played in zip(actions, timeline.ranks, strict=True):
         assert [action for _, action in played] == own
         ends = [start + TIME[action[1]] for start, action in played]
@@ -119,7 +119,7 @@ def test_the_bubble_is_the_textbooks():
     """1F1B and GPipe: (p - 1) / (m + p - 1) of the time (Narayanan et al., 2021)."""
     for name in ("gpipe", "1f1b"):
         job = compose_job("parallelism=pp", f"pp_schedule={name}", "data.local_batch=8", "parallelism.pp=4")
-        assert Pipeline(name, 4, play(recorded(job), 4)).idle == pytest.approx(3 / 11)
+        assert Timeline(name, 4, play(recorded(job), 4)).idle == pytest.approx(3 / 11)
 
 
 def test_a_run_without_a_recorded_schedule_has_no_timeline(sweep, capsys, tmp_path):

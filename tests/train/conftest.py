@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titan_hydra.base.run import Run, folders_of
 from titan_hydra.config import Job, all_ranks, compose_job, from_dict, identity, to_dict, world_size
 from titan_hydra.launch import local
+from titan_hydra.runs.run import Run, folders_of
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 

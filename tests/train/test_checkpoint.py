@@ -10,10 +10,10 @@ import torch
 
 from titan_hydra import data
 from titan_hydra.base.errors import CheckpointError
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.checkpoint.writer import Writer
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
+from titan_hydra.runs.run import Run
 from titan_hydra.train import trainer
 
 NOTHING = trainer.Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
@@ -69,7 +69,7 @@ def test_damage_is_named(cut, name, kind):
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_manifest_is_no_manifest(cut, kind):
     step = cut[2] / "checkpoints/step-00000004"
-    DAMAGES[kind][0](step / checkpoints.MANIFEST)
+    DAMAGES[kind][0](step / layout.MANIFEST.name)
     assert checkpoints.damage(step), "whatever bit it was, something no longer agrees"
 
 
@@ -142,7 +142,7 @@ def test_every_byte_is_on_the_disk_before_a_step_has_its_name(alone, monkeypatch
         monkeypatch.setattr(os, "fsync", noted)
         checkpointer.after_step(5, checkpointer.votes(), data_state, last=False, stop=False)
         files = {file.name: file.stat().st_size for file in (checkpointer.folder / "step-00000005").iterdir()}
-        assert {".metadata", "__0_0.distcp", checkpoints.MANIFEST} <= files.keys()
+        assert {".metadata", "__0_0.distcp", layout.MANIFEST.name} <= files.keys()
         assert {name: synced.get(name) for name in files} == files
 
     alone(task, "checkpoint=sync", "checkpoint.interval=5")
@@ -289,8 +289,8 @@ def test_what_is_kept(tmp_path):
 
 def test_the_manifest_sums_every_file(cut):
     step = cut[1] / "checkpoints/step-00000006"
-    manifest = json.loads((step / checkpoints.MANIFEST).read_text())
+    manifest = json.loads((step / layout.MANIFEST.name).read_text())
     assert manifest["step"] == 6 and manifest["world_size"] == 2
-    assert {*manifest["files"], checkpoints.MANIFEST} == {path.name for path in step.iterdir()}
+    assert {*manifest["files"], layout.MANIFEST.name} == {path.name for path in step.iterdir()}
 
 

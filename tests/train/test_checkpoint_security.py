@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.checkpoint import safe
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 
 
 class Evil:
@@ -32,7 +32,7 @@ def saved(tmp_path):
     return step
 
 
-def loaded(step: Path, load=safe.load):
+def loaded(step: Path, load=safe.load_checkpoint):
     state = {"model": {"w": torch.zeros(4)}, "lr": 0.0}
     load(state, step, no_dist=True)
     return state
@@ -114,7 +114,7 @@ def test_a_run_refuses_it_in_a_line(tiny, run_job, tmp_path):
     (run / "result.json").unlink()
     step = checkpoints.newest(run / "checkpoints")
     (step / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
-    files = [path for path in step.iterdir() if path.name != checkpoints.MANIFEST]
+    files = [path for path in step.iterdir() if path.name != layout.MANIFEST.name]
     sums = {path.name: (path.stat().st_size, int(checkpoints.checksum(path), 16)) for path in files}
     checkpoints.write_manifest(step, 2, 1, sums)
     assert checkpoints.damage(step) == []

@@ -10,7 +10,8 @@ from titan_hydra.config import compose_job
 from titan_hydra.runs.checkpoints import complete, newest
 
 SMALL = ("debug=tiny", "precision=fp32", "model=deepseek_v3_debug", "model.dim=64", "model.n_layers=3", "model.n_heads=4",
-         "model.n_kv_heads=4", "model.q_rank=24", "model.kv_rank=16", "model.plain_dim=16", "model.rope_dim=8", "model.value_dim=16", "model.ffn_dim=96",
+         "model.n_kv_heads=4", "model.q_rank=24", "model.kv_rank=16", "model.plain_dim=16", "model.rope_dim=8", "model.value_dim=16",
+         "model.ffn_dim=96",
          "model.n_experts=8", "model.experts_per_token=2", "model.expert_dim=32", "model.balance_rate=0.01", "steps=4",
          "checkpoint.interval=2", "checkpoint.keep_latest_k=0", "data.global_batch=8", "metrics.log_every=1")
 EP4 = ("parallelism=fsdp_ep", "parallelism.ep=4", "gpus=4", "data.local_batch=2")

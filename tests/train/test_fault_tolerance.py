@@ -14,7 +14,7 @@ def weights(directory, step, part="model."):
     path = directory / "checkpoints" / f"step-{step:08d}"
     index = safe.read_index(path).state_dict_metadata
     content = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items() if name.startswith(part)}
-    safe.load(content, path, no_dist=True)
+    safe.load_checkpoint(content, path, no_dist=True)
     return content
 
 

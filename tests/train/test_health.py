@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.errors import Unhealthy
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Comm
 from titan_hydra.observe import health
 from titan_hydra.runs.failure import Kind, describe, guilty
+from titan_hydra.runs.run import Run
 
 HERE = socket.gethostname()
 

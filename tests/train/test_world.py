@@ -37,7 +37,7 @@ def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
         limits = {entry["process_group"][0]: entry["timeout_ms"] for entry in entries}
         assert len(limits) == len(groups) and limits.pop(own.group_name) == 77_000
         assert set(limits.values()) == {5_000}, limits
-        assert {"dp_shard", "cp"} <= {group["mesh"] for group in flight.groups(mesh).values()}
+        assert {"dp_shard", "cp"} <= {group["mesh"] for group in flight.groups_of_rank(mesh).values()}
         assert all(len(flight.collectives()[-1]["stack"]) <= 2 * flight.FRAMES for _ in range(2))
 
     on_ranks(4, task)

@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _state_dict_stager
 
 from titan_hydra.base.errors import RunError
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import safe, writer
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Job
 from titan_hydra.launch.worker import own_process
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
+from titan_hydra.runs.run import Run
 from titan_hydra.train import loop, trainer
 
 RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves at 3, 6, 9, 12; what happens, happens at 9 or behind it
@@ -84,7 +84,7 @@ def cases() -> list[Case]:
         found += [Case(mode, "purge", "one"), Case(mode, "half purged", "one"), Case(mode, "half purged", "group")]
         found += [Case(mode, "next step", "one", 2), Case(mode, "next step", "group")]
     found += [Case("sync", damage, file) for damage in ("truncated", "bit flipped", "removed")
-              for file in ("shard", ".metadata", checkpoints.MANIFEST, "rank_00001.json")]
+              for file in ("shard", ".metadata", layout.MANIFEST.name, "rank_00001.json")]
     found += [Case("sync", "all damaged", "shard"), Case("sync", "while resuming", "group"), Case("async", "while resuming", "one", 1)]
     found += [Case(mode, what, "disk") for what in ("disk full", "disk full, freed") for mode in ("sync", "async")]
     return found
@@ -121,7 +121,7 @@ def sabotage(case: Case, rank: int, kill: Callable[[], None]) -> None:
 
 def sabotage_resuming(kill: Callable[[], None]) -> None:
     """Kill while the weights are being read."""
-    safe.load = lambda *args, **kwargs: kill()
+    safe.load_checkpoint = lambda *args, **kwargs: kill()
 
 
 def fill_disk(ballast: Path, free_again: bool) -> None:
@@ -259,7 +259,7 @@ def damage(step: Path, kind: str, name: str) -> None:
         os.truncate(file, file.stat().st_size // 2)
     else:
         content = bytearray(file.read_bytes())
-        place = content.index(b'"crc32": "') + 12 if name == checkpoints.MANIFEST else random.Random(1).randrange(len(content))
+        place = content.index(b'"crc32": "') + 12 if name == layout.MANIFEST.name else random.Random(1).randrange(len(content))
         content[place] ^= 1
         file.write_bytes(content)
 

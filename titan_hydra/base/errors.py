@@ -1,5 +1,6 @@
 """The exit statuses of a run, the classes of failure, and the errors that carry them."""
 from enum import IntEnum, StrEnum
+from typing import Any
 
 LAST_WORDS = "--- this rank ends with exit status"  # printed by a rank before the reason; the launcher stops echoing its log here
 
@@ -33,7 +34,7 @@ class Kind(StrEnum):
     UNKNOWN = "unknown"
 
 
-KIND_OF = {  # exit statuses that a rank chose itself; any other is a bug
+KIND_OF: dict[int, Kind] = {  # exit statuses that a rank chose itself; any other is a bug
     Exit.CONFIG: Kind.CONFIG,
     Exit.OUT_OF_MEMORY: Kind.OUT_OF_MEMORY,
     Exit.HANG: Kind.HANG,
@@ -46,6 +47,7 @@ class RunError(Exception):
     """Ends a run for a known reason, printed as one line without a traceback. Subclasses set the exit status."""
 
     status = Exit.BUG
+    facts: dict[str, Any]  # where the rank was, added on the way up
 
 
 class ConfigError(RunError):

@@ -105,23 +105,21 @@ def flight_recorders() -> list[Callable[[bool, bool, bool], bytes]]:
     return [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
 
 
-def wrap_stage_messages(wrap: Callable[[Callable], Callable]) -> None:
+def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap the function that exchanges tensors between pipeline stages, once: torch's recorder sees only collectives over gloo."""
     from torch.distributed.pipelining import schedules
 
     if not hasattr(schedules._batch_p2p, "wrapped"):
         schedules._batch_p2p = wrap(schedules._batch_p2p)
-        schedules._batch_p2p.wrapped = True
+        schedules._batch_p2p.wrapped = True  # type: ignore[attr-defined]  # our own mark on a function
 
 
 def settle_shapes(schedule: Any) -> None:
-    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads its result, and fake tensors have no
-    data.
-    """
+    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads it, and fake tensors hold nothing."""
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
 
-        def settled(stages: list, *_: bool) -> None:
+        def settled(stages: list[Any], *_: bool) -> None:
             for stage in stages:
                 stage._inference_mode = InferenceMode.STATIC
 

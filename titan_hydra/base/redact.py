@@ -1,9 +1,8 @@
 """Recognize secrets (WANDB_API_KEY, HF_TOKEN, passwords) by name, by value and by form, so that no file of a run holds one."""
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}  # parts of a secret's name
@@ -29,7 +28,7 @@ def sureness(name: str) -> int:
     return 2 if sure else int(bool(PERHAPS & set(parts)))
 
 
-def known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def _known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the secrets in the environment, as a map from value to name."""
     return {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
 
@@ -40,7 +39,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = 
     In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign to such a name lose all
     literals.
     """
-    for value, name in sorted(known(environment).items(), key=lambda pair: -len(pair[0])):
+    for value, name in sorted(_known(environment).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(value, f"[redacted {name}]")
     text = SHAPES.sub("[redacted]", text)
     return "\n".join(_without_values(text.split("\n"))) if code else ASSIGNED.sub(_assigned, text)
@@ -72,7 +71,7 @@ def _without_values(lines: list[str]) -> Iterator[str]:
         named = [match for match in NAMED.finditer(line) if sureness(match["name"])]
         begin = named[0].end() if named else 0 if sure else len(line)
         sure = max([sure, *(sureness(match["name"]) for match in named)])
-        rest = LITERAL.sub(lambda match, sure=sure: _without_literal(match, sure), line[begin:])
+        rest = LITERAL.sub(partial(_without_literal, sure=sure), line[begin:])
         if named and (bare := re.match(r"[\w+/=~-]+(?=\s|$|[,;)}\]])", rest)):
             shell = named[0]["is"] == "=" and named[0]["name"].isupper()
             if shell or (_mixed(bare[0]) and (sure == 2 or len(bare[0]) >= SHORTEST)):

@@ -1,6 +1,4 @@
 """Tables for the terminal. rich needs half a second for 500 rows, longer than reading the runs takes."""
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -18,8 +16,8 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collec
     On a terminal the columns in `gives` are truncated, in this order, until the lines fit; `colours` gives, for each row, the colour of
     some columns.
     """
-    rows = [[*titles], *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [[*titles], *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for title in gives if screen else ():
         index = titles.index(title)
@@ -27,9 +25,9 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collec
         widths[index] -= max(min(excess, widths[index] - NARROWEST), 0)
     plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
     lines = []
-    for row, colour in zip(rows, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(rows) - 1))], strict=True):
+    for line, colour in zip(texts, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(texts) - 1))], strict=True):
         parts = []
-        for title, text, width in zip(titles, row, widths, strict=True):
+        for title, text, width in zip(titles, line, widths, strict=True):
             text = text if len(text) <= width else text[:width - 1] + "\N{HORIZONTAL ELLIPSIS}"
             text = text.rjust(width) if title in right else text.ljust(width)
             parts.append(text if plain or title not in colour else f"\x1b[{COLOURS[colour[title]]}m{text}\x1b[0m")

@@ -3,8 +3,6 @@
 A failed save is tried again one step later, while training continues. If two saves in a row that were due have failed with their second
 tries, the run stops: no more than two intervals are then lost. Rules: docs/reliability.md.
 """
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -26,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.base.private import is_spent
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Checkpoint, Model
 from titan_hydra.models.init import clean_name
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
+from titan_hydra.runs.run import Run
 
 from . import initial, safe, state
 from .writer import Writer
@@ -53,9 +51,7 @@ class Flight:
 
 @dataclass
 class Checkpointer:
-    """Saves and loads a model, its optimizers and each rank's data state in `<run>/checkpoints`. All ranks must call the same methods in
-    the same order.
-    """
+    """Saves and loads a model, its optimizers and each rank's data state. All ranks must call the same methods in the same order."""
 
     config: Checkpoint
     run: Run
@@ -83,7 +79,7 @@ class Checkpointer:
     @property
     def folder(self) -> Path:
         """The folder of the steps."""
-        return self.run.directory / "checkpoints"
+        return layout.CHECKPOINTS.of(self.run.directory)
 
     # --- in the loop ------------------------------------------------------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class Checkpointer:
         self.land()
         began, self.clock = time.perf_counter(), time.monotonic()
         own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
-        writer = Writer(self.folder / f"step-{step:08d}", step, self.run.world_size, own, self._purge)
+        writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge)
         self.flight = Flight(step, writer, began)
         content = {"model": state.weights(self.model), "optimizer": state.of_optimizers(self.model, self.optimizers)}
         self._start(self.flight, content | ({"outer": self.outer} if self.outer else {}))
@@ -158,7 +154,7 @@ class Checkpointer:
             self.stager = self._new_stager()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
-        response = dcp.async_save(content, storage_writer=flight.writer, process_group=self.group, async_stager=self.stager)
+        response: Any = dcp.async_save(content, storage_writer=flight.writer, process_group=self.group, async_stager=self.stager)
         flight.staged, flight.written = response.staging_completion, response.upload_completion
         flight.written.add_done_callback(lambda _: setattr(flight, "seconds", time.perf_counter() - flight.began))
 
@@ -219,15 +215,14 @@ class Checkpointer:
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
     def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
-        """Start a new run from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights.
-        """
+        """Start from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights."""
         found = [initial.find(path)]
         dist.broadcast_object_list(found, src=0, group=self.group)  # the other run may be writing its next step just now
         source, left_out = found[0], set(self.config.exclude_from_loading)
         if initial.is_hf(source):
             initial.load_hf(self.model, model, source)
             return 0, None
-        if problems := self._problems(source) if (source / checkpoints.MANIFEST).exists() else []:
+        if problems := self._problems(source) if layout.MANIFEST.of(source).exists() else []:
             raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}")
         self._load(source, {"model", "optimizer"} - left_out)
         data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
@@ -238,7 +233,7 @@ class Checkpointer:
         buffers = {clean_name(name) for name, _ in self.model.named_buffers()}  # what they add up is too fine for 16 bits
         content = {name: weight if name in buffers else weight.to(getattr(torch, dtype))
                    for name, weight in state.weights(self.model).items()}
-        own = ("config.json", json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
+        own = (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
         writer = Writer(path, 0, self.run.world_size, own)
         try:
             dcp.save({"model": content}, storage_writer=writer, process_group=self.group)
@@ -254,7 +249,7 @@ class Checkpointer:
         if "outer" in parts and self.outer:
             content["outer"] = self.outer
         try:
-            safe.load(content, path, self.group)
+            safe.load_checkpoint(content, path, self.group)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
         if "model" in parts:
@@ -263,10 +258,9 @@ class Checkpointer:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 
     def _newest_intact(self) -> Path | None:
-        """Return the step to resume from, None if there is none. Damaged ones are reported and moved aside. Raises CheckpointError if all
-        are damaged.
-        """
-        names = [[path.name for path in reversed(checkpoints.complete(self.folder))], any(self.folder.glob("step-*.damaged"))]
+        """Return the step to resume from, or None. Damaged ones are moved aside. Raises CheckpointError if all are damaged."""
+        set_aside = any(self.folder.glob(f"*{checkpoints.DAMAGED}"))
+        names: list[Any] = [[path.name for path in reversed(checkpoints.complete(self.folder))], set_aside]
         dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
         damaged: list[tuple[Path, list[str]]] = []
         found = None
@@ -283,7 +277,7 @@ class Checkpointer:
         if damaged and self.run.rank == 0:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:
-                aside = path.with_name(f"{path.name}.damaged")
+                aside = path.with_name(path.name + checkpoints.DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)  # the same step, damaged before
                 path.rename(aside)
         return found

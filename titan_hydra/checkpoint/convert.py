@@ -23,11 +23,12 @@ from titan_hydra.config.files import read_json
 from titan_hydra.config.schema import Model, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
+from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import newest
 
 from . import safe
-from . import tokenizer as tokenizer_export
 from .folder import Folder, content_of
+from .tokenizer import write_tokenizer
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -66,7 +67,7 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
     """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
     try:
-        ids = tokenizer_export.write(read_tokenizer_config(checkpoint, config_file), target, max_length)
+        ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
@@ -102,14 +103,12 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return `source` if it is a complete checkpoint, else the newest complete one of that run (or checkpoints folder). Raises ConfigError
-    if there is none.
-    """
+    """Return `source` if it is a complete checkpoint, else the newest of that run (or checkpoints folder). Raises ConfigError."""
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     if (source / ".metadata").is_file():
         return source
-    step = newest(source / "checkpoints") or newest(source)
+    step = newest(layout.CHECKPOINTS.of(source)) or newest(source)
     if step is None:
         raise ConfigError(f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*")
     return step
@@ -119,7 +118,7 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
     """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's), and import the
     modules that its family may come from.
     """
-    candidates = [config_file] if config_file else [checkpoint / "config.json", checkpoint.absolute().parents[1] / "config.json"]
+    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in (checkpoint, checkpoint.absolute().parents[1])]
     file = next((file for file in candidates if file.is_file()), None)
     if file is None:
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
@@ -141,7 +140,7 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
         raise ConfigError(f"{file}: names no tokenizer")
     config = from_dict(Tokenizer, section)
     if config.path:
-        started = (read_json(file.with_name("env.json")) or {}).get("folder", "")
+        started = layout.ENV.read(file.parent).get("folder", "")
         config.path = str(Path(started, Path(config.path).expanduser()))
     return config
 
@@ -153,7 +152,7 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
     two folders up (the run of a step).
     """
     folders = [checkpoint, *checkpoint.absolute().parents[:2]]
-    candidates = [config_file] if config_file else [folder / "config.json" for folder in folders]
+    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in folders]
     found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
     return next(((file, section) for file, section in found if section), (candidates[-1], {}))
 
@@ -162,7 +161,7 @@ class Reader:
     """Reads single tensors of a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
 
     def __init__(self, checkpoint: Path):
-        self.checkpoint, self.reader = checkpoint, safe.Reader(checkpoint)
+        self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
         self.metadata = self.reader.index
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,4 @@
 """Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into this rank's shards."""
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
 from titan_hydra.models.hf import hf_of, meta_state
 from titan_hydra.models.init import local_box
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 
 from . import state
 from .folder import Folder
@@ -22,7 +20,7 @@ def find(path: str) -> Path:
     source = Path(path).expanduser()
     if (source / ".metadata").is_file() or is_hf(source):
         return source
-    step = checkpoints.newest(source / "checkpoints") or checkpoints.newest(source)
+    step = checkpoints.newest(layout.CHECKPOINTS.of(source)) or checkpoints.newest(source)
     if step is None:
         raise ConfigError(f"checkpoint.initial_load_path={path}: no checkpoint, no run with one, and no *.safetensors")
     return step

@@ -2,8 +2,6 @@
 with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything else is read with
 weights_only=True.
 """
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path
@@ -38,7 +36,7 @@ class Unpickler(pickle.Unpickler):
         return CLASSES[module, name]
 
 
-class Reader(dcp.FileSystemReader):
+class SafeReader(dcp.FileSystemReader):
     """DCP's reader with an index that cannot run code. Raises CheckpointError if the index cannot be read."""
 
     def __init__(self, path: Path) -> None:
@@ -76,6 +74,6 @@ def read_index(path: Path) -> Metadata:
     return index
 
 
-def load(state: dict[str, Any], path: Path, group: Any = None, no_dist: bool = False) -> None:
+def load_checkpoint(state: dict[str, Any], path: Path, group: Any = None, no_dist: bool = False) -> None:
     """Load a checkpoint folder into a state dict in place, whatever layout wrote it. Raises what DCP raises."""
-    dcp.load(state, storage_reader=Reader(path), planner=Planner(), process_group=group, no_dist=no_dist)
+    dcp.load(state, storage_reader=SafeReader(path), planner=Planner(), process_group=group, no_dist=no_dist)

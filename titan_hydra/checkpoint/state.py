@@ -1,8 +1,6 @@
 """The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank a `rank_R.json` with
 the states of its data streams and its random generators.
 """
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path
@@ -27,7 +25,8 @@ Optimizers = list[torch.optim.Optimizer]
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's shards of the parameters, in the parameters' own memory."""
-    return {name: formats.plain(weight) for name, weight in get_model_state_dict(model).items()}
+    held: dict[str, Any] = get_model_state_dict(model)
+    return {name: formats.plain(weight) for name, weight in held.items()}
 
 
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

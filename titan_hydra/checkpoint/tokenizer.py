@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-def write(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
-    """Write tokenizer.json and tokenizer_config.json into a folder. Returns the token ids for config.json. Raises ConfigError if there is
-    no tokenizer.
-    """
+def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
+    """Write a tokenizer's two files into a folder. Returns the token ids for config.json. Raises ConfigError if there is none."""
     ours = tokenizer.load(config)
     theirs = _read(config)
     if ours.bos_id is not None and theirs.encode("").ids[:1] != [ours.bos_id]:

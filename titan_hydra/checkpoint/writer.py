@@ -2,8 +2,6 @@
 
 All of it happens inside DCP's two collectives (plan, write), in the thread in which DCP saves: DCP reports a failure on one rank to all.
 """
-from __future__ import annotations
-
 import errno
 import io
 import math
@@ -35,9 +33,10 @@ class Writer(dcp.FileSystemWriter):
 
     def __init__(self, path: Path, step: int, world_size: int, own: tuple[str, str] | None = None,
                  done: Callable[[], None] = lambda: None) -> None:
-        self.final, self.writing = path, path.with_name(f"{path.name}.writing")
+        self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
-        self.fs, self.step, self.world_size, self.own, self.done = SummingFiles(), step, world_size, own, done
+        self.fs: SummingFiles = SummingFiles()
+        self.step, self.world_size, self.own, self.done = step, world_size, own, done
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         """Delete what an earlier try has left, before the ranks plan their writes."""
@@ -88,9 +87,7 @@ class Writer(dcp.FileSystemWriter):
         self.done()
 
     def commit(self) -> None:
-        """Rename the step to its final name. An existing damaged step of that name is moved aside: a rename never replaces a folder with
-        files.
-        """
+        """Rename the step to its final name. A damaged step of that name is moved aside: a rename never replaces a folder with files."""
         if self.final.exists():
             self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}.deleting"))
         self.writing.rename(self.final)

@@ -1,1 +1,1 @@
-"""One file for each word of `titan`."""
+"""One file for each word of `titan`: `add_arguments` declares its options, `main` runs it and returns the exit status."""

@@ -3,8 +3,6 @@ scancel.
 
 Each stopped attempt gets a file `cancelled` with the user and the time; with it a job's batch script does not requeue the job.
 """
-from __future__ import annotations
-
 import argparse
 import getpass
 import os
@@ -17,15 +15,13 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.fault import counted
-from titan_hydra.config.files import read_json, write_json
 from titan_hydra.launch.attach import stop
-from titan_hydra.runs import rundir, slurm
+from titan_hydra.runs import layout, rundir, slurm
 from titan_hydra.runs.records import alive
-from titan_hydra.runs.view import ACTIVE, Row, add_target, choose, jobs_of, look
+from titan_hydra.runs.view import ACTIVE, RunRow, add_target, choose, jobs_of, look
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan cancel`."""
     add_target(parser)
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
 
@@ -37,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     live = [row for row in rows if row.state.kind in ACTIVE]
     if not queue.answers:  # SLURM is asked only if one of these runs may be in its queue
         print("SLURM does not answer: its jobs cannot be cancelled now", file=sys.stderr)
-        live = [row for row in live if not on_slurm(row)]
+        live = [row for row in live if not _on_slurm(row)]
     if not live:
         print(f"{selection.name}: nothing runs or waits" if queue.answers else "nothing was cancelled")
         return Exit.DONE if queue.answers else Exit.BUG
@@ -47,14 +43,14 @@ def main(args: argparse.Namespace) -> int:
     if not args.yes and not asked(f"cancel {many}? [y/N] "):
         print("nothing was cancelled")
         return Exit.DONE
-    faults = [*cancel_slurm([row for row in live if on_slurm(row)]),
-              *cancel_local([row for row in live if not on_slurm(row)], whole=len(selection.cells) > 1)]
+    faults = [*cancel_slurm([row for row in live if _on_slurm(row)]),
+              *cancel_local([row for row in live if not _on_slurm(row)], whole=len(selection.cells) > 1)]
     for fault in faults:
         print(fault, file=sys.stderr)
     return Exit.BUG if faults or not queue.answers else Exit.DONE
 
 
-def on_slurm(row: Row) -> bool:
+def _on_slurm(row: RunRow) -> bool:
     """Whether the run was submitted to SLURM."""
     return owner_of(row).get("executor") == "slurm"
 
@@ -71,10 +67,10 @@ def asked(question: str) -> bool:
 
 def mark(attempt: Path) -> None:
     """Record in the attempt that it is being cancelled, before it is."""
-    write_json(attempt / "cancelled", {"by": getpass.getuser(), "time": time.time()})
+    layout.CANCELLED.write(attempt, {"by": getpass.getuser(), "time": time.time()})
 
 
-def cancel_slurm(rows: list[Row]) -> Iterable[str]:
+def cancel_slurm(rows: list[RunRow]) -> Iterable[str]:
     """Cancel the jobs of exactly these cells with one scancel. Yields the reasons why some cannot be cancelled."""
     cells: list[Path] = []
     jobs: list[str] = []  # packed cells share theirs, and replica groups have one each
@@ -88,7 +84,7 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
         else:
             cells.append(row.directory)
             for home, attempt, state in live:
-                mark(home / "attempts" / str(attempt))
+                mark(layout.ATTEMPT.of(home, attempt))
                 jobs.append(state.job.id)
     if not jobs:
         return
@@ -103,24 +99,20 @@ def cancel_slurm(rows: list[Row]) -> Iterable[str]:
         print(f"cancelled {counted(len(cells), 'cell')} ({', '.join(dict.fromkeys(jobs))})")
 
 
-def sharing(owner: dict, row: Row, rows: list[Row]) -> list[str]:
+def sharing(owner: dict, row: RunRow, rows: list[RunRow]) -> list[str]:
     """List the other runs in the same packed job that are neither finished nor to be cancelled."""
     found = []
-    for attempt in row.directory.parent.glob("*/attempts/*/attempt.json"):
-        directory = attempt.parents[2]
-        mine = attempt.parent.name.isdecimal() and (read_json(attempt) or {}).get("token") == owner["token"]
-        if mine and directory not in [row.directory for row in rows]:
-            found += [directory.name] if not (attempt.parent / "exit").exists() else []
+    for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
+        mine = [attempt for attempt in layout.ATTEMPT.all(directory).values() if layout.CLAIM.read(attempt).get("token") == owner["token"]]
+        found += [directory.name for attempt in mine if not layout.EXIT.of(attempt).exists()]
     return found
 
 
-def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
-    """Ask local ranks to stop, as Ctrl-C does. If a whole sweep is cancelled its launcher gets the signal, so that it starts no further
-    cell.
-    """
+def cancel_local(rows: list[RunRow], whole: bool) -> Iterable[str]:
+    """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launcher is asked, so that it starts no further cell."""
     told = set()
     for row in rows:
-        attempt = row.directory / "attempts" / str(row.state.attempt)
+        attempt = layout.ATTEMPT.of(row.directory, row.state.attempt)
         launcher = owner_of(row)
         if not row.state.here:
             yield f"{row.cell}: runs on {row.state.host}; cancel it there"
@@ -139,13 +131,13 @@ def cancel_local(rows: list[Row], whole: bool) -> Iterable[str]:
 def started(attempt: Path, seconds: float = 15) -> bool:
     """Wait until ranks can be signalled. Returns False if the attempt ended before."""
     deadline = time.monotonic() + seconds
-    while not rundir.processes(attempt) and not alive(read_json(attempt / "ranks.json")):
+    while not rundir.running_ranks(attempt) and not alive(layout.RANKS.read(attempt)):
         if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:
             return False
         time.sleep(0.1)
     return True
 
 
-def owner_of(row: Row) -> dict:
+def owner_of(row: RunRow) -> dict:
     """Return the record of who claimed a row's attempt."""
-    return read_json(row.directory / "attempts" / str(row.state.attempt) / "attempt.json") or {}
+    return layout.CLAIM.read(layout.ATTEMPT.of(row.directory, row.state.attempt))

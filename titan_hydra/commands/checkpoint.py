@@ -1,21 +1,19 @@
 """`titan checkpoint`: list, verify and prune the checkpoints of a run. Reads files only and imports no torch."""
-from __future__ import annotations
-
 import argparse
 from datetime import datetime
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.fault import counted
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.rundir import host_of_running, newest_attempt
 from titan_hydra.runs.view import add_runs, choose_one
 
-LEFT_BEHIND = {".writing": "being written, or left by a kill", ".damaged": "set aside as damaged", ".deleting": "being deleted"}
+LEFT_BEHIND = {checkpoints.WRITING: "being written, or left by a kill", checkpoints.DAMAGED: "set aside as damaged",
+               checkpoints.DELETING: "being deleted"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands and options of `titan checkpoint`."""
     commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune")
     for name, text in (("ls", "list the steps of a run"), ("verify", "compare every byte with what was written; status 1 if not the same"),
                        ("prune", "delete what need not be kept, what is damaged, and what a kill has left")):
@@ -30,18 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit status."""
-    if args.what == "verify" and (Path(args.run) / checkpoints.MANIFEST).is_file():
-        return verify([Path(args.run)])
+    if args.what == "verify" and layout.MANIFEST.of(Path(args.run)).is_file():
+        return _verify([Path(args.run)])
     run = choose_one(args.run, args.runs).directory
-    steps = run / "checkpoints"
+    steps = layout.CHECKPOINTS.of(run)
     if args.what == "ls":
         return ls(steps)
     if args.what == "verify":
-        return verify(checkpoints.complete(steps) or _none(steps))
+        return _verify(checkpoints.complete(steps) or _none(steps))
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep}: a run keeps at least one checkpoint")
     attempt = newest_attempt(run)
-    if attempt and (host := host_of_running(run / "attempts" / str(attempt))):
+    if attempt and (host := host_of_running(layout.ATTEMPT.of(run, attempt))):
         raise ConfigError(f"{run.name} is running on {host}, and deletes by itself: checkpoint.keep_latest_k")
     return prune(steps, args.keep, args.every, args.dry)
 
@@ -60,7 +58,7 @@ def ls(steps: Path) -> int:
     return Exit.DONE
 
 
-def verify(paths: list[Path]) -> int:
+def _verify(paths: list[Path]) -> int:
     """Compare every byte of the steps with their manifests."""
     status = Exit.DONE
     for path in paths:

@@ -1,6 +1,4 @@
 """`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM of this login node, from sinfo's list of GPU partitions."""
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -46,7 +44,6 @@ class Partition:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan cluster`."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="init")
     init = commands.add_parser("init", prog="titan cluster init", help="write conf/cluster/NAME.yaml from sinfo",
                                description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.")
@@ -63,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     if listing is None:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
     found = list(partitions(listing))
-    chosen = choose(found, args.partition)
+    chosen = choose_partition(found, args.partition)
     cluster = cluster_name()
     name = args.name or re.sub(r"\W+", "_", cluster)
     if not re.fullmatch(r"\w[\w-]*", name):
@@ -98,8 +95,7 @@ def partitions(listing: str) -> Iterable[Partition]:
 
 
 def gpus_of(gres: str) -> tuple[str, int]:
-    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100. The kind is "" if GRES does not name it.
-    """
+    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100; `gpu:8` has no kind."""
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
     kinds = {kind for kind, _ in found if kind}
     return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in found)
@@ -129,7 +125,7 @@ def minutes_of(limit: str) -> int | None:
     return (days * 24 + hours) * 60 + minutes
 
 
-def choose(found: list[Partition], wanted: str | None) -> Partition:
+def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
     """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind of node."""
     if not found:
         raise ConfigError("sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand")

@@ -1,15 +1,12 @@
 """`titan compare`: find the first step at which two runs differ and, if activations were traced, the first module."""
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.run import attempts_of, rank_files
-from titan_hydra.config.files import read_json, read_rows
 from titan_hydra.config.load import DEGREES
+from titan_hydra.runs import layout
 from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.view import add_runs, choose_one
 
@@ -19,7 +16,6 @@ IGNORED = ("name", "notes", "paths.", "launch.", "cluster.", "metrics.", "profil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan compare`."""
     parser.add_argument("a", help="run directory, or the start of a hash")
     parser.add_argument("b", help="the run to compare it with")
     add_runs(parser)
@@ -28,24 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print where the two runs first differ."""
-    a, b = (directory_of(target, args.runs) for target in (args.a, args.b))
-    print(f"A  {a}\nB  {b}\n", *configurations(a, b), *curves(a, b, args.tolerance), *modules(a, b), sep="\n")
+    a, b = (_directory_of(target, args.runs) for target in (args.a, args.b))
+    print(f"A  {a}\nB  {b}\n", *configurations(a, b), *_curves(a, b, args.tolerance), *modules(a, b), sep="\n")
     return Exit.DONE
 
 
-def directory_of(target: str, runs: Path) -> Path:
+def _directory_of(target: str, runs: Path) -> Path:
     """Return the directory of the run that `target` selects. Raises ConfigError for a sweep, and for a run without losses."""
     directory = choose_one(target, runs).directory
-    if not (directory / "metrics.jsonl").exists():
-        raise ConfigError(f"{target}: {directory} has no metrics.jsonl yet")
+    if not layout.METRICS.of(directory).exists():
+        raise ConfigError(f"{target}: {directory} has no {layout.METRICS.name} yet")
     return directory
 
 
 def configurations(a: Path, b: Path) -> Iterator[str]:
     """Yield the keys in which the configurations differ, of those that can change a loss."""
-    first, second = (dotted_config(read_json(run / "config.json") or {}) for run in (a, b))
+    first, second = (dotted_config(layout.CONFIG.read(run)) for run in (a, b))
     if not first or not second:
-        yield f"configurations: {a if not first else b}/config.json cannot be read"
+        yield f"configurations: {layout.CONFIG.of(b if first else a)} cannot be read"
         return
     differ = [key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key) and not key.startswith(IGNORED)]
     for key in differ[:SHOWN]:
@@ -55,10 +51,9 @@ def configurations(a: Path, b: Path) -> Iterator[str]:
     yield "" if differ else "configurations: alike"
 
 
-def curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
-    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by more than the tolerance.
-    """
-    first, second = ({row["step"]: row for row in read_rows(run / "metrics.jsonl")[0]} for run in (a, b))
+def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
+    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by the tolerance."""
+    first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     if not steps:
         yield "no step was logged by both"
@@ -66,17 +61,17 @@ def curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     yield f"{len(steps)} steps logged by both, {steps[0]} to {steps[-1]}"
     for name in MEASURED:
         pairs = [(step, first[step].get(name), second[step].get(name)) for step in steps]
-        parted = [pair for pair in pairs if not same(pair[1], pair[2])]
+        parted = [pair for pair in pairs if not _same(pair[1], pair[2])]
         far = [pair for pair in pairs if distance(pair[1], pair[2]) > tolerance]
         if not parted:
             yield f"{name}: the same bits in all of them"
             continue
-        yield f"{name}: other bits from {told(parted[0], steps)}"
+        yield f"{name}: other bits from {_told(parted[0], steps)}"
         most = max(distance(x, y) for _, x, y in pairs)
-        yield f"{name}: " + (f"off by more than {tolerance:g} from {told(far[0], steps)}" if far else f"off by {most:.2g} at most")
+        yield f"{name}: " + (f"off by more than {tolerance:g} from {_told(far[0], steps)}" if far else f"off by {most:.2g} at most")
 
 
-def told(pair: tuple[int, float, float], steps: list[int]) -> str:
+def _told(pair: tuple[int, float, float], steps: list[int]) -> str:
     """Format a step with both values, and the unlogged steps before it in which the difference may have begun."""
     step, x, y = pair
     before = max((earlier for earlier in steps if earlier < step), default=0)
@@ -91,7 +86,7 @@ def modules(a: Path, b: Path) -> Iterator[str]:
         without = " and ".join(name for name, run in (("A", first), ("B", second)) if not run)
         yield f"modules: {without} traced no activations; run both again with debug.trace_activations=true to find the module"
         return
-    layouts = [(read_json(run / "config.json") or {}).get("parallelism", {}) for run in (a, b)]
+    layouts = [layout.CONFIG.read(run).get("parallelism", {}) for run in (a, b)]
     if any(layouts[0].get(degree) != layouts[1].get(degree) for degree in DEGREES):
         yield "modules: the runs are split in different ways, so their ranks hold different parts"
         return
@@ -101,14 +96,14 @@ def modules(a: Path, b: Path) -> Iterator[str]:
         if parted:
             key = min(parted, key=lambda key: first[step][key]["order"])
             ranks = sorted({rank for rank, *look in parted if look == list(key[1:])})
-            yield f"modules: first part at step {step}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {words(*key[1:])}"
+            yield f"modules: first part at step {step}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {_words(*key[1:])}"
             norms = first[step][key]["norm"], second[step].get(key, {}).get("norm")
             yield f"         norm {norms[0]!r} and {norms[1]!r}; {len(parted)} of {len(first[step])} traced tensors differ in this step"
             return
     yield f"modules: the same bits in all {len(steps)} traced steps" if steps else "modules: no step was traced by both"
 
 
-def words(when: str, what: str, name: str, call: int) -> str:
+def _words(when: str, what: str, name: str, call: int) -> str:
     """Describe which code to examine, given the first traced tensor that differs."""
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer
@@ -124,24 +119,24 @@ def words(when: str, what: str, name: str, call: int) -> str:
 def traces(run: Path) -> dict[int, dict[tuple, dict]]:
     """Return the traced tensors of all ranks by step; for a repeated step, those of the newest attempt."""
     found: dict[int, dict[tuple, dict]] = {}
-    for attempt in attempts_of(run):
-        for rank, file in rank_files(run / "attempts" / str(attempt), "activations", ".jsonl").items():
+    for attempt in layout.ATTEMPT.all(run).values():
+        for rank in layout.ACTIVATIONS.all(attempt):
             own: dict[int, dict] = {}
-            for row in read_rows(file)[0]:
+            for row in layout.ACTIVATIONS.rows(attempt, rank)[0]:
                 own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
             for step, rows in own.items():
                 found.setdefault(step, {}).update(rows)
     return found
 
 
-def same(x: float | None, y: float | None) -> bool:
+def _same(x: float | None, y: float | None) -> bool:
     """Whether two values are equal to the bit; NaN equals NaN."""
     return x == y or (x != x and y != y)
 
 
 def distance(x: float | None, y: float | None) -> float:
     """Return the difference relative to the larger value; infinity if only one is finite."""
-    if same(x, y):
+    if _same(x, y):
         return 0.0
     if x is None or y is None or not (math.isfinite(x) and math.isfinite(y)):
         return math.inf

@@ -2,8 +2,6 @@
 
 The script calls `titan completion --words ...` at each Tab, so it never goes stale.
 """
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Iterable
@@ -33,7 +31,6 @@ RUNS = ("target", "cell", "sweep", "A", "B")  # arguments that stand for runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan completion`."""
     parser.add_argument("shell", nargs="?", choices=SCRIPTS, help='to be evaluated: eval "$(titan completion bash)"')
     parser.add_argument("--words", help=argparse.SUPPRESS)
 
@@ -67,17 +64,13 @@ def candidates(words: list[str]) -> Iterable[str]:
         return options
     places = [action for action in options_of(parser) if not action.option_strings]
     chosen = next((action.choices for action in places if action.choices), None)
-    return chosen or (names(runs_of(before)) if any(action.dest in RUNS for action in places) else [])
+    runs = next((value for option, value in pairwise(before) if option == "--runs"), "runs")
+    return chosen or (_names(Path(runs)) if any(action.dest in RUNS for action in places) else [])
 
 
-def runs_of(words: list[str]) -> Path:
-    """Return the folder of runs that the words select."""
-    return Path(next((value for option, value in pairwise(words) if option == "--runs"), "runs"))
-
-
-def names(runs: Path) -> list[str]:
+def _names(runs: Path) -> list[str]:
     """List sweeps, the cells of the newest one, and all runs by hash and by name."""
-    manifests = find.sweeps(runs)
-    cells = short_names(find.sweep(manifests[0]).cells) if manifests else []
+    sweeps = find.readable(runs)
+    cells = short_names(find.sweep(sweeps[0]).cells) if sweeps else []
     directories = [run.name for run in find.all_runs(runs)]
-    return [*(file.parent.name for file in manifests), *cells, *(name.rpartition("-")[2] for name in directories), *directories]
+    return [*(folder.name for folder in sweeps), *cells, *(name.rpartition("-")[2] for name in directories), *directories]

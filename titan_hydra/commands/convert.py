@@ -1,6 +1,4 @@
 """`titan convert`: convert checkpoints to and from Hugging Face's format."""
-from __future__ import annotations
-
 import argparse
 import warnings
 from pathlib import Path
@@ -10,7 +8,6 @@ from titan_hydra.runs.view import add_runs, place_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan convert`: titan convert RUN --to hf DIR, titan convert HF_DIR DIR --from hf."""
     parser.add_argument("source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder")
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--to", choices=["hf"], help="export to this format")

@@ -1,6 +1,4 @@
 """`titan diff A B`: print the differences of two runs in configuration, code and versions, and results."""
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable
@@ -11,10 +9,9 @@ from typing import Any
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.text import table
 from titan_hydra.config.fault import as_typed
-from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
-from titan_hydra.runs import rundir
-from titan_hydra.runs.records import dotted_config, last_record
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.view import add_runs, choose_one
 
 UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # by a key's name
@@ -39,7 +36,6 @@ class Side:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan diff`."""
     for name in ("A", "B"):
         parser.add_argument(name, help="a run directory, a cell of the newest sweep, or the start of a hash")
     add_runs(parser)
@@ -49,19 +45,19 @@ def main(args: argparse.Namespace) -> int:
     """Print three tables, or a line for each that has no difference."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     grid("configuration", a, b, configuration(a.config, b.config))
-    grid("code and versions", a, b, environment(a.environment, b.environment))
-    grid("results", a, b, results(a, b), "difference")
+    grid("code and versions", a, b, _environment(a.environment, b.environment))
+    grid("results", a, b, _results(a, b), "difference")
     return Exit.DONE
 
 
 def side(directory: Path) -> Side:
     """Read a run. One that is not done has the numbers of its last logged step."""
     state = rundir.inspect(directory)
-    result = read_json(directory / "result.json") if state.kind == "done" else None
-    last = last_record(directory / "metrics.jsonl")
+    result = layout.RESULT.read(directory) if state.kind == "done" else None
+    last = layout.METRICS.last(directory)
     numbers = result or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
-    environment = read_json(directory / "env.json") or {}
-    return Side(directory.name, dotted_config(read_json(directory / "config.json") or {}), environment, state.damage or state.kind, numbers)
+    environment = layout.ENV.read(directory)
+    return Side(directory.name, dotted_config(layout.CONFIG.read(directory)), environment, state.damage or state.kind, numbers)
 
 
 def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
@@ -85,7 +81,7 @@ def unit_of(key: str, help: str) -> str:
     return named or (told[1] if told else "")
 
 
-def environment(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:
+def _environment(a: dict, b: dict) -> Iterable[tuple[str, ...]]:
     """List the differences in commit, uncommitted changes, versions and machine."""
     rows = [("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))), ("not committed", *map(dirt, (a, b)))]
     if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):
@@ -102,7 +98,7 @@ def dirt(environment: dict) -> str:
     return ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "") if files else "nothing"
 
 
-def results(a: Side, b: Side) -> Iterable[tuple[str, ...]]:
+def _results(a: Side, b: Side) -> Iterable[tuple[str, ...]]:
     """Yield the results side by side, and the relative difference of B from A."""
     if a.state != b.state or a.state != "done":
         yield "state", a.state, b.state, ""

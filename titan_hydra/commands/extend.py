@@ -3,8 +3,6 @@
 It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result equals a run with the new
 number from the start: with lr_scheduler=wsd one from before the decay, with a constant rate the last.
 """
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -18,12 +16,11 @@ from titan_hydra.config.schema import Launch, Paths, Sweep
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.dispatch import Cell
 from titan_hydra.launch.worker import load_job
-from titan_hydra.runs import checkpoints, rundir
+from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.view import add_runs, choose_one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan extend`."""
     parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
     parser.add_argument("values", nargs="+", metavar="steps=N", help="the number of steps, counted from the first run's start; after it "
                         "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry")
@@ -56,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
     """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
-    steps = {checkpoints.step_of(path): path for path in checkpoints.complete(directory / "checkpoints")}
+    steps = {checkpoints.step_of(path): path for path in checkpoints.complete(layout.CHECKPOINTS.of(directory))}
     if not steps:
         raise ConfigError(f"{directory.name}: has no complete checkpoint to continue from")
     early = [step for step in steps if step < new.steps]

@@ -4,8 +4,6 @@ counterpart.
 The table of keys is assets/torchtitan.yaml. A file omits TorchTitan's defaults, which may differ from those here: defaults are therefore
 translated too, and values that launch.py uses anyway are left out.
 """
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -48,14 +46,13 @@ class Without(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan from-torchtitan`."""
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="a configuration file of TorchTitan (0.2.2, or earlier)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the command line and, as shell comments, what it leaves out."""
     try:
-        given = read(tomllib.loads(args.file.read_text()))
+        given = read_toml(tomllib.loads(args.file.read_text()))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{args.file}: {getattr(error, 'strerror', None) or error}") from error
     overrides, without = translate(given)
@@ -70,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def read(content: dict) -> dict[str, Any]:
+def read_toml(content: dict) -> dict[str, Any]:
     """Return the values of a file by TorchTitan's present dotted names, comma-separated strings as lists where the key is one.
 
     Raises ConfigError for a key that TorchTitan never had, and for a value of the wrong type.
@@ -101,8 +98,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
-    """Return the overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that does not exist here.
-    """
+    """Return the overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that is not here."""
     values = DEFAULTS | given
     without = [Without(name, kind, reason) for name, (default, kind, reason) in WITHOUT.items() if values[name] != default]
     plain = {key: here[0] if here and values[name] == default else values[name] for name, (default, key, *here) in TABLE["values"].items()}
@@ -120,8 +116,7 @@ def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
 
 
 def options(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
-    """Yield the options chosen from groups with the values that belong to them, and a `Without` for each value that cannot be translated.
-    """
+    """Yield the options chosen from groups with the values that belong to them, and a `Without` for what cannot be translated."""
     yield from _model(of)
     yield from _data(of)
     yield from _layout(of)

@@ -1,6 +1,4 @@
 """`titan generate`: continue a text with the model of a run or checkpoint."""
-from __future__ import annotations
-
 import argparse
 import math
 import warnings
@@ -11,7 +9,6 @@ from titan_hydra.runs.view import add_runs, place_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan generate`."""
     parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="end after N tokens, if the text does not before (100)")

@@ -1,6 +1,4 @@
 """`titan init DIR`: write a small project that uses the installed package: launch.py, options, a model, a sweep, and a test."""
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path
@@ -11,7 +9,6 @@ from titan_hydra.config.files import ASSETS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan init`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write it; a new or empty folder")
 
 

@@ -1,16 +1,11 @@
 """`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue."""
-from __future__ import annotations
-
 import argparse
 import sys
 import time
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.run import attempts_of, rank_files
-from titan_hydra.config.files import read_json
-from titan_hydra.runs import rundir
-from titan_hydra.runs.records import last_lines
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import ACTIVE, add_runs, choose_one, jobs_of
 
@@ -19,11 +14,10 @@ ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: loc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan logs`."""
     parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")
-    parser.add_argument("-n", "--lines", type=number, metavar="N", help="only the last N lines")
+    parser.add_argument("-n", "--lines", type=_number, metavar="N", help="only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="continue until the run is over")
     parser.add_argument("--guilty", action="store_true", help="the last words of the rank that made the run fail")
     add_runs(parser)
@@ -34,30 +28,30 @@ def main(args: argparse.Namespace) -> int:
     directory = choose_one(args.cell, args.runs).directory
     state = rundir.inspect(directory)
     if args.guilty:
-        return guilty(directory, state)
+        return _guilty(directory, state)
     if state.groups:  # jobs of their own, whose ranks are counted from 0
-        group, args.rank = divmod(args.rank, (read_json(directory / "config.json") or {}).get("gpus") or 1)
+        group, args.rank = divmod(args.rank, layout.CONFIG.read(directory).get("gpus") or 1)
         if group >= len(state.groups):
             raise ConfigError(f"--rank: {directory.name} has {len(state.groups)} replica groups")
         directory, _, state = jobs_of(directory, state)[group]
     number = args.attempt or state.attempt
     if args.follow and args.attempt is None:
-        return follow(directory, state, args.rank, args.lines)
+        return _follow(directory, state, args.rank, args.lines)
     log = log_of(directory, number, args.rank)
     if log is None:
-        raise ConfigError(missing(directory, state, number, args.rank))
+        raise ConfigError(_missing(directory, state, number, args.rank))
     Tail(log, args.lines).more()
     return Exit.DONE
 
 
-def number(text: str) -> int:
+def _number(text: str) -> int:
     """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not a non-negative whole number."""
     if not text.isdigit():
         raise ValueError
     return int(text)
 
 
-def guilty(directory: Path, state: State) -> int:
+def _guilty(directory: Path, state: State) -> int:
     """Print which rank made the run fail, its error, and where its log is."""
     failure = state.failure
     if failure is None:
@@ -65,7 +59,7 @@ def guilty(directory: Path, state: State) -> int:
     print(f"{failure.kind}: {failure.line}")
     if failure.host:
         print(f"on {failure.host}")
-    print(f"\n{failure.detail or (last_lines(failure.log) if failure.log else '') or 'it left no further word'}\n")
+    print(f"\n{failure.detail or (layout.last_lines(failure.log) if failure.log else '') or 'it left no further word'}\n")
     if failure.log:
         print(f"log: {failure.log}")
     if failure.hint:
@@ -73,11 +67,11 @@ def guilty(directory: Path, state: State) -> int:
     return Exit.DONE
 
 
-def follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
+def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
     """Print the log as it grows, then that of the next attempt if there is one, until the run is over."""
     number, tail, asked = state.attempt, None, time.monotonic()
     if state.kind not in ACTIVE and log_of(directory, number, rank) is None:
-        raise ConfigError(missing(directory, state, number, rank))
+        raise ConfigError(_missing(directory, state, number, rank))
     say(f"{directory.name}: {state.kind}, attempt {number}")
     while True:
         log = log_of(directory, number, rank)
@@ -107,7 +101,7 @@ class Tail:
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self.path, self.file = path, path.open("rb")
         if lines is not None:
-            shown = last_lines(path, lines, 1 << 24) if lines else ""
+            shown = layout.last_lines(path, lines, 1 << 24) if lines else ""
             self.file.seek(0, 2)
             if shown:
                 print(shown, flush=True)
@@ -121,17 +115,17 @@ class Tail:
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
     """Return a rank's log; for rank 0, while it has none, srun's. None if nothing was printed yet."""
-    folder = directory / "attempts" / str(attempt)
-    candidates = [folder / f"rank_{rank}.log", *([folder / "slurm.log"] if rank == 0 else [])]
+    folder = layout.ATTEMPT.of(directory, attempt)
+    candidates = [layout.LOG.of(folder, rank), *([layout.SLURM_LOG.of(folder)] if rank == 0 else [])]
     return next((log for log in candidates if log.is_file() and (log.stat().st_size or log is candidates[0])), None)
 
 
-def missing(directory: Path, state: State, attempt: int, rank: int) -> str:
+def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:
     """Explain why there is no such log, and which logs there are."""
-    attempts = attempts_of(directory)
+    attempts = list(layout.ATTEMPT.all(directory))
     if attempt not in attempts:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"
-    ranks = list(rank_files(directory / "attempts" / str(attempt), "rank", ".log"))
+    ranks = list(layout.LOG.all(layout.ATTEMPT.of(directory, attempt)))
     if not ranks:
         return f"{directory.name}: {state.kind}, and no rank has printed anything yet; -f waits for output"
     return f"--rank={rank}: attempt {attempt} of {directory.name} has {between(ranks, 'rank')}"

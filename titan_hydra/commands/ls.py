@@ -1,6 +1,4 @@
 """`titan ls`: list all sweeps of a folder of runs, and the runs outside them, one line each, the newest first."""
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter
@@ -8,8 +6,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table
-from titan_hydra.config.files import read_json
-from titan_hydra.runs import find, rundir
+from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs
 
@@ -17,7 +14,6 @@ from .status import COLOURS, ORDER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan ls`."""
     add_runs(parser)
 
 
@@ -43,16 +39,16 @@ def main(args: argparse.Namespace) -> int:
 
 def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
     """Return (time started, name, states of the cells) of every sweep, and of every run in no sweep."""
-    sweeps = [(file, find.sweep(file)) for file in find.sweeps(runs)]
-    damaged = [file for file in find.manifests(runs) if file not in dict(sweeps)]
-    swept = [cell.directory for _, sweep in sweeps for cell in sweep.cells]
+    sweeps = {folder: find.sweep(folder).cells if layout.SWEEP.read(folder) else [] for folder in find.sweeps(runs)}
+    swept = [cell.directory for cells in sweeps.values() for cell in cells]
     directories = list(dict.fromkeys([*find.all_runs(runs), *swept]))
     states = dict(zip(directories, rundir.inspect_all(directories), strict=True))
-    found = [(file.stat().st_mtime, file.parent.name, [states[cell.directory] for cell in sweep.cells]) for file, sweep in sweeps]
-    found += [(file.stat().st_mtime, file.parent.name, [State("damaged", damage="manifest.json cannot be read")]) for file in damaged]
+    damaged = State("damaged", damage=f"{layout.SWEEP.name} cannot be read")
+    found = [(find.written(folder), folder.name, [states[cell.directory] for cell in cells] or [damaged])
+             for folder, cells in sweeps.items()]
     for directory in directories:
         if directory not in set(swept):
-            owner = read_json(directory / "attempts" / str(states[directory].attempt) / "attempt.json") or {}
+            owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))
             found.append((owner.get("started", directory.stat().st_mtime), directory.name, [states[directory]]))
     return found
 

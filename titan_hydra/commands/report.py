@@ -1,6 +1,4 @@
 """`titan report`: print or write the table of a sweep, for a terminal or a paper, and its plots and page."""
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -16,7 +14,6 @@ TEXTS = {"md": ("report.md", write.markdown), "csv": ("report.csv", write.comma_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan report`."""
     add_target(parser)
     parser.add_argument("--baseline", metavar="CELL", help="cell to compare with; else the sweep's own, else its first")
     parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells though they differ in these keys")

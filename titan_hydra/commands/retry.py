@@ -3,8 +3,6 @@
 A cell that ran out of memory, or whose loss was not finite, would fail again: it is printed with a suggested change instead, unless
 --as-is.
 """
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from itertools import groupby
@@ -14,12 +12,12 @@ from titan_hydra.base.errors import ConfigError, Exit, Kind
 from titan_hydra.config import Job
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.schema import Launch, Paths
-from titan_hydra.config.user_code import changed
+from titan_hydra.config.user_code import edited_sources
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.dispatch import Cell
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs.find import RunCell
-from titan_hydra.runs.view import Row, add_target, choose, look
+from titan_hydra.runs.view import RunRow, add_target, choose, look
 
 ONLY = {  # --only: the classes of failure that a word stands for
     "failed": tuple(Kind), "oom": (Kind.OUT_OF_MEMORY,), "node": (Kind.NODE, Kind.HANG), "hang": (Kind.HANG,), "nan": (Kind.NOT_FINITE,),
@@ -30,7 +28,6 @@ WOULD_FAIL_AGAIN = (Kind.OUT_OF_MEMORY, Kind.NOT_FINITE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan retry`."""
     add_target(parser)
     parser.add_argument("--only", action="append", choices=ONLY, metavar="CLASS", help="which cells, may be given several times: "
                         f"{', '.join(ONLY)} (default: failed)")
@@ -42,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     selection = choose(args.target, args.runs)
     rows, _ = look(selection.cells)
     words = args.only or ["failed"]
-    chosen = [(row, cell) for row, cell in zip(rows, selection.cells, strict=True) if fits(row, words)]
+    chosen = [(row, cell) for row, cell in zip(rows, selection.cells, strict=True) if _fits(row, words)]
     hopeless = [pair for pair in chosen if not args.as_is and pair[0].state.failure and pair[0].state.failure.kind in WOULD_FAIL_AGAIN]
     again = [pair for pair in chosen if pair not in hopeless]
     for row, cell in hopeless:
@@ -52,21 +49,21 @@ def main(args: argparse.Namespace) -> int:
         return Exit.DONE
     for row, _ in again:
         print(f"{row.hash}  {row.cell}: {row.state.failure.line if row.state.failure else row.state.kind}")
-    cells = [Cell(number, cell.overrides, job_of(cell.directory, args.runs), cell.directory, len(again))
+    cells = [Cell(number, cell.overrides, _job_of(cell.directory, args.runs), cell.directory, len(again))
              for number, (_, cell) in enumerate(again, 1)]
     clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # a folder of runs may have several
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)
 
 
-def fits(row: Row, words: list[str]) -> bool:
+def _fits(row: RunRow, words: list[str]) -> bool:
     """Whether one of these words covers the state of this run."""
     if row.state.kind == "interrupted":
         return "interrupted" in words
     return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in words)
 
 
-def advise(row: Row, cell: RunCell) -> None:
+def advise(row: RunRow, cell: RunCell) -> None:
     """Print the command to type instead of repeating the same run."""
     failure = row.state.failure
     print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it all the same)")
@@ -81,12 +78,12 @@ def cluster_of(cell: Cell) -> str:
     return repr((cell.job.cluster, cell.job.launch))
 
 
-def job_of(directory: Path, runs: Path) -> Job:
+def _job_of(directory: Path, runs: Path) -> Job:
     """Return the job of a run, without the launch options of its first start (force, retry, a limit): those were for that start only.
 
     Raises ConfigError if the user's modules were edited since.
     """
     job = load_job(directory)
-    if fault := changed(job.train):
+    if fault := edited_sources(job.train):
         raise ConfigError(f"{directory.name}: {fault}")
     return dataclasses.replace(job, launch=Launch(retry="all", packed=job.launch.packed), paths=Paths(str(runs.absolute())))

@@ -1,6 +1,4 @@
 """`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next."""
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -14,7 +12,7 @@ from titan_hydra.base.text import table as layout
 from titan_hydra.config.fault import counted, quoted
 from titan_hydra.runs.find import Selection, all_runs, runs_option
 from titan_hydra.runs.slurm import Queue
-from titan_hydra.runs.view import ACTIVE, Row, add_target, choose, look, moment
+from titan_hydra.runs.view import ACTIVE, RunRow, add_target, choose, look, moment
 
 COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "damaged": "red",
            "unknown": "dim", "new": "dim"}
@@ -28,7 +26,6 @@ REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan status`."""
     add_target(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
     parser.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")
@@ -38,16 +35,16 @@ def main(args: argparse.Namespace) -> int:
     """Print the table once or follow it. Returns 0, whatever the runs' states are."""
     selection = choose(args.target, args.runs)
     if args.follow and not args.json:
-        return follow(args, selection)
+        return _follow(args, selection)
     rows, queue = look(selection.cells)
     if args.json:
-        print(json.dumps({"name": selection.name, "slurm_answers": queue.answers, "cells": [as_json(row) for row in rows]}, indent=2))
+        print(json.dumps({"name": selection.name, "slurm_answers": queue.answers, "cells": [_as_json(row) for row in rows]}, indent=2))
         return Exit.DONE
-    print(*table(rows), "", *below(args, selection, rows, queue), sep="\n")
+    print(*_table(rows), "", *_below(args, selection, rows, queue), sep="\n")
     return Exit.DONE
 
 
-def follow(args: argparse.Namespace, selection: Selection) -> int:
+def _follow(args: argparse.Namespace, selection: Selection) -> int:
     """Print the table repeatedly until all runs are over; without a terminal, a line for each change of state."""
     if not sys.stdout.isatty():
         return follow_in_lines(selection)
@@ -57,9 +54,9 @@ def follow(args: argparse.Namespace, selection: Selection) -> int:
     with Live(auto_refresh=False) as live:
         while True:
             rows, queue = look(selection.cells)
-            lines = list(below(args, selection, rows, queue))
+            lines = list(_below(args, selection, rows, queue))
             kept, left_out = fitting(rows, live.console.height - len(lines) - 4)
-            live.update(Text.from_ansi("\n".join([*table(kept), *left_out, "", *lines])), refresh=True)
+            live.update(Text.from_ansi("\n".join([*_table(kept), *left_out, "", *lines])), refresh=True)
             if not any(row.state.kind in ACTIVE for row in rows):
                 return Exit.DONE
             time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
@@ -71,7 +68,7 @@ def follow_in_lines(selection: Selection) -> int:
     while True:
         rows, queue = look(selection.cells)
         for row in rows:
-            text = f"{row.state.kind} {note(row)}".rstrip() if row.state.kind != "running" else f"running on {row.where}"
+            text = f"{row.state.kind} {_note(row)}".rstrip() if row.state.kind != "running" else f"running on {row.where}"
             if before.setdefault(row.directory, "") != row.state.kind:
                 before[row.directory] = row.state.kind
                 print(f"{time.strftime('%H:%M:%S')}  {row.hash}  {row.cell}: {text}", flush=True)
@@ -81,7 +78,7 @@ def follow_in_lines(selection: Selection) -> int:
         time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
 
 
-def fitting(rows: list[Row], lines: int) -> tuple[list[Row], list[str]]:
+def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
     """Return the rows that fit the screen, the most urgent states first, and a line that counts the others."""
     if len(rows) <= max(lines, 3):
         return rows, []
@@ -89,19 +86,19 @@ def fitting(rows: list[Row], lines: int) -> tuple[list[Row], list[str]]:
     return [row for row in rows if row in kept], [f"... and {len(rows) - len(kept)} more"]
 
 
-def table(rows: list[Row]) -> list[str]:
+def _table(rows: list[RunRow]) -> list[str]:
     """Format one line for each run."""
     titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
     cells = [[
         row.cell if len(row.cell) <= NAME else f"{row.cell[:NAME - 1]}\N{HORIZONTAL ELLIPSIS}",
         row.hash, row.state.kind, f"{'-' if row.step is None else row.step}/{row.steps}" if row.steps else "-",
-        number(row.tokens_per_second, ",.0f"), number(row.loss, ".4f"), row.where or "-", clock(row.seconds), note(row),
+        _number(row.tokens_per_second, ",.0f"), _number(row.loss, ".4f"), row.where or "-", _clock(row.seconds), _note(row),
     ] for row in rows]
     colours = [{"state": COLOURS[row.state.kind]} | ({"": "red"} if row.silent else {}) for row in rows]
     return layout(titles, cells, {"step", "tokens/s", "loss", "time"}, ("cell", "where", ""), colours)
 
 
-def note(row: Row) -> str:
+def _note(row: RunRow) -> str:
     """Return the remark beside a run's numbers, in a few words."""
     state, job, parts = row.state, row.state.job, []
     if state.kind == "failed":
@@ -113,13 +110,13 @@ def note(row: Row) -> str:
     if state.kind == "queued" and job:
         parts.append(REASONS.get(job.reason, job.reason) if job.reason not in ("", "None") else job.state.lower())
         if start := moment(job.start):
-            parts.append(f"starts in {words(start - time.time())}" if start > time.time() else "starts soon")
+            parts.append(f"starts in {_words(start - time.time())}" if start > time.time() else "starts soon")
     if row.silent:
-        parts.append(f"silent for {words(row.silent)} ({row.phase})")
+        parts.append(f"silent for {_words(row.silent)} ({row.phase})")
     elif row.phase in PHASES:
         parts.append(PHASES[row.phase])
     elif state.kind == "running":
-        parts.append("first step" if row.to_go is None else f"{clock(row.to_go)} to go")
+        parts.append("first step" if row.to_go is None else f"{_clock(row.to_go)} to go")
     if state.attempt > 1:
         parts.append(f"attempt {state.attempt}")
     if 0 < (some := sum(group.kind == "running" for group in state.groups)) < len(state.groups):
@@ -127,7 +124,7 @@ def note(row: Row) -> str:
     return ", ".join(parts)
 
 
-def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue: Queue) -> Iterable[str]:
+def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], queue: Queue) -> Iterable[str]:
     """Yield the lines below the table: failures, summary, and what to type next."""
     failed = [row for row in rows if row.state.failure]
     for row in failed[:FAILURES]:
@@ -152,7 +149,7 @@ def below(args: argparse.Namespace, selection: Selection, rows: list[Row], queue
     yield from (f"  {command:<{width}}   {text}" for command, text in steps)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[RunRow]) -> str:
     """Count the cells by state: 12 cells: 9 done, 2 running, 1 failed (out of memory)"""
     kinds = Counter(row.state.kind for row in rows)
     classes = Counter(str(row.state.failure.kind) for row in rows if row.state.failure)
@@ -161,7 +158,7 @@ def summary(rows: list[Row]) -> str:
     return f"{counted(len(rows), 'cell')}: {', '.join(parts)}" if rows else "no runs"
 
 
-def next_steps(rows: list[Row], runs: str, target: str) -> Iterable[tuple[str, str]]:
+def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str, str]]:
     """Yield commands to type next about the same runs, and what they do."""
     kinds = {row.state.kind for row in rows}
     first = {row.state.kind: row for row in reversed(rows)}
@@ -177,7 +174,7 @@ def next_steps(rows: list[Row], runs: str, target: str) -> Iterable[tuple[str, s
         yield f"titan cancel{runs}{target}", "stop what runs or waits"
 
 
-def as_json(row: Row) -> dict:
+def _as_json(row: RunRow) -> dict:
     """Return a row with everything that is known, unrounded."""
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
@@ -192,11 +189,11 @@ def as_json(row: Row) -> dict:
     }
 
 
-def number(value: float | None, form: str) -> str:
+def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def clock(seconds: float | None) -> str:
+def _clock(seconds: float | None) -> str:
     """Format a duration: 0:43, 12:05, 3:20:00, 2d 04:10"""
     if seconds is None:
         return "-"
@@ -207,7 +204,7 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def words(seconds: float) -> str:
+def _words(seconds: float) -> str:
     """Format a duration in one unit."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:

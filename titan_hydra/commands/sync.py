@@ -1,6 +1,4 @@
 """`titan sync`: send the offline files that wandb left in run directories to its server. For a machine with network access."""
-from __future__ import annotations
-
 import argparse
 import contextlib
 import subprocess
@@ -11,13 +9,13 @@ from pathlib import Path
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted
+from titan_hydra.runs import layout
 from titan_hydra.runs.view import add_target, choose
 
 LIMIT = 15  # seconds for wandb's server to answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan sync`."""
     add_target(parser, "all runs")
     parser.add_argument("--dry", action="store_true", help="only show what would be sent")
     parser.add_argument("--minutes", type=float, default=60, metavar="N", help="stop after so long (default: 60)")
@@ -63,4 +61,4 @@ def unreachable() -> str:
 
 def unsent(directory: Path) -> list[Path]:
     """Return wandb's folders of a run that are not marked as sent, the oldest first."""
-    return [folder for folder in sorted(directory.glob("wandb/offline-run-*")) if not any(folder.glob("*.synced"))]
+    return [folder for folder in sorted(layout.WANDB.of(directory).glob("offline-run-*")) if not any(folder.glob("*.synced"))]

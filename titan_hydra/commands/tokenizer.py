@@ -1,6 +1,4 @@
 """`titan tokenizer`: train a tokenizer on text, or encode text into a .bin that data=tokens maps into memory."""
-from __future__ import annotations
-
 import argparse
 import base64
 import json
@@ -14,7 +12,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,10 @@ from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
 
 BATCH_CHARACTERS = 1 << 20  # text sent to a worker at a time
+WORKER: dict[str, Any] = {}  # of this process: its tokenizer and dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands and options of `titan tokenizer`."""
     commands = parser.add_subparsers(dest="tokenizer_command", required=True)
     train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
     train.add_argument("--vocab", type=int, required=True, help="number of ids, Llama 3's 256 special tokens included")
@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand. Raises ConfigError for everything that the user can fix, a full disk and a killed worker included."""
     try:
-        return {"train": train, "encode": encode}[args.tokenizer_command](args)
+        return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
     except OSError as error:
         raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
         raise ConfigError(f"--workers={args.workers}: a worker was killed, perhaps because memory ran out; use fewer") from error
 
 
-def train(args: argparse.Namespace) -> int:
+def train_tokenizer(args: argparse.Namespace) -> int:
     """Train byte-pair merges, write them in tiktoken's format, and verify that both libraries encode alike."""
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
@@ -171,13 +171,17 @@ def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
     """Load the tokenizer in a worker, which ignores Ctrl-C (the writing process handles it) and ends when that process has ended."""
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    global _tokenizer, _dtype
-    _tokenizer, _dtype = tokenizers_of_jobs.load(config), dtype
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    WORKER.update(tokenizer=tokenizers_of_jobs.load(config), dtype=dtype)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _encode_batch(texts: list[str]) -> tuple[bytes, int]:
-    return np.array([token for text in texts for token in _tokenizer.document(text)], dtype=_dtype).tobytes(), len(texts)
+    return np.array([token for text in texts for token in WORKER["tokenizer"].document(text)], dtype=WORKER["dtype"]).tobytes(), len(texts)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:

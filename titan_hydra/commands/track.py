@@ -1,6 +1,4 @@
 """`titan track`: copy the records of finished runs to a tracker, with the classes that track running ones."""
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil
@@ -8,17 +6,16 @@ import sys
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit, RunError
-from titan_hydra.base.run import Run
 from titan_hydra.config.change import change
 from titan_hydra.config.registry import TRACKERS
 from titan_hydra.launch.worker import load_job
 from titan_hydra.observe import trackers
-from titan_hydra.runs import rundir
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.run import Run
 from titan_hydra.runs.view import add_runs, choose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan track`."""
     parser.add_argument("target", metavar="TARGET", help="a sweep, a cell, a run directory, a folder of runs, or the start of a hash")
     parser.add_argument("--to", required=True, choices=sorted(TRACKERS), help="tensorboard: event files in the run directory; "
                         "wandb: offline files there, which titan sync sends; either replaces those that are there")
@@ -28,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy the selected runs. Returns 0 if the tracker accepted all of them, 1 if it failed, 2 for a run that cannot be copied or a wrong
-    value.
-    """
+    """Copy the selected runs. Returns 0 if the tracker took all, 1 if it failed, 2 for a run that cannot be copied or a wrong value."""
     directories = [cell.directory for cell in choose(args.target, args.runs).cells]
     errors = [error for directory in directories if (error := copy(directory, args.values, args.to))]
     if len(errors) < len(directories):
@@ -45,12 +40,12 @@ def copy(directory: Path, values: list[str], name: str) -> RunError | None:
         job, state = change(load_job(directory), values), rundir.state(directory)
         if state.kind == "running":
             raise ConfigError("is running; track it when it is over")
-        if not (directory / "metrics.jsonl").is_file():
+        if not layout.METRICS.of(directory).is_file():
             raise ConfigError("has recorded nothing yet")
         if name == "tensorboard":
-            shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+            shutil.rmtree(layout.TENSORBOARD.of(directory), ignore_errors=True)
         try:
-            trackers.open_tracker(name, job, Run(directory, directory / "attempts" / str(state.attempt))).close()
+            trackers.open_tracker(name, job, Run(directory, layout.ATTEMPT.of(directory, state.attempt))).close()
         except Exception as error:  # a tracker's own, of any kind
             raise RunError(f"{name} took nothing: {error}") from error
     except RunError as error:

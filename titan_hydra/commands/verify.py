@@ -1,6 +1,4 @@
 """`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes docs/acceptance.md."""
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import replace
@@ -8,8 +6,8 @@ from datetime import date
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.run import versions
 from titan_hydra.base.text import table
+from titan_hydra.base.versions import versions
 from titan_hydra.config import Fault
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.fault import suggest
@@ -19,7 +17,6 @@ STEPS_OF_RANDOM = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan verify`."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every case and its reference: proves the layouts of a model "
                         "of your own, such as model=qwen3_debug")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
@@ -36,11 +33,11 @@ def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
-    from titan_hydra.verify.sampler import draw
+    from titan_hydra.verify.sampler import draw_jobs
     from titan_hydra.verify.verify import STEPS, verify
 
     drawn = args.random is not None
-    cases = list(draw(args.random, args.seed)) if drawn else MATRIX
+    cases = list(draw_jobs(args.random, args.seed)) if drawn else MATRIX
     if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
         raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
     cases = [replace(case, base=(*case.base, *args.overrides), config_dir=args.config_dir) for case in cases]
@@ -62,11 +59,11 @@ def main(args: argparse.Namespace) -> int:
             print(f"{case.name}: worst are {outcome.worst}; tolerances are loss {case.loss}, norm {case.norm}, gradients {case.gradients}, "
                   f"weights {case.weights}; its job: {' '.join((*case.overrides, *case.base))}")
     if chosen == MATRIX:
-        write(args.write, header, rows, STEPS)
+        _write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
 
 
-def write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
+def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
     """Write the table as a page of the docs."""
     lines = [
         "# Acceptance", "",

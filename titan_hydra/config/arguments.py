@@ -1,6 +1,4 @@
 """Parse the arguments of launch.py before Hydra does: flags may stand anywhere, and each mistake is one line."""
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
     from titan_hydra.base.private import get_args_parser
 
     parser = get_args_parser()
-    parser.error = refuse  # argparse would print its usage first
+    parser.error = _refuse  # argparse would print its usage first
     args = parser.parse_intermixed_args(arguments)
     flags = list(arguments)
     for override in args.overrides:
@@ -32,7 +30,7 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
     return args.overrides, flags
 
 
-def refuse(message: str) -> None:
+def _refuse(message: str) -> None:
     """Raise ConfigError for what argparse does not understand."""
     _, unknown, words = message.partition("unrecognized arguments: ")
     first = words.split(" ")[0]

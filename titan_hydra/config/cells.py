@@ -151,7 +151,7 @@ class Cells:
     """
 
     loader: ConfigLoader
-    collect: Callable[[DictConfig, list[str]], Any]
+    collect: Callable[..., Any]  # (configuration, overrides)
     config: DictConfig  # what all cells share, with Hydra's own section
 
     def sweep(self, arguments: list[str]) -> None:

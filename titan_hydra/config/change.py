@@ -1,6 +1,4 @@
 """Change values of an existing job, typed as on the command line of launch.py. Only values: an option would have to be composed."""
-from __future__ import annotations
-
 import copy
 from collections.abc import Container, Iterable
 from functools import reduce

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import ConfigError
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def register_schema() -> None:
-    """Register the schema for conf/config.yaml, and replace Hydra's sweeper by `Cells` under -m. Call before Hydra composes; twice is
-    harmless.
-    """
+    """Register the schema with Hydra, and `Cells` as its sweeper. Call it before Hydra composes; twice is harmless."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
     from omegaconf import OmegaConf
@@ -37,7 +35,8 @@ def register_schema() -> None:
     schema = OmegaConf.structured(Job)
     OmegaConf.set_struct(schema.model, False)  # a family's own keys are typed by `read`, once the user's modules are imported
     ConfigStore.instance().store(name="schema", node=schema)
-    Plugins.instance().instantiate_sweeper = sweeper  # Hydra would take a sweeper of our own from a package called hydra_plugins only
+    plugins: Any = Plugins.instance()
+    plugins.instantiate_sweeper = sweeper  # Hydra would take a sweeper of our own from a package called hydra_plugins only
 
 
 @functools.cache
@@ -50,7 +49,7 @@ def own_composer(config_dir: Path | None = None) -> Composer:
 
     register_schema()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
+        loader: Any = GlobalHydra.instance().config_loader()
     if config_dir:
         path = loader.get_search_path()
         path.prepend("command-line", f"file://{config_dir.resolve()}", anchor="schema")  # which must be the last

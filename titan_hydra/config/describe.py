@@ -3,8 +3,6 @@
     python -m titan_hydra.config.describe                          # print the page
     python -m titan_hydra.config.describe docs/configuration.md    # write it
 """
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -33,12 +31,12 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="write it here (docs/configuration.md) instead of printing it")
     file = parser.parse_args().file
     if file:
-        file.write_text(page(), encoding="utf-8")
+        file.write_text(configuration_page(), encoding="utf-8")
     else:
-        print(page(), end="")
+        print(configuration_page(), end="")
 
 
-def page() -> str:
+def configuration_page() -> str:
     """Return the text of docs/configuration.md."""
     index = ["- [Keys without a group](#keys-without-a-group)", *(f"- [{group}](#{group}): {meaning(group)}" for group in groups())]
     introduction = (ASSETS / "configuration.md").read_text(encoding="utf-8")
@@ -63,17 +61,13 @@ def help_text(words: Sequence[str] = ()) -> str:
         return "\n".join(known.get(word) or (_key_item(word) if word in KEYS else unknown_key(word)) for word in words).rstrip()
     lines = []
     for group in groups():
-        names = " ".join(_marked(group, file) for file in option_files(group))
+        names = " ".join(file.stem + "*" * (file.stem == default_options().get(group)) for file in option_files(group))
         keys = " ".join(key.removeprefix(f"{group}.") for key in keys_of(group) if key != f"{group}.name" or not names)
         lines.append(f"{group} - {meaning(group)}")
         lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
         lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
     keys = [_wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
     return (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines), keys="\n".join(keys))
-
-
-def _marked(group: str, file: Path) -> str:
-    return f"{file.stem}*" if file.stem == default_options().get(group) else file.stem
 
 
 def groups() -> list[str]:
@@ -108,7 +102,7 @@ def when(file: Path) -> str:
     return comments[0].lstrip("# ") if comments else ""
 
 
-def settings(group: str, file: Path) -> dict[str, Any]:
+def _settings(group: str, file: Path) -> dict[str, Any]:
     """Return the keys that an option sets, by their full names, without `name`."""
     package = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}."
     flat = dict(_flatten(load_yaml(file), package))
@@ -149,7 +143,7 @@ def _option_item(group: str, file: Path) -> str:
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
     default = " (default)" if file.stem == default_options().get(group) else ""
     text = f"- **{group}={file.stem}**{default}: {when(file)}"
-    values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in settings(group, file).items())
+    values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in _settings(group, file).items())
     return _wrap(f"{text} Sets `{values}`." if values else text, PAGE_WIDTH, "", "  ")
 
 
@@ -160,7 +154,7 @@ def _shown_default(key: str) -> str:
         return f"`{as_typed(default)}`" if default != "" else "empty"
     group = key.partition(".")[0]
     option, default = default_options().get(group), default_of(KEYS[key])
-    given = settings(group, option_files(group)[0]).get(key, default) if option else default
+    given = _settings(group, option_files(group)[0]).get(key, default) if option else default
     if given == "???":
         return "given by the option"
     return f"`{as_typed(given)}`" + (f" by {group}={option}, else `{as_typed(default)}`" * (given != default and default != "???"))
@@ -188,8 +182,7 @@ def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
 
 
 def _sentence(text: str) -> str:
-    """Capitalize a text and end it with a full stop. A text that begins with a name (`linear_cross_entropy: ...`) keeps its first letter.
-    """
+    """Capitalize a text and end it with a full stop. One that begins with a name (`linear_cross_entropy: ...`) keeps its letter."""
     start = text if re.match(r"\w*_|[\w=]+(, \w+)*:", text) else text[0].upper() + text[1:]
     return start + "." * (text[-1] not in ".?!")
 

@@ -1,8 +1,7 @@
 """Explain exceptions of Hydra and OmegaConf in one line each."""
-from __future__ import annotations
-
 import re
 import traceback
+from collections.abc import Callable
 
 from .fault import shown
 from .overrides import unknown_key
@@ -35,7 +34,7 @@ def _theirs(error: BaseException) -> bool:
     return next((package in THEIRS for package in reversed(packages) if package in THEIRS + OURS), False)
 
 
-PATTERNS = [
+PATTERNS: list[tuple[str, Callable[..., str]]] = [
     (r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
      lambda file, key: f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma"),
     (r"Ambiguous value for argument '([^\n]+)'\n",

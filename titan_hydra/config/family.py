@@ -2,8 +2,6 @@
 
 The package's own families stand in folders of titan_hydra/models and register themselves as those of a user's module (`train.imports`) do.
 """
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,8 +80,8 @@ class Family:
 
     name: str  # what model.family says
     config: type[Model]  # its keys
-    model: Callable | str  # (config, seq_len): the module, whole
-    sharding: Callable | str | None = None  # (Parallelism, Norm, Linears): its Plan; None: tensor parallelism is refused
+    model: Callable[..., Any] | str  # (config, seq_len): the module, whole
+    sharding: Callable[..., Any] | str | None = None  # (Parallelism, Norm, Linears): its Plan; None: tensor parallelism is refused
     hf: Any = None  # models.hf.HuggingFace: names there and its config.json; None: conversion is refused
     modules: Callable[[Any], list[str]] = decoder_modules  # (config): names in running order; "layers.3" is block 3
     blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks  # (module or stage): what FSDP, checkpointing and compile wrap, by number

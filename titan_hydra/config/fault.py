@@ -1,6 +1,4 @@
 """A fault of a configuration: one line that names the key, the value, the reason and the nearest legal choice."""
-from __future__ import annotations
-
 import difflib
 import math
 import re
@@ -70,7 +68,7 @@ def shown(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 
 
-def nearest(value: Any, legal: Iterable) -> list:
+def nearest(value: Any, legal: Iterable) -> list[Any]:
     """Return the legal numbers next below and above `value`. Legal values that are not whole numbers are returned unchanged."""
     legal = list(legal)
     if not legal or not all(isinstance(choice, int) for choice in legal) or not isinstance(value, int):

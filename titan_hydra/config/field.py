@@ -1,6 +1,4 @@
 """How a configuration key is defined: a dataclass field with a description, a range, and what else the checks and the help read of it."""
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Any

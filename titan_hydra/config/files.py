@@ -1,6 +1,4 @@
 """Look up files (data, tokenizers, conf/) and write small ones atomically. Imports nothing heavy."""
-from __future__ import annotations
-
 import difflib
 import functools
 import glob
@@ -15,7 +13,6 @@ from typing import Any
 from titan_hydra.base.errors import ConfigError
 
 from .schema import Tokenizer
-from .shapes import intact
 
 ASSETS = Path(__file__).parent.parent / "assets"
 INSTALLED = Path(__file__).parents[1] / "conf"  # of a wheel; a checkout has its own at the top. A rank's copy of the code has none
@@ -79,7 +76,8 @@ def load_yaml(file: Path) -> dict:
     """Read a file of conf/ as plain values. The result is cached: do not change it."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(OmegaConf.load(file))
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return content
 
 
 @functools.cache
@@ -123,34 +121,12 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict | None:
-    """Read a JSON object. None if the file does not exist or is damaged: truncated, or of another shape than a file of that name has."""
+    """Read a JSON object. None if the file does not exist, is truncated or holds something else. runs/layout.py has those of a run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) and intact(path.name, content) else None
-
-
-def read_rows(path: Path) -> tuple[list[dict], int]:
-    """Read a .jsonl file. Returns its intact rows and the number of damaged ones; a last row without a line end is still being written and
-    is not counted.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return [], int(path.exists())
-    rows, damaged = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError):
-            damaged += bool(line) and number < len(lines)
-            continue
-        if intact(path.name, row):
-            rows.append(row)
-        else:
-            damaged += 1
-    return rows, damaged
+    return content if isinstance(content, dict) else None
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:

@@ -1,6 +1,4 @@
 """Turn a composed Hydra configuration into a typed `Job` with every derived value filled in, and compute its identity."""
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -9,7 +7,7 @@ import hashlib
 import json
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .family import families, family_named, unknown_family
@@ -26,7 +24,7 @@ def to_dict(job: Any) -> dict:
     return dataclasses.asdict(job)
 
 
-def from_dict(cls: type, data: dict) -> Any:
+def from_dict(cls: Any, data: dict) -> Any:
     """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and its model has the keys of its family.
 
     Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by hand. Raises
@@ -60,7 +58,7 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        data = OmegaConf.to_container(config, resolve=True)
+        data: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         return None, [Fault(error.full_key, _as_written(config, error.full_key), str(error).splitlines()[0])]
     faults = list(_model_faults(data)) or list(_key_faults(Job, data, ""))
@@ -190,20 +188,19 @@ def _identity_part(node: Any) -> dict:
 
 
 def known_keys() -> dict[str, dataclasses.Field]:
-    """Return every dotted key of the schema, in order, with its field; of the model those of every family. The result is cached: do not
-    change it.
-    """
+    """Return every dotted key of the schema with its field, in order, those of all families too. It is cached: do not change it."""
     return _keys(Job, "", model_classes())
 
 
 @functools.cache
-def _keys(cls: type, prefix: str, models: tuple[type[Model], ...]) -> dict[str, dataclasses.Field]:
+def _keys(cls: Any, prefix: str, models: tuple[type[Model], ...]) -> dict[str, dataclasses.Field]:
     keys = {}
     for spec in dataclasses.fields(cls):
         keys[prefix + spec.name] = spec
         kind = _hints(cls)[spec.name]
         if dataclasses.is_dataclass(kind):
-            for inner in models if kind is Model else (kind,):
+            inners: tuple[Any, ...] = models if kind is Model else (kind,)
+            for inner in inners:
                 for name, field in _keys(inner, f"{prefix}{spec.name}.", models).items():
                     keys.setdefault(name, field)  # what all families share is said once
     return keys
@@ -280,12 +277,10 @@ def elements(value: Any) -> Iterator[Any]:
         yield value
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
-def _entry(kind: Any) -> type | None:
+def _entry(kind: Any) -> Any:
     """Return the dataclass of a dict's values, as in dict[str, Part]; None if there is none."""
     values = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
     return next((value for value in values if dataclasses.is_dataclass(value)), None)

@@ -1,6 +1,4 @@
 """Find the mistakes in the overrides of a command line before Hydra composes them: one line each, with what would be right."""
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -172,9 +170,7 @@ def wanted(key: str) -> str:
 
 
 def _fits(key: str, value: Any) -> bool:
-    """Whether OmegaConf accepts a value for a key. Numbers other than 0 and 1 are refused for a bool; OmegaConf takes any whole number as
-    true.
-    """
+    """Whether OmegaConf accepts a value for a key. Of numbers a bool takes 0 and 1 alone, though OmegaConf takes any."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -190,11 +186,12 @@ def _fits(key: str, value: Any) -> bool:
 def _scratch(key: str) -> Any:
     """Return a typed configuration for trying values; the model is of a family that has the key."""
     name = key.split(".")[1] if key.startswith("model.") else "name"
-    return _structured(next(cls for cls in model_classes() if name in (spec.name for spec in dataclasses.fields(cls))))
+    model: Any = next(cls for cls in model_classes() if name in (spec.name for spec in dataclasses.fields(cls)))
+    return _structured(model)
 
 
 @functools.cache
-def _structured(model: type[Model]) -> Any:
+def _structured(model: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(Job(model=model()) if model is not Model else Job)

@@ -1,6 +1,4 @@
 """The values that a key accepts beside its type: intervals of numbers and kinds of text. The schema gives each key one of them."""
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ A file of sweeps/ names its cells and lists, as overrides, how each differs from
 
 A cell's overrides win over the file, and the command line wins over both.
 """
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from .overrides import mistakes
 Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and the overrides that made it
 
 
-def expand(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
+def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
     """Return the cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in @hydra.main's function.
 
     A cell that does not compose adds a line to `faults` instead of raising, since Hydra would print an exception in its own way.
@@ -74,7 +72,7 @@ def named(composed: list[Composed]) -> list[Composed]:
     swept: dict[str, None] = {}
     for cell, group in groups.items():
         for (config, _), changes in zip(group, differing([overrides for _, overrides in group]), strict=True):
-            swept |= dict.fromkeys(_key(change).rpartition(".")[2] for change in changes)
+            swept |= dict.fromkeys(key_of(change).rpartition(".")[2] for change in changes)
             config.sweep.cell = " ".join([cell or "", *changes]).strip() or None
     taken: dict[str, int] = {}
     for config, _ in composed:
@@ -118,13 +116,14 @@ def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str
 def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:
     """Warn if the command line overrides keys that cells set: it wins, and the cells then differ less than their names suggest."""
     for override in typed:
-        names = [name for name, own in cells.items() if override not in own and _key(override) in map(_key, own)]
+        names = [name for name, own in cells.items() if override not in own and key_of(override) in map(key_of, own)]
         if names:
             quoted = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             _warn_once(f"warning: {override} takes the place of what {where} gives the cells {quoted}")
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
+    """Return the key or group that an override names."""
     return override.lstrip("+~").partition("=")[0]
 
 

@@ -4,8 +4,6 @@ Which files belong to a module is read from the text of its imports; nothing is 
 folder in which it was found, and the modules of that folder that it names in a string, as in "package.module:function". Of an installed
 package only its own files count: the versions of others are recorded in env.json.
 """
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib
@@ -77,7 +75,7 @@ def sources(modules: Iterable[str]) -> dict[str, Path]:
     """Return the files of these modules and of what they import from the same folder, by their path below it, in alphabetical order."""
     importlib.invalidate_caches()
     found: dict[str, Path] = {}
-    waiting = [(module, None) for module in modules if is_name(module)]
+    waiting: list[tuple[str, tuple[str, Path] | None]] = [(module, None) for module in modules if is_name(module)]
     seen = set(waiting)
     while waiting:
         module, scope = waiting.pop()
@@ -107,7 +105,7 @@ def folders(modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(str(root) for module in modules for _, root, _ in _files_of(module)))
 
 
-def changed(train: Train) -> Fault | None:
+def edited_sources(train: Train) -> Fault | None:
     """Return a fault if the sources of a frozen job's modules are not those that it was frozen with; None if they are.
 
     Runs of version 0.1 have recorded none.
@@ -143,8 +141,7 @@ def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
 
 
 def _named_in(file: Path, module: str) -> set[str]:
-    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is not Python.
-    """
+    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is not Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

@@ -44,7 +44,7 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
         from .mixture import Mixture
 
         parts = {name: _samples(f"data.mixture.{name}", part, wanted, _seed_of(name, seed)) for name, part in data.mixture.items()}
-        samples = Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed)
+        samples: Samples = Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed)
     else:
         samples = _samples("data", data, wanted, seed)
     objective = resolve(OBJECTIVES[job.train.objective].build)(job)

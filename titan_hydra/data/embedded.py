@@ -18,7 +18,7 @@ class Embedded:
 
     def __init__(self, split: str = "train") -> None:
         texts = (ASSETS / "corpus.txt").read_text(encoding="utf-8").split("\f")
-        self.pieces = [piece for text in texts if held_out(text) == (split == "validation") for piece in cut(text)]
+        self.pieces = [piece for text in texts if held_out(text) == (split == "validation") for piece in _cut(text)]
         self.units = len(self.pieces)
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
@@ -32,7 +32,7 @@ def held_out(text: str) -> bool:
     return hashlib.sha256(text.partition("\n")[0].encode()).digest()[0] % HELD_OUT == 0
 
 
-def cut(text: str) -> Iterator[str]:
+def _cut(text: str) -> Iterator[str]:
     """Cut a text at the first blank line after each PIECE characters."""
     start = 0
     while start < len(text):

@@ -133,7 +133,8 @@ class TokenFiles:
 class Synthetic:
     """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for learning."""
 
-    separators, tokenizer = (None, None), None
+    separators: tuple[int | None, int | None] = (None, None)
+    tokenizer: str | None = None
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int):
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed

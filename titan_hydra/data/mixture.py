@@ -27,8 +27,10 @@ class Mixture:
         if len({(part.tokenizer, part.separators) for part in speaking.values()}) > 1:
             told = ", ".join(f"{name} {part.tokenizer[:8]}" for name, part in speaking.items())
             raise ConfigError(f"data.mixture: sources with different tokenizers ({told}); their ids mean different text")
-        self.separators = next((part.separators for part in speaking.values()), (None, None))
-        self.signature = {f"data.mixture.{name}.weight": weights[name] for name in self.names}
+        first = next(iter(speaking.values()), None)
+        self.separators: tuple[int | None, int | None] = first.separators if first else (None, None)
+        self.tokenizer: str | None = first.tokenizer if first else None
+        self.signature: dict[str, Any] = {f"data.mixture.{name}.weight": weights[name] for name in self.names}
         self.signature |= {f"data.mixture.{name}.{key}": value for name in self.names for key, value in parts[name].signature.items()}
         self.signature["data.mixture"] = self.names
 

@@ -1,6 +1,6 @@
 """Replica groups behind the interface that the loop knows (train/groups.py)."""
-from titan_hydra.base.run import Run
 from titan_hydra.observe.watchdog import Watchdog
+from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Trainer
 

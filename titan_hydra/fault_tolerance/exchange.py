@@ -1,8 +1,7 @@
 """Communication between rank i of all replica groups: a gloo group outside every mesh, created again whenever the members change."""
-from __future__ import annotations
-
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ class Peers:
     def __init__(self, group: int, rank: int, timeout: float) -> None:
         self.group, self.rank, self.timeout = group, rank, timedelta(seconds=timeout)
         self.lives: dict[int, str] = {}
-        self.channel: dist.ProcessGroupGloo | None = None
+        self.channel: Any = None  # a ProcessGroupGloo, which some builds of torch lack
 
     def meet(self, meeting: Meeting) -> None:
         """Connect to the members, unless they are those of the meeting before. Raises RuntimeError if one does not answer."""

@@ -2,8 +2,6 @@
 
     python -m titan_hydra.fault_tolerance.lighthouse ADDRESS_FILE SILENT_SECONDS
 """
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ shards.
 Rank i of every replica group holds the same part of the model, so averages are taken shard by shard and nothing is gathered. All of it runs
 on the host in float32: the outer state takes no device memory, and weights in bfloat16 lose nothing between meetings.
 """
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +54,7 @@ class Fragment:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, gradient or state, in its own memory. Do not cache it: FSDP may move one in its first step.
-    """
+    """Return this rank's shard of a parameter, gradient or state, in its own memory. Do not keep it: FSDP may move it in its first step."""
     weight = formats.plain(parameter.detach())
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
@@ -67,7 +64,7 @@ def shards(content: dict[str, Any]) -> list[Tensor]:
     return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
 
 
-def cut(model: nn.Module, modules: list[str], config: FaultTolerance) -> list[Fragment]:
+def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -> list[Fragment]:
     """Divide this rank's parameters, of a model with these modules in running order, into fragments."""
     fragments = [Fragment([]) for _ in range(config.fragments)]
     for name, parameter in model.named_parameters():

@@ -5,8 +5,6 @@ All groups together learn what one data-parallel world of all their ranks would:
 microbatch, so the sum of the gradients needs no division. A group that joins later takes weights, optimizer state and step number from one
 that is ahead.
 """
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -23,12 +21,12 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 from titan_hydra.base.errors import RunError
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
 from titan_hydra.data.batch import Batch
 from titan_hydra.data.loader import Loader
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import formats
+from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Agreement, Trainer
 from titan_hydra.train.world import open_store
@@ -74,7 +72,7 @@ class PerStep(Groups):
         )
 
     @property
-    def leads(self) -> bool:
+    def leads(self) -> bool:  # type: ignore[override]  # a constant of a single group
         """Whether this group writes the run's result: the first of those in the last quorum."""
         return self.manager.participating_rank() == 0
 
@@ -131,8 +129,7 @@ class PerStep(Groups):
         return now
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed, and the step will not count.
-        """
+        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed; the step will not count."""
         for tensor in tensors:
             if self.manager.errored():
                 break
@@ -223,7 +220,8 @@ class PerStep(Groups):
         if config.lighthouse:
             return f"http://{config.lighthouse}"
         if self.run.submission:
-            self.helper, address = shared_lighthouse.start(self.run.meetings, config.timeout_seconds, limit / 4 if self.run.replica else 0)
+            wait = limit / 4 if self.run.replica else 0
+            self.helper, address = shared_lighthouse.start_lighthouse(self.run.meetings, config.timeout_seconds, wait)
             return address
         path, deadline = self.run.meetings / "lighthouse", time.monotonic() + limit
         while not path.exists():

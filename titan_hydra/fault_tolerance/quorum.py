@@ -8,8 +8,6 @@ counts.
 members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. All groups therefore read the same
 decision even if its author dies right afterwards.
 """
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -161,8 +159,7 @@ class Board:
                                       "step": newest[1], "address": here[donors[0]]["address"]})
 
     def settle(self, meeting: Meeting, went_well: bool) -> bool:
-        """Publish whether the exchange succeeded here, and wait for the outcome: the meeting counts only if it succeeded for every member.
-        """
+        """Publish whether the exchange succeeded here, and wait for the outcome: a meeting counts if it succeeded for every member."""
         place = self.folder / str(meeting.number)
         if not place.exists():
             return False  # this group was suspended; the others have continued and deleted the folder

@@ -3,8 +3,6 @@
 A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks; then rank i of every
 group exchanges its shards with its peers (exchange.py), and outer.py changes the weights once all members are known to be able to.
 """
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_hydra.base.errors import RunError, Stopped
-from titan_hydra.base.run import Run
 from titan_hydra.checkpoint import state
 from titan_hydra.config.family import family_of
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import formats
+from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Trainer
 from titan_hydra.train.world import open_store
 
 from .exchange import Peers
-from .outer import Fragment, cut, due, shards
+from .outer import Fragment, due, fragments_of, shards
 from .quorum import Board, Meeting
 
 LONGEST = timedelta(days=7)  # time that ranks wait for their rank 0, which limits the wait itself
@@ -43,7 +41,7 @@ class Replicas(Groups):
         self.stop: Callable[[], bool] = lambda: bool(trainer.stop_requested)
         self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
         self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
-        self.fragments = cut(model, family_of(job.model).modules(job.model), self.config)
+        self.fragments = fragments_of(model, family_of(job.model).modules(job.model), self.config)
         self.last = torch.zeros((), dtype=torch.int64)  # step of the last meeting
         self.peers = Peers(run.replica, run.rank, self.config.timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=LONGEST)
@@ -62,7 +60,7 @@ class Replicas(Groups):
         return {f"rank_{self.run.rank}.{name}": tensor for name, tensor in {"last": self.last, **outer}.items()}
 
     @property
-    def leads(self) -> bool:
+    def leads(self) -> bool:  # type: ignore[override]  # a constant of a single group
         """Whether this group writes the run's result: the first of those at the last meeting."""
         return self.run.replica == self.members[0]
 
@@ -95,9 +93,7 @@ class Replicas(Groups):
             yield self.done
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Exchange weights with the other groups if it is time. Returns the step to continue from, and whether a stop was requested
-        meanwhile.
-        """
+        """Exchange weights with the other groups if it is time. Returns the step to go on from, and whether a stop came meanwhile."""
         self.watch.at("meeting")
         if not due(step, self.job.steps, self.config):
             return step, False
@@ -158,9 +154,7 @@ class Replicas(Groups):
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:
-        """Yield all tensors of a group's state at a meeting, in the same order everywhere. At the end a taker's optimizers are loaded with
-        it.
-        """
+        """Yield all tensors of a group's state at a meeting, in one order everywhere; then a taker's optimizers are loaded with it."""
         for fragment in self.fragments:
             yield from self._weights(fragment, donates)
             if fragment.anchor is not None:

@@ -11,8 +11,6 @@ learn apart.
 torchft's manager takes one address for its whole life. It gets a port of this process on loopback, and is connected from there to the
 newest lighthouse; its requests wait while there is none.
 """
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -28,20 +26,19 @@ from pathlib import Path
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 from titan_hydra.base.errors import RunError
-from titan_hydra.base.run import rank_files
-from titan_hydra.config.files import read_json, write_text
+from titan_hydra.config.files import write_text
+from titan_hydra.runs.layout import Entry
 
 from .lighthouse import DAY
 from .quorum import once
 
+LIGHTHOUSE = Entry("lighthouse_<n>.json", "a rank 0", "host and port of the n-th lighthouse, and a counter that shows that it is alive")
 POLL = 1.0  # seconds between two reads of the files
 ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to all processes of a rank
 
 
-def start(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
-    """Start this process for the present one, which must keep the first result. Returns it, once there is a lighthouse, and the address for
-    torchft's manager.
-    """
+def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
+    """Start this process for the present one, which must keep the first result. Returns it and the address for torchft's manager."""
     command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)  # the new process never receives them: it is needed until its rank has ended
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -72,9 +69,9 @@ class Lighthouse:
 
     def look(self) -> None:
         """Read the newest file; keep up, give up or take over the service."""
-        files = rank_files(self.folder, "lighthouse")
+        files = LIGHTHOUSE.all(self.folder)
         number = max(files, default=0)
-        content = read_json(files[number]) if files else None
+        content = LIGHTHOUSE.read(self.folder, number)
         now = time.monotonic()
         if self.server is not None and (number != self.number or now > self.written + self.silent):
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -98,8 +95,8 @@ class Lighthouse:
         if number > 1:  # the groups do not arrive together: a sign of life from nobody delays the first quorum until it is too old
             LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
         began = time.monotonic()
-        once(self.folder / f"lighthouse_{number}.json", mine)
-        if read_json(self.folder / f"lighthouse_{number}.json") != mine:
+        once(LIGHTHOUSE.of(self.folder, number), mine)
+        if LIGHTHOUSE.read(self.folder, number) != mine:
             server.shutdown()
             return
         self.disconnect()

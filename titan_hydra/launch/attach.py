@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from titan_hydra.base.errors import LAST_WORDS
-from titan_hydra.config.files import read_json
-from titan_hydra.runs import rundir
-from titan_hydra.runs.records import alive, last_record
+from titan_hydra.runs import checkpoints, layout, rundir
+from titan_hydra.runs.records import alive
 
 STOP_LIMIT = 30  # seconds for the ranks to reach the end of their step; while they write a checkpoint, no limit but a second Ctrl-C
 POLL = 0.1  # seconds
@@ -55,8 +54,8 @@ def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, p
     """
     asked = killed = None
     with contextlib.ExitStack() as stack:
-        show = stack.enter_context(_terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
-        echo = Echo(attempt / "rank_0.log", show.line)
+        show: _Lines = stack.enter_context(_terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
+        echo = Echo(layout.LOG.of(attempt), show.line)
         while _running(attempt, parent):
             echo.more()
             show.progress(directory, attempt)
@@ -83,8 +82,8 @@ def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
 
 def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
     """Send SIGTERM to every rank, through their parent if they have one. Returns a phrase for the ranks that were signalled."""
-    owner = read_json(attempt / "ranks.json")
-    ranks = rundir.processes(attempt)
+    owner = layout.RANKS.read(attempt)
+    ranks = rundir.running_ranks(attempt)
     if alive(owner):
         os.kill(owner["pid"], signal.SIGTERM)
     elif parent is not None:  # it has not started any rank yet
@@ -92,23 +91,24 @@ def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
     else:
         for rank in ranks:
             os.kill(rank["pid"], signal.SIGTERM)
-    count = len((owner or {}).get("ranks", ranks))
+    count = len(owner.get("ranks", ranks))
     return f"all {count} ranks" if count > 1 else "the rank"
 
 
 def saving(directory: Path) -> bool:
     """Whether any replica group is writing a checkpoint."""
-    return any(any(directory.glob(f"{place}checkpoints/*.writing")) for place in ("", "replicas/*/"))
+    homes = (directory, *layout.REPLICA.all(directory).values())
+    return any(any(layout.CHECKPOINTS.of(home).glob(f"*{checkpoints.WRITING}")) for home in homes)
 
 
 def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
     """Send SIGKILL to the parent's process group (ranks and their helpers) and to ranks outside it."""
-    owner = read_json(attempt / "ranks.json")
+    owner = layout.RANKS.read(attempt)
     group = parent.pid if parent is not None else owner["pid"] if alive(owner) else None
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if group is not None:
             os.killpg(group, signal.SIGKILL)
-    for rank in rundir.processes(attempt):
+    for rank in rundir.running_ranks(attempt):
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank["pid"], signal.SIGKILL)
 
@@ -163,7 +163,7 @@ def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
         yield _Terminal(bar, bar.add_task("starting", total=steps, numbers="", label=label and f"{label}: "))
 
 
-class _Terminal:
+class _Terminal(_Lines):
     """Prints lines above a progress bar."""
 
     def __init__(self, bar, task: int) -> None:
@@ -177,7 +177,7 @@ class _Terminal:
         if time.monotonic() < self.next:
             return
         self.next = time.monotonic() + 0.5
-        status, row = read_json(attempt / "status.json"), last_record(directory / "metrics.jsonl")
+        status, row = layout.STATUS.read(attempt), layout.METRICS.last(directory)
         if not status or not row:
             return
         total = self.bar.tasks[0].total

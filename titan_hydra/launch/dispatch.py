@@ -1,6 +1,4 @@
 """Turn composed cells into runs: read and check all of them, then run each that needs it and print how it ended."""
-from __future__ import annotations
-
 import errno
 import math
 import shutil
@@ -19,7 +17,7 @@ from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.config.rules.checks import warnings
 from titan_hydra.config.sweep import named
 from titan_hydra.plan import predict
-from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.rundir import State
 
 from . import show, snapshot, worker
@@ -99,7 +97,7 @@ def begin(cells: list[Cell]) -> int:
         print(*place_faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
     if cells[0].job.launch.mode == "dry":
-        show.plan(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
+        show.dry_run(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
         if on_slurm(cells):
             from . import submit
 
@@ -203,9 +201,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:
-    """Return the GPU-hours that cells take at most; None without a limit. A packed job holds its largest cell's devices throughout, and
-    runs the baseline twice.
-    """
+    """Return the GPU-hours that cells take at most, or None. A packed job holds its largest cell's devices, and repeats the baseline."""
     hours = [cell.gpu_hours for cell in cells]
     if None in hours:
         return None
@@ -259,7 +255,7 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
                       f"{cell.directory.name}", file=sys.stderr)
                 return state
             print(f"{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
-            return watch(cell, cell.directory / "attempts" / str(state.attempt), interrupts)
+            return watch(cell, layout.ATTEMPT.of(cell.directory, state.attempt), interrupts)
         if state.kind in ("queued", "unknown"):
             print(f"{cell.directory.name}: {show.waiting(state)}", file=sys.stderr)
             return state
@@ -272,16 +268,16 @@ def settle(cell: Cell, interrupts: Interrupts) -> State:
             return state
         attempt = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh)
         if attempt is not None:
-            return start(cell, attempt, interrupts)
+            return _start(cell, attempt, interrupts)
 
 
-def start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
+def _start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
     """Run a claimed attempt to its end."""
     again = f", attempt {attempt.name}" if attempt.name != "1" else ""
     print(f"{cell.directory}{again}: {counted(processes(cell.job), 'rank')}", flush=True)
     try:
         if cell.job.cluster.executor == "inline":
-            if worker.run(str(cell.directory), int(attempt.name), inline=True) == 130:
+            if worker.run_rank(str(cell.directory), int(attempt.name), inline=True) == 130:
                 raise KeyboardInterrupt
             rundir.end_attempt(attempt)
             return tell(cell)

@@ -6,8 +6,6 @@ ranks.json, and ends the other ranks when one fails: all others, or those of the
 It outlives launch.py: after a closed terminal or `kill -9` of launch.py the ranks continue, and the same command line attaches to them
 again.
 """
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -17,17 +15,18 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.private import process_of
-from titan_hydra.base.run import folders_of
 from titan_hydra.config import Job, processes
-from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.user_code import folders
+from titan_hydra.runs import layout
 from titan_hydra.runs.records import process, this_process
+from titan_hydra.runs.run import folders_of
 
 from . import worker
 
@@ -39,9 +38,10 @@ YEAR = 365 * 24 * 60
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
-    executor = Executor(attempt / "submitit", [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
+    executor = Executor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
-    return process_of(executor.submit(worker.run, str(directory), int(attempt.name)))
+    job_of_ranks: Any = executor.submit(worker.run_rank, str(directory), int(attempt.name))
+    return process_of(job_of_ranks)
 
 
 class Executor(LocalExecutor):
@@ -92,7 +92,7 @@ class Ranks(Controller):
         """Wait for all ranks and return their exit codes. Called by submitit's `run` once they are started."""
         self.ranks = [process(task.pid) for task in self.tasks]
         self.record()
-        config = (read_json(self.folder.parents[2] / "config.json") or {}).get("fault_tolerance", {"name": "off", "replicas": 1})
+        config = layout.CONFIG.read(self.folder.parents[2]).get("fault_tolerance", {"name": "off", "replicas": 1})
         size = self.ntasks // config["replicas"]
         groups = [Group(range(first, first + size)) for first in range(0, self.ntasks, size)]
         lights = config["name"] == "torchft" and not config.get("lighthouse")
@@ -126,9 +126,7 @@ class Ranks(Controller):
                     group.deadline = min(group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE))
 
     def end_others(self, group: Group) -> None:
-        """Send SIGKILL to all running ranks of a group, since a rank inside a collective reacts to nothing else. SIGQUIT first writes its
-        stacks to its log.
-        """
+        """Send SIGKILL to a group's running ranks: inside a collective they react to nothing else. SIGQUIT first logs their stacks."""
         running = [number for number in group.ranks if self.tasks[number].poll() is None]
         for signal_number in (signal.SIGQUIT, signal.SIGKILL) if running else ():
             for number in running:
@@ -138,16 +136,14 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether all ranks of a group have ended, some with an error, and a restart makes sense: no stop was requested and the
-        configuration is valid.
-        """
+        """Whether a group has died and is to be started again: it was not asked to stop, and its configuration is valid."""
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)
 
     def restart(self, group: Group, replica: int) -> None:
         """Start a replica group again. It takes the weights of the other groups at the next exchange."""
         folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
-        (folder / "rendezvous").unlink(missing_ok=True)  # of the group's life before
+        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # of the group's life before
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
             environment = {**os.environ, "SUBMITIT_LOCAL_LOCALID": str(number), "SUBMITIT_LOCAL_GLOBALID": str(number),
@@ -156,20 +152,18 @@ class Ranks(Controller):
             self.ranks[number] = {**process(self.tasks[number].pid), "restarts": group.restarts}
         self.record()
 
-    def _forward_signal(self, signum: int, *_: object) -> None:
+    def _forward_signal(self, signum: signal.Signals, *_: object) -> None:
         self.asked = True
         super()._forward_signal(signum)
 
     def record(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the ranks, and other groups, may still go on
-            write_json(self.folder.parent / "ranks.json", {**this_process(), "ranks": self.ranks})
+            layout.RANKS.write(self.folder.parent, {**this_process(), "ranks": self.ranks})
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
-    """Start torchft's lighthouse, which reports the live replica groups, without those `silent` for so many seconds. It ends with this
-    process.
-    """
-    command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(attempt / "meetings" / "lighthouse"), str(silent)]
+    """Start torchft's lighthouse, which leaves out replica groups `silent` for so many seconds. It ends with this process."""
+    command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(layout.MEETINGS.of(attempt) / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 

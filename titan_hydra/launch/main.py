@@ -5,14 +5,14 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from titan_hydra.base.errors import RunError
 from titan_hydra.config import explain, register_schema
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.describe import help_text
 from titan_hydra.config.files import CONF
-from titan_hydra.config.sweep import Composed, expand
+from titan_hydra.config.sweep import Composed, expand_sweep
 
 from .dispatch import dispatch
 
@@ -24,14 +24,12 @@ faults: list[str] = []
 def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
     """Keep the cells of one composed configuration; nothing starts before all cells are known to be good."""
     if overrides is None:  # no -m
-        overrides = OmegaConf.to_container(HydraConfig.get().overrides.task)
-    cells.extend(expand(config, overrides, faults))
+        overrides = list(HydraConfig.get().overrides.task)
+    cells.extend(expand_sweep(config, overrides, faults))
 
 
 def launch(script: str) -> None:
-    """Run the command line in sys.argv, and exit with its status. The conf/ beside the script adds options to the package's own, as
-    --config-dir does.
-    """
+    """Run the command line, and exit with its status. The conf/ beside the script adds options, as --config-dir does."""
     own = Path(script).resolve().parent / "conf"
     if own.is_dir() and own != CONF and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:]):
         sys.argv[1:1] = [f"--config-dir={own}"]

@@ -8,8 +8,6 @@ a line of its own, with its run folder for the run directory: SLURM requeues it 
 A job starts an attempt only if attempt.json has the submission's token, and only once: the first job to write its id into the attempt's
 file `job` owns it. A requeued job creates the next attempt; a job that finds another token or another job's id starts nothing.
 """
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -22,11 +20,12 @@ from submitit.slurm.slurm import SlurmExecutor
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.rules.cluster import warning_seconds
 from titan_hydra.config.schema import Cluster
+from titan_hydra.runs import layout
 
 from .worker import LATE
 
 YEAR = 365 * 24 * 60  # minutes; SLURM's "no limit" is the partition's
-LIST, SCRIPT = "cells.tsv", "sbatch.sh"
+LIST = "cells.tsv"
 
 # Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.
 BODY = """
@@ -94,7 +93,7 @@ exit "$status"
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """Resources of a job: cells with the same resources share an array."""
 
     nodes: int
@@ -103,7 +102,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Line:
+class JobLine:
     """One cell of a job, or one replica group of a cell."""
 
     nodes: int
@@ -117,10 +116,10 @@ class SubmissionError(Exception):
     """sbatch refused the job; the message is its own."""
 
 
-class Batch(SlurmExecutor):
+class SlurmBatch(SlurmExecutor):
     """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the same nodes."""
 
-    def __init__(self, folder: Path, name: str, shape: Shape, lines: list[Line], cluster: Cluster, paths: list[Path],
+    def __init__(self, folder: Path, name: str, shape: JobShape, lines: list[JobLine], cluster: Cluster, paths: list[Path],
                  packed: bool, at_once: int = 0) -> None:
         """Set sbatch's parameters; at most `at_once` lines of an array run at the same time (0: all)."""
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
@@ -144,7 +143,7 @@ class Batch(SlurmExecutor):
         """Tell submitit that SLURM is available, since launch.mode=dry needs none."""
         return 1
 
-    def flags(self, shape: Shape, cluster: Cluster) -> dict:
+    def flags(self, shape: JobShape, cluster: Cluster) -> dict:
         """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"  # SLURM would take %j for the job's number there too
@@ -190,15 +189,15 @@ class Batch(SlurmExecutor):
         rows = [f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\t{line.restarts}\n"
                 for number, line in enumerate(self.lines)]
         (folder / LIST).write_text("".join(rows))
-        (folder / SCRIPT).write_text(self.text)
+        layout.SBATCH.of(folder).write_text(self.text)
 
     def submit_all(self) -> list[str]:
         """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123. Raises SubmissionError."""
         # Inside another job, its variables would be taken for this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
         try:
-            done = subprocess.run(["sbatch", "--parsable", str(Path(self.folder) / SCRIPT)], capture_output=True, text=True, check=True,
-                                  env=environment, timeout=120)
+            command = ["sbatch", "--parsable", str(layout.SBATCH.of(Path(self.folder)))]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
         except subprocess.CalledProcessError as error:
             raise SubmissionError(" ".join(error.stderr.split()) or f"sbatch ended with status {error.returncode}") from error
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -3,24 +3,28 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted
-from titan_hydra.config.files import read_json
 from titan_hydra.plan import predict
-from titan_hydra.runs import checkpoints
+from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.rundir import State
 
+if TYPE_CHECKING:
+    from .dispatch import Cell
+    from .submit import Array
+
 PREDICTED = ("predicted GiB", "fits", "tokens/s/device", "GPU-hours")
 
 
-def results(cells: list, states: list[State]) -> None:
+def results(cells: list[Cell], states: list[State]) -> None:
     """Print the result of each cell of a sweep."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
-        result = (read_json(cell.directory / "result.json") or {}) if state.kind == "done" else {}
+        result = layout.RESULT.read(cell.directory) if state.kind == "done" else {}
         numbers = [_number(result.get(key), form) for key, form in (
             ("steps", "{}"), ("final_loss", "{:.4f}"), ("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.1f}"), ("seconds", "{:.0f}"))]
         rows.append([cell.directory.name, cell.name, state.failure.line if state.failure else state.kind, *numbers])
@@ -28,9 +32,8 @@ def results(cells: list, states: list[State]) -> None:
     print(*table(["run", "cell", "status", *numbers], rows, numbers, ("cell", "run")), sep="\n")
 
 
-def plan(cells: list, states: list[State], hours: float | None) -> None:
-    """Print what launch.mode=dry would run, on which resources, for how long at most; `hours` bounds the GPU-hours of all cells to start.
-    """
+def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:
+    """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to start."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
         rows.append([cell.directory.name, cell.name, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])
@@ -47,7 +50,7 @@ def plan(cells: list, states: list[State], hours: float | None) -> None:
         f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes"]))
 
 
-def predicted(cells: list) -> None:
+def predicted(cells: list[Cell]) -> None:
     """Print what each cell is expected to take, before it starts."""
     for cell in cells:
         if cell.prediction:
@@ -55,7 +58,7 @@ def predicted(cells: list) -> None:
             print(f"{cell.directory.name}: predicted {gib} GiB ({fits}), {rate} tokens/s/device, {hours} GPU-hours", flush=True)
 
 
-def shape(array) -> str:
+def shape(array: Array) -> str:
     """Describe the resources of an array of cells."""
     many, nodes, groups = len(array.cells), array.shape.nodes, array.cells[0].job.fault_tolerance.replicas
     kind = "one after another in one job" if array.packed else "one job array" if many * groups > 1 else "one job"
@@ -64,7 +67,7 @@ def shape(array) -> str:
     return f"{counted(many, 'cell')}{of_groups}, {kind}, {per_node}{' a task' * bool(of_groups)}"
 
 
-def submitted(cells: list, states: list[State], folder: Path | None) -> None:
+def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> None:
     """Print the submitted and the finished cells, and what to type next."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
@@ -81,7 +84,7 @@ def submitted(cells: list, states: list[State], folder: Path | None) -> None:
         print("  failed cells are not started again by themselves: launch.retry=failed, or titan retry")
 
 
-def where(cell) -> str:
+def where(cell: Cell) -> str:
     """Return titan's option --runs for the folder of a cell's runs; "" if it is not needed."""
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
@@ -97,18 +100,18 @@ def waiting(state: State) -> str:
 
 def result_line(directory: Path) -> str:
     """Format a finished run in one line."""
-    result = read_json(directory / "result.json") or {}
+    result = layout.RESULT.read(directory)
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
     held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f})"
     return (f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
-            f"({directory}/result.json)")
+            f"({layout.RESULT.of(directory)})")
 
 
-def longer(cell) -> None:
+def longer(cell: Cell) -> None:
     """Print the `titan extend` command for a finished run that has left a checkpoint. The last one alone, of after the decay of the
     learning rate, has to be asked for by its step.
     """
-    steps = [checkpoints.step_of(path) for path in checkpoints.complete(cell.directory / "checkpoints")]
+    steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":
         wanted = f" --step {steps[0]}" if len(steps) == 1 else ""
         print(f"  train longer: titan extend{where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}{wanted}")
@@ -116,7 +119,7 @@ def longer(cell) -> None:
 
 def last_word(directory: Path, state: State) -> str:
     """Return rank 0's message when it was stopped: how far it got."""
-    said = (read_json(directory / "attempts" / str(state.attempt) / "rank_0.json") or {}).get("error") or {}
+    said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}
     return said.get("message") or "ended before it could save; it goes back to its newest checkpoint, if there is one"
 
 

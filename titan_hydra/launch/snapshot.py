@@ -1,6 +1,4 @@
 """Copy the code of a job at submission, so that edits made while it waits in the queue do not change it."""
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -10,8 +8,8 @@ from pathlib import Path
 
 import titan_hydra
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.runs import layout
 
-FOLDER = "_code"  # in the folder of runs; one folder in it for every version of the code
 USER = "_imports"  # in a copy of the code: the user's modules
 ROOT = Path(titan_hydra.__file__).parents[1]
 
@@ -20,7 +18,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
     """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns that folder."""
     code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
     code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}
-    final = runs / FOLDER / digest(code)
+    final = layout.CODE.of(runs) / digest_of_code(code)
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +58,7 @@ def copied(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in found}
 
 
-def digest(code: dict[str, Path]) -> str:
+def digest_of_code(code: dict[str, Path]) -> str:
     """Return 16 hex digits of the sha256 over names and contents, in the order of names; for a link, over its target."""
     total = hashlib.sha256()
     for name, path in sorted(code.items()):

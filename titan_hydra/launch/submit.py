@@ -17,20 +17,22 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import Exit
-from titan_hydra.base.run import homes_of
 from titan_hydra.config import processes
 from titan_hydra.config.fault import counted
-from titan_hydra.config.files import read_json
 from titan_hydra.config.user_code import sources
-from titan_hydra.runs import manifest, rundir, slurm
-from titan_hydra.runs.find import SWEEPS
+from titan_hydra.runs import layout, manifest, rundir, slurm
+from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
 from . import show, snapshot
 from .attach import Interrupts
-from .sbatch import SCRIPT, Batch, Line, Shape, SubmissionError
+from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
+
+if TYPE_CHECKING:
+    from .dispatch import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # errors of sbatch after which SLURM may still have the job
@@ -42,48 +44,49 @@ class Array:
     """Cells that are submitted as one job array, one packed job, or a single job."""
 
     token: str
-    shape: Shape
-    cells: list  # of dispatch.Cell
+    shape: JobShape
+    cells: list[Cell]
     packed: bool = False
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
 
 
-def shape_of(cell) -> Shape:
+def _shape_of(cell: Cell) -> JobShape:
     """Return the resources of a cell's job, or of each of its jobs: one for each replica group."""
     ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
-    return Shape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
+    return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
-def arrays_of(cells: list, packed: bool, limit: int) -> list[Array]:
+def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
     """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks; packed: all into
     one job of the largest shape, in their order.
     """
     if packed:
-        shapes = [shape_of(cell) for cell in cells]
+        shapes = [_shape_of(cell) for cell in cells]
         minutes = cells[0].job.cluster.time_minutes
-        largest = Shape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
+        largest = JobShape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
                         minutes and minutes * len(cells))
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
-    alike: dict[tuple[Shape, int, str], list] = {}
+    alike: dict[tuple[JobShape, int, str], list[Cell]] = {}
     for cell in cells:
-        alike.setdefault((shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
+        alike.setdefault((_shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
     return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
             for (shape, groups, _), some in alike.items() for first in range(0, len(some), max(limit // groups, 1))]
 
 
-def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path) -> Batch:
+def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path) -> SlurmBatch:
     """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its replica groups."""
     lines = []
     for cell, own in zip(array.cells, attempts, strict=True):
-        shape, config = shape_of(cell), cell.job.fault_tolerance
+        shape, config = _shape_of(cell), cell.job.fault_tolerance
         restarts = 0 if config.name == "off" else config.max_restarts
-        lines += [Line(shape.nodes, shape.nodes * shape.ranks_per_node, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
+        ranks = shape.nodes * shape.ranks_per_node
+        lines += [JobLine(shape.nodes, ranks, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
     cluster = array.cells[0].job.cluster
     cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
     paths = [code, code / snapshot.USER] if any(cell.job.train.imports for cell in array.cells) else [code]
     at_once = cluster.max_parallel * array.cells[0].job.fault_tolerance.replicas
-    return Batch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
+    return SlurmBatch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
 
 
 @functools.cache
@@ -93,19 +96,19 @@ def largest_array() -> int:
     return max(int(found[1]) - 1, 1) if found else 1000
 
 
-def scripts(cells: list) -> Iterable[tuple[Array, str]]:
+def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
     """Yield the batch scripts that these cells would be submitted with. Needs no SLURM and writes nothing."""
     runs, baseline = cells[0].runs, baseline_of(cells)
     if cells[0].job.launch.packed and len(cells) > 1 and baseline:
         cells = [*cells, baseline]
     for array in arrays_of(cells, cells[0].job.launch.packed, 1000):
-        folder = runs / SWEEPS / "NAME-TIME" / array.token
+        folder = layout.SWEEPS.of(runs) / "NAME-TIME" / array.token
         homes = [homes_of(cell.directory, cell.job.fault_tolerance.replicas) for cell in array.cells]
-        attempts = [[home / "attempts" / "1" for home in own] for own in homes]
-        yield array, batch_of(array, folder, attempts, "NAME-TIME", runs / snapshot.FOLDER / "HASH").text
+        attempts = [[layout.ATTEMPT.of(home, 1) for home in own] for own in homes]
+        yield array, batch_of(array, folder, attempts, "NAME-TIME", layout.CODE.of(runs) / "HASH").text
 
 
-def run(cells: list, folder: Path | None) -> int:
+def run(cells: list[Cell], folder: Path | None) -> int:
     """Submit every cell that is to be started, and print how to follow them; with launch.wait, follow them. Returns the exit status."""
     interrupts, wait = Interrupts(), cells[0].job.launch.wait
     states = rundir.states([cell.directory for cell in cells])
@@ -121,25 +124,24 @@ def run(cells: list, folder: Path | None) -> int:
     return interrupts.status if interrupts.received and not wait else status
 
 
-def baseline_of(cells: list) -> object | None:
+def baseline_of(cells: list[Cell]) -> Cell | None:
     """Return the cell that the others are compared with, if it is one of these: the one that the sweep names, or the first."""
     named = cells[0].job.sweep.baseline
     return next((cell for cell in cells if cell.name == named), None if named else cells[0])
 
 
-def with_repeated_baseline(start: list[tuple], folder: Path | None) -> list[tuple]:
-    """Put the baseline first in a packed job and, in a directory of the sweep's own, once more at the end: their difference measures drift.
-    """
+def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None) -> list[tuple[Cell, State]]:
+    """Put the baseline first in a packed job and, in a folder of the sweep, at the end again: their difference measures drift."""
     baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
         return start
     again = replace(baseline, directory=folder / "repeat" / baseline.directory.name)
-    manifest.add_cell(folder, manifest.row(again) | {"name": f"{baseline.name} (again)", "repeat": True})
+    manifest.add_cell(folder, manifest.entry_of(again) | {"name": f"{baseline.name} (again)", "repeat": True})
     state = rundir.state(again.directory)
     return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
 
 
-def submit(start: list[tuple], folder: Path | None, interrupts: Interrupts) -> int:
+def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts) -> int:
     """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
@@ -178,7 +180,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
     batch.write()
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index)
-        shutil.copy(place / SCRIPT, attempt.parents[1] / SCRIPT)
+        shutil.copy(layout.SBATCH.of(place), layout.SBATCH.of(attempt.parents[1]))
     try:
         ids = batch.submit_all()
     except SubmissionError as error:
@@ -193,11 +195,11 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
 
     After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.
     """
-    owners = [read_json(attempt / "attempt.json") for attempt in attempts]
+    owners = [layout.CLAIM.read(attempt) for attempt in attempts]
     uncertain = re.search(NO_ANSWER, reason, re.I)
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)
-        queue = slurm.queue_of(owners)
+        queue = slurm.ask_queue(owners)
         if all(jobs := [queue.find(owner) for owner in owners]):
             for attempt, job in zip(attempts, jobs, strict=True):
                 rundir.note(attempt, job_id=job.id)
@@ -212,7 +214,7 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
     return Exit.BUG
 
 
-def follow(cells: list, interrupts: Interrupts) -> list[State]:
+def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
     """Print changes of state until no cell is queued or running (launch.wait). Ctrl-C ends the printing; the jobs continue."""
     before: dict[Path, str] = {}
     while True:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
-from titan_hydra.base.run import Run, attempts_of, folders_of, group_at
 from titan_hydra.config import Job, from_dict, identity, processes
-from titan_hydra.config.files import read_json, write_json, write_text
-from titan_hydra.config.user_code import changed
+from titan_hydra.config.files import write_json, write_text
+from titan_hydra.config.user_code import edited_sources
+from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
+from titan_hydra.runs.run import Run, folders_of, group_at, newest_attempt
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
 LATE = 60  # seconds until a rank must see what was written before it was started
@@ -49,18 +50,19 @@ class Place:
         starter = "nobody" if inline else os.environ.get("SUBMITIT_EXECUTOR") or ("torchrun" if "RANK" in os.environ else "nobody")
         if starter not in VARIABLES:
             return cls(0, 1, 0, 1, "nobody")
-        return cls(*(int(os.environ.get(variable, default)) for variable, default in zip(VARIABLES[starter], "0101", strict=True)), starter)
+        found = [int(os.environ.get(variable, default)) for variable, default in zip(VARIABLES[starter], "0101", strict=True)]
+        return cls(found[0], found[1], found[2], found[3], starter)
 
 
-def run(directory: str, attempt: int, inline: bool = False) -> int:
+def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
     """Run one rank. Ends the process with the rank's exit status, except inline, where the status is returned."""
     folder = Path(directory).absolute()
-    place, attempt_folder = Place.find(inline), folder / "attempts" / str(attempt)
+    place, attempt_folder = Place.find(inline), layout.ATTEMPT.of(folder, attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
     if not inline:
-        own_process(attempt_folder / f"rank_{place.rank}.log")
+        own_process(layout.LOG.of(attempt_folder, place.rank))
     record = {**this_process(), "started": time.time(), "load": {"cores": os.cpu_count(), "start": os.getloadavg()[0]}}
-    record_file = attempt_folder / f"rank_{place.rank}.json"
+    record_file = layout.RANK.of(attempt_folder, place.rank)
     write_json(record_file, record)
     error, before = None, signal.getsignal(signal.SIGTERM)
     try:
@@ -69,12 +71,13 @@ def run(directory: str, attempt: int, inline: bool = False) -> int:
     except BaseException as caught:  # also SystemExit and KeyboardInterrupt: each way to end has its status
         status, error = describe(caught)
         if not inline:
-            _say_why(status, error)
+            said = error["traceback"] or f"{error['type']}: {error['message']}"
+            print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # a full disk: the exit status still tells the launcher the outcome
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if status == Exit.REQUEUED and place.rank == 0:
-        (attempt_folder / "stopped").touch()  # the batch script requeues the job, however the other ranks end now
+        layout.STOPPED.of(attempt_folder).touch()  # the batch script requeues the job, however the other ranks end now
     if inline:
         signal.signal(signal.SIGTERM, before)  # the trainer's handler would swallow it between two cells
         return int(status)
@@ -117,19 +120,19 @@ def _stop_before_training(number: int, frame: object) -> None:
 def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
     if place.starter in ("slurm", "torchrun"):
-        until_seen(directory / "config.json")
+        until_seen(layout.CONFIG.of(directory))
     if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
-        until_seen(attempt / "attempt.json")
+        until_seen(layout.CLAIM.of(attempt))
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))  # before a user's module imports torch
     # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     job = load_job(directory)
-    if fault := changed(job.train):
+    if fault := edited_sources(job.train):
         raise ConfigError(str(fault))
     replica, group = _group_of(job, place, folder)
     submission = _check_claim(attempt, place)
-    if (read_json(directory / "result.json") or {}).get("status") == "done":
+    if layout.RESULT.read(directory).get("status") == "done":
         return None  # requeued after its end
     os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks))
     os.environ.setdefault("RUST_LOG", "error")  # torchft writes many lines a step
@@ -139,13 +142,13 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     if place.rank == 0:
         print("loading torch", flush=True)  # some seconds, on a busy machine many
     here = place.local_ranks >= group.ranks and (job.fault_tolerance.name == "off" or not submission)
-    store = _rendezvous(attempt / "rendezvous", group, "127.0.0.1" if here else socket.gethostname())
+    store = _rendezvous(layout.RENDEZVOUS.of(attempt), group, "127.0.0.1" if here else socket.gethostname())
 
     run = Run(home, attempt, group.rank, place.local_rank, group.ranks, store, replica, submission)
     if job.comm.name == "fake":
         from titan_hydra.verify import fake
 
-        return fake.train(job, run)
+        return fake.train_fake(job, run)
     from titan_hydra.train.loop import train
 
     if job.fault_tolerance.name == "off":
@@ -156,9 +159,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
-    """Return the replica group of a rank and its place in it; on SLURM a group is a job. Raises ConfigError if there are not as many ranks
-    as the job needs.
-    """
+    """Return a rank's replica group, on SLURM a job, and its place in it. Raises ConfigError if the number of ranks is not the job's."""
     directory, replica = group_at(folder)
     size = processes(job) // job.fault_tolerance.replicas
     ranks = size if place.starter == "slurm" else processes(job)
@@ -172,12 +173,10 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read the job in config.json. Raises ConfigError if its identity is not the hash in the directory's name: edited, or from another
-    version.
-    """
-    file = directory / "config.json"
-    content = read_json(file)
-    if content is None:
+    """Read config.json. Raises ConfigError if its identity is not the directory's: edited, or written by another version."""
+    file = layout.CONFIG.of(directory)
+    content = layout.CONFIG.read(directory)
+    if not content:
         raise ConfigError(f"{file}: no such file, or not JSON")
     try:
         job = from_dict(Job, content)
@@ -190,20 +189,18 @@ def load_job(directory: Path) -> Job:
 
 
 def _check_claim(attempt: Path, place: Place) -> str:
-    """Return the token of the attempt's submission to SLURM, or "". Raises ConfigError if another attempt has taken over, or the code is
-    not the one that was submitted.
-    """
-    newest = max(attempts_of(attempt.parents[1]))
+    """Return the token of the SLURM submission, or "". Raises ConfigError if another attempt has taken over, or the code differs."""
+    newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
-    owner = read_json(attempt / "attempt.json") or {}
+    owner = layout.CLAIM.read(attempt)
     if place.starter == "slurm" and owner.get("job_id") not in (None, _job_id()):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {_job_id()}")
     submitted = owner.get("code")
     if submitted and place.local_rank == 0:
-        from .snapshot import ROOT, copied, digest
+        from .snapshot import ROOT, copied, digest_of_code
 
-        code = digest(copied(ROOT))
+        code = digest_of_code(copied(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
     return owner.get("token", "")
@@ -234,8 +231,10 @@ def _rendezvous(file: Path, place: Place, host: str):
         write_text(file, f"{host} {store.port}\n")
         port = store.port
     else:
-        host, port = _wait_for(file)
-        store = distributed.TCPStore(host, port, place.ranks, is_master=False, wait_for_workers=False, timeout=limit)
+        if not _appears(file, START_LIMIT):
+            raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
+        host, port = file.read_text().split()
+        store = distributed.TCPStore(host, int(port), place.ranks, is_master=False, wait_for_workers=False, timeout=limit)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     return store
 
@@ -244,13 +243,6 @@ class NoRendezvous(RunError):
     """Rank 0 did not start in time."""
 
     status = Exit.HANG
-
-
-def _wait_for(file: Path) -> tuple[str, int]:
-    if not _appears(file, START_LIMIT):
-        raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
-    host, port = file.read_text().split()
-    return host, int(port)
 
 
 def until_seen(file: Path, seconds: int = LATE) -> None:
@@ -274,18 +266,12 @@ def _appears(file: Path, seconds: float) -> bool:
         time.sleep(0.05)
 
 
-def _say_why(status: int, error: dict) -> None:
-    """Print the last lines of this rank's log: its exit status and error."""
-    print(f"{LAST_WORDS} {int(status)}", file=sys.stderr)
-    print(error["traceback"] or f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
-
-
 def main(arguments: list[str]) -> int:
     """Run the rank from DIRECTORY [ATTEMPT]; without ATTEMPT the newest attempt, or the first."""
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG
-    return run(arguments[0], int(arguments[1]) if len(arguments) == 2 else max(attempts_of(Path(arguments[0])), default=1))
+    return run_rank(arguments[0], int(arguments[1]) if len(arguments) == 2 else newest_attempt(Path(arguments[0])) or 1)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def init_weights(module: nn.Module, config: Model, seed: int) -> None:
     """Fill a model or pipeline stage, already on its device, with its initial weights (DTensors included) and recompute its buffers."""
     for name, parameter in module.named_parameters():
         fqn = clean_name(name)
-        fill(parameter, module.initial_distribution(fqn, config), key(seed, fqn))
+        fill(parameter, module.initial_distribution(fqn, config), key_of_parameter(seed, fqn))
     for part in module.modules():
         if hasattr(part, "reset_buffers"):
             part.reset_buffers()
@@ -44,7 +44,7 @@ def clean_name(name: str) -> str:
     return name
 
 
-def key(seed: int, fqn: str) -> int:
+def key_of_parameter(seed: int, fqn: str) -> int:
     """Return a 64-bit key for the random numbers of one parameter."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little", signed=True)
 
@@ -83,9 +83,9 @@ def normal(index: Tensor, distribution: Normal, key: int) -> Tensor:
 
 def splitmix64_(index: Tensor, key: int) -> Tensor:
     """Hash each index in place; int64 arithmetic wraps, as the algorithm requires. https://prng.di.unimi.it/splitmix64.c"""
-    z = index.mul_(signed(0x9E3779B97F4A7C15)).add_(key)
-    z.bitwise_xor_(shift_right(z, 30)).mul_(signed(0xBF58476D1CE4E5B9))
-    z.bitwise_xor_(shift_right(z, 27)).mul_(signed(0x94D049BB133111EB))
+    z = index.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
+    z.bitwise_xor_(shift_right(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_(shift_right(z, 27)).mul_(_signed(0x94D049BB133111EB))
     return z.bitwise_xor_(shift_right(z, 31))
 
 
@@ -94,7 +94,7 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def signed(x: int) -> int:
+def _signed(x: int) -> int:
     """Return an unsigned 64-bit constant as the int64 with the same bits."""
     return x - (1 << 64) if x >> 63 else x
 

@@ -5,6 +5,7 @@ any split: layers are in a ModuleDict, and a pipeline stage is the model with la
 None. Rotary positions pair the two halves of a head as Hugging Face does, so weights need no permutation to or from its format.
 """
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, qk_norm) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         if config.tie_embeddings:
-            self.output = TiedOutput(self.tok_embeddings)
+            self.output: nn.Module = TiedOutput(self.tok_embeddings)
         else:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rotary", self.rotary_table(), persistent=False)
@@ -44,7 +45,8 @@ class Decoder(nn.Module):
 
     def reset_buffers(self) -> None:
         """Recompute the rotary table, which is uninitialized after `to_empty`."""
-        self.rotary.copy_(self.rotary_table(self.rotary.device))
+        rotary: Any = self.rotary
+        rotary.copy_(self.rotary_table(rotary.device))
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, targets: Tensor | None = None,
@@ -197,7 +199,7 @@ class TiedOutput(nn.Linear):
         self.embedding = (embedding,)  # in a tuple, which hides it from named_parameters and state_dict
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]  # the embedding's
         return self.embedding[0].weight
 
 

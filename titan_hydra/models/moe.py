@@ -16,7 +16,7 @@ from .layers import FeedForward
 from .sparse import SparseModel
 
 
-def set_experts(blocks: nn.ModuleDict, config: SparseModel) -> None:
+def set_experts(blocks: Any, config: SparseModel) -> None:
     """Give a decoder's blocks experts in place of their feed-forward, but for the first `n_dense_layers`."""
     for number, block in blocks.items():
         if int(number) >= config.n_dense_layers:
@@ -169,7 +169,7 @@ class Order:
 
     def add_up(self, rows: Tensor, scores: Tensor) -> Tensor:
         """Return the sum over each token's experts of their rows times their scores, in a fixed order."""
-        rows = permute(rows, self.inverse, self.order).unflatten(0, (-1, self.each))
+        rows = Permute.apply(rows, self.inverse, self.order).unflatten(0, (-1, self.each))
         return torch.bmm(scores.to(rows.dtype).unsqueeze(1), rows).squeeze(1)
 
 
@@ -190,7 +190,7 @@ class Spread(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """Puts row order[i] at place i; the backward puts it back, without atomic additions."""
+    """Puts row order[i] at place i; the backward, by the inverse of `order`, puts it back without atomic additions."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -202,11 +202,6 @@ class Permute(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return gradient.index_select(0, inverse), None, None
-
-
-def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return the rows in another order; `inverse` is that of `order`."""
-    return Permute.apply(rows, order, inverse)
 
 
 def inverse(order: Tensor) -> Tensor:

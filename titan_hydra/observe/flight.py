@@ -3,8 +3,6 @@
 torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are recorded here. NCCL's
 are not: that would keep their tensors in the device's memory.
 """
-from __future__ import annotations
-
 import collections
 import json
 import os
@@ -20,9 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_hydra.base.private import flight_recorders, process_groups, wrap_stage_messages
-from titan_hydra.base.run import Run
 from titan_hydra.config.files import write_text
 from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 RECORDED = 2000  # collectives that torch keeps
 WRITTEN = 400  # of these go into a dump
@@ -46,10 +45,8 @@ def configure(run: Run) -> None:
 
 
 def record_messages() -> None:
-    """Record the sends and receives of pipeline stages over gloo, of which torch's recorder sees only collectives. Repeated calls are
-    harmless.
-    """
-    def counted(batch_p2p: Callable) -> Callable:
+    """Record the sends and receives of pipeline stages over gloo, which torch's recorder does not see. Repeated calls are harmless."""
+    def counted(batch_p2p: Callable[..., Any]) -> Callable[..., Any]:
         def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
             works = batch_p2p(operations, desc)
             for operation, work in zip(operations, works, strict=False):
@@ -81,12 +78,12 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
     with _lock:
         content = {
             "rank": run.rank, "host": socket.gethostname(), "time": time.time(), "why": why, **where,
-            "groups": groups(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
+            "groups": groups_of_rank(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
         }
-        write_text(run.attempt / f"flight_{run.rank}.json", json.dumps(content), durable=False)
+        write_text(layout.FLIGHT.of(run.attempt, run.rank), json.dumps(content), durable=False)
 
 
-def groups(mesh: Mesh | None) -> dict[str, dict]:
+def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
     """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
     found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(process_groups.pg_group_ranks[group])}
              for group in list(process_groups.pg_map)}

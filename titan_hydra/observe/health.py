@@ -3,8 +3,6 @@ complete?
 
 An unfit machine ends the run within a minute with a message that names it, instead of after hours with a time-out that names none.
 """
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -16,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.errors import Unhealthy
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Comm
+from titan_hydra.runs.run import Run
 
 TAKEN = 0.1  # share of a device's memory that other processes may hold: a desktop holds less, another job more
 PATIENCE = 20  # seconds for an earlier process to release its memory

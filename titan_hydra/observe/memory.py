@@ -1,12 +1,11 @@
 """Report on a device's memory after it ran out: the peak, and which code holds it."""
-from __future__ import annotations
-
 import collections
 
 import torch
 
 from titan_hydra.base.private import memory_snapshot, record_memory_history
-from titan_hydra.base.run import Run
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 SHOWN = 20  # allocations, largest first
 
@@ -20,14 +19,12 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Record where live allocations were made. On until the end of the first step, which is where most runs that do not fit fail; it costs
-    time.
-    """
+    """Record where live allocations were made. It costs time, and is on until the end of the first step, where most misfits fail."""
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")
 
 
-def explain(run: Run, error: BaseException) -> None:
+def explain_out_of_memory(run: Run, error: BaseException) -> None:
     """Write memory_<rank>.txt after running out of device memory: what is allocated, by the lines of code, and torch's summary."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
@@ -40,4 +37,4 @@ def explain(run: Run, error: BaseException) -> None:
                 frames = block.get("frames") or [{"filename": "not recorded after the first step", "line": 0, "name": ""}]
                 held["\n".join(f"    {frame['filename']}:{frame['line']} {frame['name']}" for frame in frames[:8])] += block["size"]
     top = [f"{size / 2**30:.3f} GiB\n{stack}" for stack, size in held.most_common(SHOWN)]
-    (run.attempt / f"memory_{run.rank}.txt").write_text("\n".join([str(error), "", *top, "", torch.cuda.memory_summary()]))
+    layout.MEMORY.of(run.attempt, run.rank).write_text("\n".join([str(error), "", *top, "", torch.cuda.memory_summary()]))

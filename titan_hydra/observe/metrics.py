@@ -2,8 +2,6 @@
 
 docs/metrics.md defines the numbers. An unknown one is None, never estimated.
 """
-from __future__ import annotations
-
 import contextlib
 import json
 import platform
@@ -17,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_hydra.base.run import Run
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.load import all_ranks
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.experts import Balance
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 from .trackers import Tracker, open_trackers, trackable
 
@@ -100,7 +99,7 @@ class Metrics:
         self.losses: list[float] = []  # of the steps since the last row
         self.mean_loss: float | None = None  # of the last row
         if run.rank == 0:
-            self.rows, self.events = (Rows(run.directory / name, resumed_at) for name in ("metrics.jsonl", "events.jsonl"))
+            self.rows, self.events = (Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS))
             self.trackers = open_trackers(job, run, resumed_at)
 
     def due(self, step: int) -> bool:

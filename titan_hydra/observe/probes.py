@@ -6,8 +6,6 @@
 
 Nothing is read back from the device before the step's end. Both work on this rank's shard of a tensor, and so on any layout.
 """
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -20,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_hydra.base.private import current_graph_task
-from titan_hydra.base.run import Run
 from titan_hydra.config.family import family_of, place_in_order
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import local_part
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +50,7 @@ class Probes:
         self.seen: dict[Look, Tensor] = {}
         if config.nan_hunt or config.trace_activations:
             hook(model, self.look)
-        self.file = (run.attempt / f"activations_{run.rank}.jsonl").open("a") if config.trace_activations else None
+        self.file = layout.ACTIVATIONS.of(run.attempt, run.rank).open("a") if config.trace_activations else None
 
     @torch.no_grad()
     def look(self, when: str, what: str, name: str, tensor: Tensor) -> None:
@@ -120,7 +119,7 @@ def hook(model: nn.Module, look: Callable[[str, str, str, Tensor], None]) -> Non
             module.register_forward_hook(partial(_leaving, name, look))
 
 
-def _entering(name: str, look: Callable, module: nn.Module, args: tuple) -> tuple | None:
+def _entering(name: str, look: Callable[..., Any], module: nn.Module, args: tuple) -> tuple | None:
     if not _counts(module):
         return None
     passed = []
@@ -134,7 +133,7 @@ def _entering(name: str, look: Callable, module: nn.Module, args: tuple) -> tupl
     return tuple(passed)
 
 
-def _leaving(name: str, look: Callable, module: nn.Module, args: tuple, output: Any) -> None:
+def _leaving(name: str, look: Callable[..., Any], module: nn.Module, args: tuple, output: Any) -> None:
     if _counts(module) and _floating(output):
         look("forward", "out", name, output)
         if output.requires_grad:

@@ -7,8 +7,6 @@
 
 Recorded steps, and the one before them that warms up the profiler, are slower: they are excluded from all rates.
 """
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -17,8 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titan_hydra.base.private import dump_memory_snapshot, record_memory_history
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Profiling
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 from .metrics import Metrics
 from .watchdog import Watchdog
@@ -31,8 +30,9 @@ class Profiler:
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
-        self.on, self.count, self.profiler = config.name == "on", 0, None
-        self.folder = run.attempt / "profile"
+        self.on, self.count = config.name == "on", 0
+        self.profiler: profile | None = None
+        self.folder = layout.PROFILE.of(run.attempt)
         if self.on:
             self.folder.mkdir(exist_ok=True)
             watch.told = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
@@ -102,7 +102,8 @@ class Phases:
     """The phases of a rank as a Chrome trace: an array without a closing bracket, so that a killed run's trace opens too."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self.file, self.rank, self.last = path.open("w", buffering=1), rank, None
+        self.file, self.rank = path.open("w", buffering=1), rank
+        self.last: tuple[str, int, float] | None = None
         self.file.write("[\n")
         self.put({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 

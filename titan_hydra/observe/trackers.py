@@ -1,18 +1,15 @@
 """TensorBoard and wandb: copies of metrics.jsonl. A tracker that fails never stops a run."""
-from __future__ import annotations
-
-import itertools
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from titan_hydra.base.run import Run
 from titan_hydra.config import identity, to_dict
-from titan_hydra.config.files import read_rows
 from titan_hydra.config.registry import TRACKERS, resolve
 from titan_hydra.config.schema import Job
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 
 class Tracker(Protocol):
@@ -35,7 +32,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.has = resumed_at
-        self.writer = SummaryWriter(run.directory / "tensorboard", purge_step=resumed_at + 1 if resumed_at else None)
+        self.writer = SummaryWriter(layout.TENSORBOARD.of(run.directory), purge_step=resumed_at + 1 if resumed_at else None)
 
     def log(self, row: dict[str, Any]) -> None:
         for key, value in row.items():
@@ -61,11 +58,11 @@ class WandB:
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.pop("WANDB_SERVICE", None)  # the parent process's service may still hold a killed attempt of the run
         offline = job.metrics.wandb_mode == "offline"
-        for folder in (run.directory / "wandb").glob("offline-run-*") if offline else ():
+        for folder in layout.WANDB.of(run.directory).glob("offline-run-*") if offline else ():
             if not any(folder.glob("*.synced")):
                 shutil.rmtree(folder, ignore_errors=True)
         self.run = wandb.init(
-            project=job.metrics.wandb_project, entity=job.metrics.wandb_entity, mode=job.metrics.wandb_mode, id=identity(job),
+            project=job.metrics.wandb_project, entity=job.metrics.wandb_entity, mode=cast(Any, job.metrics.wandb_mode), id=identity(job),
             name=run.directory.name, resume="allow", group=job.sweep.name, tags=job.metrics.wandb_tags, notes=job.notes or None,
             dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
         )
@@ -101,7 +98,7 @@ def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
 
 def recorded(directory: Path) -> Iterator[dict[str, Any]]:
     """Return the rows of metrics.jsonl and events.jsonl as trackers take them, by step; a truncated line is left out."""
-    rows = itertools.chain.from_iterable(read_rows(directory / name)[0] for name in ("metrics.jsonl", "events.jsonl"))
+    rows = layout.METRICS.rows(directory)[0] + layout.EVENTS.rows(directory)[0]
     return iter(sorted(map(trackable, rows), key=lambda row: row["step"]))
 
 

@@ -16,14 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from titan_hydra.base.errors import LAST_WORDS, Exit, RunError, Stopped
-from titan_hydra.base.run import Run
 from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 from . import flight, memory
 
@@ -41,7 +43,8 @@ class Watchdog:
     """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its `facts`)."""
 
     def __init__(self, job: Job, run: Run) -> None:
-        self.run, self.mesh = run, None
+        self.run = run
+        self.mesh: Mesh | None = None
         self.timeout, self.first = float(job.comm.init_timeout_seconds), True
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
@@ -49,7 +52,8 @@ class Watchdog:
         self.told: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
-        self.seen, self.moved, self.dumped = None, time.monotonic(), False
+        self.seen: tuple | None = None
+        self.moved, self.dumped = time.monotonic(), False
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def at(self, phase: str, step: int | None = None) -> None:
@@ -83,7 +87,7 @@ class Watchdog:
         os.set_blocking(self.ears, False)
         self.mouth, self.before = mouth, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.deaf)
-        self.stacks = faulthandler.unregister(signal.SIGQUIT)  # whether the worker had asked for them
+        self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]  # whether the worker had asked for them
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
         with contextlib.suppress(OSError, ValueError):
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
@@ -93,8 +97,8 @@ class Watchdog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            error.facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
-            memory.explain(self.run, error)
+            cast(Any, error).facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
+            memory.explain_out_of_memory(self.run, error)
             if not isinstance(error, RunError):
                 self.dump(f"{type(error).__name__}: {error}", error)
         if isinstance(error, Stopped):
@@ -117,9 +121,7 @@ class Watchdog:
             os.close(end)
 
     def hold(self) -> None:
-        """Block this process's stop and dump signals across fork(), so that the child cannot receive one before it has detached the wakeup
-        pipe.
-        """
+        """Block stop and dump signals across fork(): the child must not receive one before it has detached the wakeup pipe."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
@@ -160,11 +162,11 @@ class Watchdog:
         """Write beat_<rank>.json and, on rank 0, status.json with the number of completed steps."""
         step, phase, since, count = self.where
         content = {"step": step, "phase": phase, "since": since, "count": count, "asked": self.asked, "time": time.time()}
-        write_text(self.run.attempt / f"beat_{self.run.rank}.json", json.dumps(content), durable=False)
+        write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = step if phase in AFTER else max(step - 1, 0)
             status = {"step": done, "phase": phase, "time": since}  # when it last moved: a hang is seen from outside
-            write_text(self.run.attempt / "status.json", json.dumps(status), durable=False)
+            write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
     def look(self) -> None:
@@ -199,7 +201,7 @@ class Watchdog:
 
     def mark_stopped(self) -> None:
         """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit statuses."""
-        (self.run.attempt / "stopped").touch()
+        layout.STOPPED.of(self.run.attempt).touch()
 
     def end(self, status: Exit, message: str) -> None:
         """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to rank_<rank>.json."""

@@ -43,7 +43,7 @@ def apply(blocks: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None
     functorch_config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
     if config.name in ("none", "memory_budget"):
         return
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if config.name in ("op", "lean"):
         saved = operators(config.save_ops or SAVED)
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)

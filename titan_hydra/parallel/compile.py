@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.compiler.config
@@ -40,6 +41,6 @@ def place(mesh: Mesh) -> str:
     return ", ".join(f"{name} {mesh.coordinate(name)} in group {mesh.world.get_group(name).group_name}" for name in names)
 
 
-def function(function: Callable, config: Compile) -> Callable:
+def function(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
     """Compile the loss function like the blocks: softmax and up-cast become one pass over the logits."""
     return torch.compile(function, fullgraph=True, backend=config.backend) if config.name == "block" else function

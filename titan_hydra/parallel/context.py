@@ -76,7 +76,7 @@ def enable_ring(job: Job, device_type: str) -> None:
     if device_type == "cpu":
         from . import ring_cpu
 
-        ring_cpu.register()
+        ring_cpu.register_ring()
     OPTIONS.enable_load_balance = job.parallelism.cp_load_balance
     private.set_rotate_method(job.parallelism.cp_rotate)
     private.enable_ring_dispatcher()

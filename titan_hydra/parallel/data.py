@@ -25,7 +25,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     if mesh.fsdp is None:
         return
     family, precision, always = family_of(job.model), job.precision, job.parallelism.reshard_after_forward == "always"
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh.fsdp,
         # Inputs are not cast: what is computed in fp32 (the rotary table) is the same fp32 with and without FSDP.
         "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(precision.compute_dtype), reduce_dtype=_dtype(precision.reduce_dtype),

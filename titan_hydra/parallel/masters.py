@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,8 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
             if part not in dict(place.named_children()):
                 place.add_module(part, nn.Module())
             place = place.get_submodule(part)
-        (place.register_parameter if name in parameters else place.register_buffer)(leaf, tensor)
+        register: Any = place.register_parameter if name in parameters else place.register_buffer
+        register(leaf, tensor)
     copies = {parameter: copy_of(parameter, dtype) for parameter in model.parameters()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

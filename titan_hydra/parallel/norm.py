@@ -1,11 +1,13 @@
 """RMSNorm under tensor parallelism."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -23,7 +25,7 @@ class Norm(ParallelStyle):
         super().__init__()
         self.split, self.reduce_dtype, self.cast = split, reduce_dtype, cast
 
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate()], src_data_rank=None))
         module.gradient_arises, module.reduce_dtype = (Partial() if self.split else Replicate()), self.reduce_dtype
         module.cast = self.cast
@@ -33,6 +35,8 @@ class Norm(ParallelStyle):
 
 class _Norm(nn.RMSNorm):
     """RMSNorm on plain tensors; only the weight's gradient involves other ranks."""
+
+    gradient_arises: Placement
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight: DTensor = self.weight.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype)

@@ -39,20 +39,20 @@ class Stage(PipelineStage):
         self.inputs, self.microbatches = inputs, list[Tensors]()
         self.newest: Tensors = {}  # the microbatch whose forward was run last
 
-    def forward_one_chunk(self, number: int, args: tuple = (), kwargs: dict | None = None, **options: bool) -> Tensor:
+    def forward_one_chunk(self, number: int, args: tuple = (), kwargs: dict | None = None, **options: bool) -> Tensor:  # type: ignore[override]
         """Run the forward of a microbatch, which `Pipeline` has cut: torch would cut every tensor along its first dimension."""
         self.newest = self.microbatches[number]
         first, others = self.inputs(self.newest)
         output = super().forward_one_chunk(number, (first,), others, **options)
         if self.is_last and not self.has_backward:
-            self.fwd_cache[number] = ((), ())  # else it would hold the logits of all microbatches until the next step
+            self.fwd_cache[number] = ((), [])  # else it would hold the logits of all microbatches until the next step
         return output
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         if not self.is_last:  # torch 2.11 validates all outputs, the last stage's too, which has no declared shape
-            super()._validate_fwd_outputs(outputs)
+            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
-    def _get_init_p2p_neighbors_ops(self) -> list:
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         return []  # torch 2.11's first exchange with the neighbours, which fails on gloo where both stages are on one rank
 
 
@@ -89,7 +89,7 @@ class Pipeline:
         """Return the last stage's share of the mean loss. torch counts microbatches by the target; the stage has the tensors."""
         return local_part(self.summed(output, self.stages[-1].newest)) / self.count
 
-    def _run(self, run: Callable, batch: Any, summed: Summed, count: Tensor) -> Tensor:
+    def _run(self, run: Callable[..., Any], batch: Any, summed: Summed, count: Tensor) -> Tensor:
         """Run the schedule over the microbatches of a titan_hydra.data.batch.Batch. Returns the sum of what the last stage computed."""
         self.summed, self.count, losses = summed, count, list[Tensor]()
         parts = [part.tensors for part in batch.split(self.size)]

@@ -3,6 +3,7 @@ splits its weights and its inputs and outputs (models/*/sharding.py).
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -42,6 +43,6 @@ def with_experts(dense: Plan, norm: Norm) -> Plan:
 class Linears:
     """The styles that split linears and prepare their inputs; a number format may replace them."""
 
-    colwise: type[ParallelStyle] = ColwiseParallel
-    rowwise: type[ParallelStyle] = RowwiseParallel
-    prepare: type[ParallelStyle] = PrepareModuleInput
+    colwise: Callable[..., ParallelStyle] = ColwiseParallel
+    rowwise: Callable[..., ParallelStyle] = RowwiseParallel
+    prepare: Callable[..., ParallelStyle] = PrepareModuleInput

@@ -20,7 +20,7 @@ SEQ_DIM = 2
 PLACEMENTS = (Replicate(), Shard(1), Shard(0), Shard(SEQ_DIM))
 
 
-def register() -> None:
+def register_ring() -> None:
     """Add the CPU's flash kernel to those that torch's ring dispatcher installs when enabled. Repeated calls are harmless."""
     private.ring_kernels[FORWARD] = private.ring_kernels[BACKWARD] = _dispatch
     # The number is that of the first argument whose value, not only its placement, a cached strategy depends on.

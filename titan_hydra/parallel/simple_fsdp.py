@@ -6,6 +6,8 @@ until its backward, unless activation checkpointing reads it again.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +82,8 @@ class Gather:
         tp = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[-1]]
         shape = list(parameter.shape)
         if isinstance(inner, Shard):
-            shape[inner.dim], _ = Shard.local_shard_size_and_offset(shape[inner.dim], tp.size(), tp.get_local_rank())
+            rank: Any = tp.get_local_rank()  # torch annotates it as None
+            shape[inner.dim], _ = Shard.local_shard_size_and_offset(shape[inner.dim], tp.size(), rank)
         local = DTensor.from_local(
             parameter.to_local(), self.mesh, placements_of(self.mesh), run_check=False,
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),

@@ -20,10 +20,10 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
     if mesh.degrees.pp == 1:
         return [model]
     names, every = layout.modules_of_stages(job), family_of(job.model).modules(job.model)
-    return [cut(copy.deepcopy(model), names[stage], every) for stage in layout.stages_of_ranks(job)[mesh.coordinate("pp")]]
+    return [_cut(copy.deepcopy(model), names[stage], every) for stage in layout.stages_of_ranks(job)[mesh.coordinate("pp")]]
 
 
-def cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
+def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
     """Leave only some of a model's named modules, in place: others of a container ("layers.3") are deleted, other children become None."""
     for name in set(names) - set(kept):
         container, _, member = name.rpartition(".")
@@ -44,5 +44,5 @@ def whole(stages: list[nn.Module]) -> nn.Module:
         if isinstance(child, nn.ModuleDict) and hasattr(shell, name):
             getattr(shell, name).update(child)
         else:
-            shell.add_module(name, nn.ModuleDict(child) if isinstance(child, nn.ModuleDict) else child)
+            shell.add_module(name, nn.ModuleDict(dict(child.items())) if isinstance(child, nn.ModuleDict) else child)
     return shell

@@ -1,10 +1,12 @@
 """Modules under tensor parallelism whose weight every rank holds whole."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -12,11 +14,10 @@ class Whole(ParallelStyle):
     """Every rank computes the same from the same input, and each gets the whole gradient of the output."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module, mesh, hold_whole,
-            lambda _, inputs, mesh: (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]),
-            lambda _, output, mesh: output.to_local(),
-        )
+        hold_whole(module, mesh)
+        module.register_forward_pre_hook(lambda _, inputs: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False))
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
 
 
 class SplitTokens(ParallelStyle):
@@ -33,8 +34,9 @@ class SplitTokens(ParallelStyle):
         def local(weight: DTensor) -> Tensor:
             return weight.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])
 
-        hold_whole("", module, mesh)
-        module.read = local
+        hold_whole(module, mesh)
+        reader: Any = module  # torch types attributes of modules as tensors
+        reader.read = local
         return module
 
 
@@ -49,7 +51,7 @@ class SummedGradient(ParallelStyle):
         return module
 
 
-def hold_whole(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters over the mesh, in place. Nothing is communicated."""
     for own, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.load import all_ranks, freeze
@@ -15,7 +16,7 @@ from .memory import Peak
 from .shape import NotPredictable, shape_of
 from .time import Speed
 
-Change = tuple[str, object, object]  # key, old value, new value
+Change = tuple[str, Any, Any]  # key, old value, new value
 MODES = ("none", "lean", "op", "full")  # of activation checkpointing, from the least recomputation
 FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10  # of the device's memory: up to which a job fits, is tight, and from which it is refused
 
@@ -43,7 +44,7 @@ class Prediction:
     @property
     def gpu_hours(self) -> float | None:
         """Return the GPU-hours of all steps; checkpoints, validation and the start are not counted."""
-        return self.speed and self.speed.step_seconds * self.job.steps * all_ranks(self.job) / 3600
+        return self.speed.step_seconds * self.job.steps * all_ranks(self.job) / 3600 if self.speed else None
 
 
 def fits(gib: float, capacity: float | None) -> str | None:
@@ -106,10 +107,10 @@ def too_large(prediction: Prediction) -> bool:
 
 def _remedies(job: Job) -> Iterator[list[Change]]:
     """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller local batches."""
-    modes = [[("ac", job.ac.name, mode)] for mode in _after(job.ac.name, MODES)]
-    losses = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
+    modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in _after(job.ac.name, MODES)]
+    losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
     whole = job.data.local_batch
-    sizes = [[("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0]
+    sizes: list[list[Change]] = [[("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0]
     shards = job.parallelism.dp_shard
     yield from [*modes, *losses, *sizes]
     yield from ([*mode, *loss, *size] for size in [[], *sizes] for mode in [*modes, []] for loss in [*losses, []])
@@ -171,7 +172,7 @@ def line(prediction: Prediction) -> list[str]:
 def as_json(prediction: Prediction) -> dict:
     """Return a prediction as plain values: what scripts and the report read."""
     peak, speed = prediction.peak, prediction.speed
-    rate = speed and speed.tokens_per_second
+    rate = speed.tokens_per_second if speed else None
 
     def around(value: float | None, band: float) -> list[float] | None:
         return None if value is None else [value * (1 - band), value * (1 + band)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.rules import pipeline
@@ -117,7 +117,7 @@ def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
 
 STEPS: dict[str, Callable[[int, int, int, int], Iterable[Step]]] = {
     "looped_bfs": breadth_first, "interleaved_1f1b": interleaved, "zbv": zero_bubble_v, "dualpipe_v": dual_pipe_v,
-    "interleaved_zb": lambda *layout: interleaved(*layout, zero_bubble=True),
+    "interleaved_zb": partial(interleaved, zero_bubble=True),
 }
 
 

@@ -3,15 +3,13 @@
 With the same weights and the same data in the same order, two correct layouts differ only by the rounding of sums in another order, which
 training then amplifies. docs/report.md gives the width of the band and the measurements behind it.
 """
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 from titan_hydra.config.registry import FORMATS, Format
 
-from .cells import Cell, mean
+from .cells import ReportCell, mean
 
 WINDOW = 10  # rows that a mean difference covers: a single outlier is not a trend
 NEIGHBOURS = 25  # rows on either side from which the noise of the baseline's loss is taken
@@ -44,7 +42,7 @@ class Band:
         return "yes" if self.inside else f"NO: from step {self.step}"
 
 
-def band(baseline: Cell, cell: Cell) -> Band | None:
+def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
     """Compare a cell's losses with the baseline's at the steps that both have logged; None where there are none."""
     steps = sorted(baseline.losses.keys() & cell.losses.keys())
     if not steps:
@@ -73,16 +71,14 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
 
 
 def local_noise(losses: list[float], row: int) -> float:
-    """Return the standard deviation of the loss from row to row without its trend: that of the differences of neighbouring rows, divided by
-    the root of two.
-    """
+    """Return the standard deviation of the loss from row to row, without its trend: that of neighbours' differences, by root two."""
     near = losses[max(0, row - NEIGHBOURS):row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
     trend = mean(steps)
     return math.sqrt(sum((step - trend) * (step - trend) for step in steps) / len(steps) / 2) if steps else 0.0
 
 
-def coarser(*cells: Cell) -> str:
+def coarser(*cells: ReportCell) -> str:
     """Return the number format with the largest rounding among those that the cells compute in."""
     return max((cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") or "bfloat16" for cell in cells),
                key=rounding)

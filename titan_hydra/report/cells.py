@@ -1,9 +1,7 @@
 """The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running runs."""
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
@@ -13,7 +11,7 @@ from typing import Any
 
 from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
-from titan_hydra.config.files import read_json, read_rows
+from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
 from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.rundir import State, inspect_all
@@ -27,7 +25,7 @@ OUTSIDE = ("name", "notes", "cluster", "launch", "paths", "sweep", "metrics", "p
 
 
 @dataclass(frozen=True)
-class Cell:
+class ReportCell:
     """One run directory. `config` is flat (dotted key to value); files that are missing or unreadable count as empty."""
 
     name: str
@@ -57,9 +55,7 @@ class Cell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the logged rows, without the first row of the run (warm-up), rows off the logging interval, and profiled
-        rows.
-        """
+        """Tokens per second of the logged rows, without the first (warm-up), rows off the logging interval, and profiled ones."""
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         rows = [row for row in self.rows[1:] if (row["step"] % every == 0 or row["step"] == last) and "profiled_steps" not in row]
         return [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
@@ -71,9 +67,7 @@ class Cell:
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """The numbers of result.json; for an unfinished run the same computed from its rows so far, each a mean over `metrics.log_every`
-        steps.
-        """
+        """The numbers of result.json; for an unfinished run computed from its rows, each a mean over `metrics.log_every` steps."""
         if not self.partial:
             return self.result
         known = {name: [row[name] for row in self.rows if row.get(name) is not None] for name in ("memory_reserved_gib", "mfu")}
@@ -131,7 +125,7 @@ class Cell:
         """The last logged step."""
         return self.rows[-1]["step"] if self.rows else 0
 
-    def places(self, axis: str) -> dict[int, float]:
+    def places(self, axis: str) -> dict[float, float]:
         """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of training)."""
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
         places, seconds, before = {}, 0.0, 0
@@ -141,7 +135,7 @@ class Cell:
             places[before] = {"step": before, "tokens": row.get("tokens_seen") or tokens * before, "seconds": seconds}[axis]
         return places
 
-    def on(self, axis: str, steps: list[int]) -> list[float]:
+    def on(self, axis: str, steps: Sequence[float]) -> list[float]:
         """Convert steps to coordinates on an axis. Steps that were not logged are scaled from the last logged one."""
         places = self.places(axis)
         last = places[self.step] / self.step if self.step else 0.0
@@ -178,10 +172,10 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Mean(Cell):
+class Mean(ReportCell):
     """Cells that differ in one key alone (for example a seed) as one cell: its numbers are means, its noise comes from their spread."""
 
-    members: dict[str, Cell] = field(default_factory=dict)  # by the key's value
+    members: dict[str, ReportCell] = field(default_factory=dict)  # by the key's value
 
     def of(self, name: str) -> list[float]:
         """List one attribute of the members, without those for which it is None."""
@@ -216,7 +210,7 @@ class Mean(Cell):
         errors = self._merged(lambda cell: cell.losses, error_of)
         return {} if None in errors.values() else errors
 
-    def _merged(self, curve_of: Callable[[Cell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
+    def _merged(self, curve_of: Callable[[ReportCell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
         curves = [curve for cell in self.members.values() if not cell.state.failure and (curve := curve_of(cell))]
         steps = set.intersection(*map(set, curves)) if curves else set()
         return {step: by([curve[step] for curve in curves]) for step in sorted(steps)}
@@ -235,42 +229,42 @@ def error_of(values: list[float]) -> float | None:
     return sqrt(sum(squares) / (len(values) - 1) / len(values))
 
 
-def gather(selection: Selection) -> list[Cell]:
+def gather(selection: Selection) -> list[ReportCell]:
     """Read every cell of a selection."""
     sweep = selection.sweep
     repeats = [bool(entry.get("repeat")) for entry in sweep["cells"]] if sweep else [False] * len(selection.cells)
     now_of = inspect_all([chosen.directory for chosen in selection.cells])
-    return [replace(read(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
+    return [replace(read_cell(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
 
 
-def read(chosen: RunCell, now: State) -> Cell:
+def read_cell(chosen: RunCell, now: State) -> ReportCell:
     """Read one run. A damaged run gets no numbers."""
-    cell = Cell(chosen.name, chosen.directory, chosen.overrides, now)
+    cell = ReportCell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell
-    content = {name: read_json(chosen.directory / name) for name in ("config.json", "env.json", "result.json")}
-    rows, damaged = read_rows(chosen.directory / "metrics.jsonl")
-    events, other = read_rows(chosen.directory / "events.jsonl")
-    rank = read_json(chosen.directory / "attempts" / str(now.attempt) / "rank_0.json") or {}
-    unreadable = [f"rows of {file}: {count}" for file, count in (("metrics.jsonl", damaged), ("events.jsonl", other)) if count]
-    if content["env.json"] is None and (chosen.directory / "env.json").exists():
-        unreadable.append("env.json")
+    environment = layout.ENV.read(chosen.directory)
+    rows, damaged = layout.METRICS.rows(chosen.directory)
+    events, other = layout.EVENTS.rows(chosen.directory)
+    rank = layout.RANK.read(layout.ATTEMPT.of(chosen.directory, now.attempt))
+    unreadable = [f"rows of {file}: {count}" for file, count in ((layout.METRICS.name, damaged), (layout.EVENTS.name, other)) if count]
+    if not environment and layout.ENV.of(chosen.directory).exists():
+        unreadable.append(layout.ENV.name)
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
-    return replace(cell, config=dotted_config(content["config.json"] or {}), env=content["env.json"] or {},
-                   result=(content["result.json"] or {}) if now.kind == "done" else {}, rows=list(ascending.values()), events=events,
+    return replace(cell, config=dotted_config(layout.CONFIG.read(chosen.directory)), env=environment,
+                   result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {}, rows=list(ascending.values()), events=events,
                    load=rank.get("load") or {}, unreadable=tuple(unreadable))
 
 
-def averaged(cells: list[Cell], over: str) -> list[Cell]:
+def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
     """Replace cells that differ only in the key `over` by one `Mean` cell each."""
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[str, list[ReportCell]] = {}
     for cell in cells:
         rest = {key: value for key, value in cell.config.items() if key != over and key.partition(".")[0] not in OUTSIDE}
         groups.setdefault(json.dumps(rest, sort_keys=True) if rest else cell.name, []).append(cell)
     return [mean_of(group, over) for group in groups.values()]
 
 
-def mean_of(cells: list[Cell], over: str) -> Mean:
+def mean_of(cells: list[ReportCell], over: str) -> Mean:
     """Build the `Mean` of a group of cells, named by the words that all their names share."""
     first = next((cell for cell in cells if cell.done), cells[0])
     swept = (over, over.rpartition(".")[2])
@@ -283,10 +277,8 @@ def mean_of(cells: list[Cell], over: str) -> Mean:
                 unreadable, members={as_typed(cell.config.get(over)): cell for cell in cells})
 
 
-def labels(cells: list[Cell], sweep: bool) -> list[str]:
-    """Return the cells' names without the parts that all share. In a sweep only whole `key=value` words are removed: users choose the other
-    words.
-    """
+def labels(cells: list[ReportCell], sweep: bool) -> list[str]:
+    """Return the names without the parts that all share; in a sweep only whole `key=value` words, as users choose the others."""
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])
     names = [cell.name for cell in cells]

@@ -1,16 +1,15 @@
 """The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import methodcaller
 
 from .band import WINDOW, coarser, off_by, tolerances
-from .cells import OUTSIDE, Cell, Mean, common, error_of
+from .cells import OUTSIDE, Mean, ReportCell, common, error_of
 from .digits import percent
 from .style import short
-from .table import Report, Row
+from .table import Report, ReportRow
 
 # Keys that grow with the number of devices; cells equal in all other keys form one scaling curve.
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
@@ -24,12 +23,12 @@ ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """Values over steps (or devices) for one row of the table; `low` and `high` bound an area around it."""
 
     row: int
     label: str
-    x: list[float]
+    x: Sequence[float]
     y: list[float | None]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
@@ -42,7 +41,7 @@ class Lines:
     name: str
     title: str
     unit: str
-    lines: list[Line]
+    lines: list[Curve]
     over: str = "step"  # or devices
     log: bool = False
     bands: list[tuple[str, list[float], list[float]]] = field(default_factory=list)
@@ -70,7 +69,7 @@ class Bars:
     limit: float | None = None
 
 
-def bars(report: Report) -> Iterator[Bars]:
+def bar_charts(report: Report) -> Iterator[Bars]:
     """Yield the bar charts of throughput and of peak memory, if any row has a value."""
     reference = report.baseline.cell.memory
     speeds, memory = [], []
@@ -102,7 +101,7 @@ def curves(report: Report) -> Iterator[Lines]:
     yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
     for name, title, unit, key in ROWS:
         first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process includes its start-up
-        yield lines_of(report, name, title, unit, lambda cell, key=key, first=first: cell.column(key, first))
+        yield lines_of(report, name, title, unit, methodcaller("column", key, first))
     yield scaling(report)
 
 
@@ -111,7 +110,7 @@ def drawn(report: Report) -> list[Lines]:
     return [chart for chart in curves(report) if chart.lines]
 
 
-def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[Cell], dict]) -> Lines:
+def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], dict]) -> Lines:
     """Build a line chart with one line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
@@ -120,7 +119,7 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low, high = ([loss + sign * errors.get(step, 0) for step, loss in found.items()] if errors else [] for sign in (-1, 1))
-        lines.append(Line(number, row.label + (" (baseline)" if row.baseline else ""), list(found), list(found.values()), low, high))
+        lines.append(Curve(number, row.label + (" (baseline)" if row.baseline else ""), list(found), list(found.values()), low, high))
     return Lines(name, title, unit, lines)
 
 
@@ -139,7 +138,7 @@ def distances(report: Report) -> Lines:
         off = [abs(share) for share in off_by(base, [row.cell.losses[step] for step in steps])]
         most = max((share for share in off if isfinite(share)), default=0.0)
         said = f"at most {most:.1e}" if most else "the same bits"
-        lines.append(Line(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", steps,
+        lines.append(Curve(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", steps,
                           [share if share and isfinite(share) else None for share in off]))
         precision = coarser(report.baseline.cell, row.cell)
         bands.setdefault(precision, (f"the baseline's band ({precision})", steps, tolerances(base, precision)))
@@ -162,12 +161,12 @@ def scaling(report: Report) -> Lines:
             continue
         ideal = [totals[0] * count / devices[0] for count in devices]
         name = short(" ".join(common([row.label for row in rows])) or rows[0].label, 26)
-        lines += [Line(curve[0], f"{name}, {kind(rows)}: {totals[-1] / ideal[-1]:.0%}", devices, totals),
-                  Line(-1, "ideal", devices, ideal)]
+        lines += [Curve(curve[0], f"{name}, {_kind(rows)}: {totals[-1] / ideal[-1]:.0%}", devices, totals),
+                  Curve(-1, "ideal", devices, ideal)]
     return Lines("scaling", "Scaling", "tokens/s of all devices", lines, over="devices", log=True)
 
 
-def kind(curve: list[Row]) -> str:
+def _kind(curve: list[ReportRow]) -> str:
     """Name the kind of scaling: strong keeps the global batch, weak keeps the batch of each device."""
     batches = {row.cell.config.get("data.global_batch") for row in curve}
     shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}

@@ -2,17 +2,17 @@
 
 Techniques may always differ: how a job is split, its schedule, precision, activation checkpointing, compilation, the local batch.
 """
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import as_typed, suggest
 from titan_hydra.config.sweep import differing
 
-from .cells import Cell
+from .cells import ReportCell
 
 # Keys, or groups of keys, of config.json. A group that differs is named as one.
 WORK = ("model", "data.seq_len", "data.document_mask", "comm", "debug.deterministic", "debug.anomaly", "debug.nan_hunt",
@@ -25,11 +25,11 @@ LEARNING = (  # what a step learns
 TECHNIQUE = ("model.attention", "comm.init_timeout_seconds", "comm.train_timeout_seconds")  # in the groups above, but free
 VERSIONS = ("torch", "torchao", "triton")
 UNKNOWN = object()  # a value that is equal to everything: no result yet, or no such file
-PLACE = {  # what is not in config.json
+PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what is not in config.json
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
     "code": lambda cell: cell.code,
-    **{f"versions.{package}": lambda cell, package=package: cell.version(package) for package in VERSIONS},
+    **{f"versions.{package}": partial(lambda package, cell: cell.version(package), package) for package in VERSIONS},
 }
 RECIPES = ("experiment", "debug", "sweeps")  # overrides that may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
@@ -47,10 +47,11 @@ class Difference:
     purpose: bool  # the sweep varies it
 
     def __str__(self) -> str:
-        return f"{self.key} differs: " + "; ".join(f"{value} ({_some(labels)})" for value, labels in self.values.items())
+        some = ((value, ", ".join(labels[:3]), len(labels) - 3) for value, labels in self.values.items())
+        return f"{self.key} differs: " + "; ".join(f"{value} ({first}{f' and {more} more' * (more > 0)})" for value, first, more in some)
 
 
-def value_of(cell: Cell, key: str) -> object:
+def value_of(cell: ReportCell, key: str) -> object:
     """Return a cell's value of a key; for a group, a tuple of its keys and values. UNKNOWN if there is none."""
     if key in PLACE:
         return UNKNOWN if (value := PLACE[key](cell)) is None else value
@@ -61,7 +62,7 @@ def value_of(cell: Cell, key: str) -> object:
     return tuple(own) or UNKNOWN
 
 
-def differences(cells: list[Cell], labels: list[str], swept: set[str]) -> list[Difference]:
+def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
     """Find all keys in which cells differ although they must not, including those that the sweep varies on purpose."""
     found = []
     for key in dict.fromkeys((*WORK, *LEARNING, *PLACE)):
@@ -89,7 +90,7 @@ def on_purpose(key: str, swept: set[str]) -> bool:
     return any(_within(name, by) or _within(by, name) or by in RECIPES for name in names for by in swept)
 
 
-def even(cells: list[Cell], swept: set[str]) -> bool:
+def even(cells: list[ReportCell], swept: set[str]) -> bool:
     """Whether different global batches hold the same number of tokens (the paper's long sequences), or the same number per device if the
     sweep varies the devices (weak scaling).
     """
@@ -124,7 +125,7 @@ def is_allowed(key: str, allowed: Iterable[str]) -> bool:
     return any(_within(key, name) for name in allowed)
 
 
-def same(cell: Cell, baseline: Cell, keys: Iterable[str]) -> bool:
+def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
     """Whether two cells agree in all of these keys, ignoring unknown values."""
     pairs = ((value_of(cell, key), value_of(baseline, key)) for key in keys)
     return all(UNKNOWN in pair or pair[0] == pair[1] for pair in pairs)
@@ -142,7 +143,3 @@ def _shown(key: str, value: object, values: Iterable) -> str:
     changing = [name for name in own if len({other.get(name) for other in others}) > 1]
     name = f"{key}.name"
     return own[name].strip("'") if name in changing else ", ".join(f"{leaf}={own[leaf]}" for leaf in changing[:3])
-
-
-def _some(labels: list[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")

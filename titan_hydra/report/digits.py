@@ -1,6 +1,4 @@
 """Format numbers with no more digits than their noise justifies."""
-from __future__ import annotations
-
 import math
 
 MINUS = "\N{MINUS SIGN}"
@@ -26,7 +24,7 @@ def with_error(value: float | None, error: float | None, digits: int) -> str | N
 
 def percent(fraction: float | None, digits: int = 2) -> str | None:
     """Format a difference as a signed percentage, truncated rather than rounded, as in the paper: never more than was measured."""
-    value = cut(fraction, digits)
+    value = truncated_percent(fraction, digits)
     return None if value is None else f"{'+' if value >= 0 else MINUS}{abs(value):.{digits}f} %"
 
 
@@ -37,7 +35,7 @@ def digits_of(noise: float | None) -> int:
     return min(max(-math.floor(math.log10(100 * noise)), 0), 2)
 
 
-def cut(fraction: float | None, digits: int = 2) -> float | None:
+def truncated_percent(fraction: float | None, digits: int = 2) -> float | None:
     """Convert a fraction to a percentage, rounded down to `digits` decimals."""
     if fraction is None or not math.isfinite(fraction * 1e4):
         return None

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from titan_hydra.config.fault import as_typed, quoted
 from titan_hydra.config.files import ASSETS
+from titan_hydra.config.sweep import key_of
 
 from . import charts, timeline
-from .style import DARK, LIGHT, line
-from .table import NONE, WORDS, Report, Row
+from .style import DARK, LIGHT, line_style
+from .table import NONE, WORDS, Report, ReportRow
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -35,16 +36,17 @@ def page(report: Report, live: float = 0) -> str:
     css, script = (Markup((ASSETS / f"report.{ending}").read_text(encoding="utf-8")) for ending in ("css", "js"))
     caption = " \N{MIDDLE DOT} ".join(filter(None, (report.caption, created(report))))
     return template("report.html").render(
-        name=report.name, caption=caption, table=table(report), more=more(report), data=data(report), live=live, light=light, dark=dark,
+        name=report.name, caption=caption, table=_table(report), more=more(report), data=data(report), live=live, light=light, dark=dark,
         css=css, script=script, plotly=Markup(get_plotlyjs()))
 
 
 def news(report: Report) -> dict[str, Any]:
     """Build the data that a live page fetches: its tables as HTML, and the data of its plots."""
-    parts = template("report_parts.html").module
+    parts: Any = template("report_parts.html").module
     over = sum(row.cell.state.kind not in ("queued", "running", "new", "unknown") for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
-    return {"results": str(parts.results(table(report))), "details": str(parts.details(more(report))), "data": data(report), "state": state}
+    results, details = parts.results(_table(report)), parts.details(more(report))
+    return {"results": str(results), "details": str(details), "data": data(report), "state": state}
 
 
 @cache
@@ -55,7 +57,7 @@ def template(name: str) -> Template:
     return Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined).get_template(name)
 
 
-def table(report: Report) -> dict[str, Any]:
+def _table(report: Report) -> dict[str, Any]:
     """Build the table and its notes for the template."""
     rows = []
     for row, texts in zip(report.rows, report.texts, strict=True):
@@ -73,17 +75,17 @@ def table(report: Report) -> dict[str, Any]:
 
 def data(report: Report) -> dict[str, Any]:
     """Build the data of the plots: the runs with their colours and axes, and the charts."""
-    drawn: list[dict] = [{"kind": "bars", **asdict(chart)} for chart in charts.bars(report)]
+    drawn: list[dict] = [{"kind": "bars", **asdict(chart)} for chart in charts.bar_charts(report)]
     drawn += [{"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)} for chart in charts.drawn(report)]
     drawn += [pipeline(number, one) for number, one in enumerate(timeline.pipelines(report), start=1)]
     for chart in drawn:
         for one in (*chart.get("lines", ()), *chart.get("bars", ())):
             one.update({name: thin(values) for name, values in one.items() if isinstance(values, list)})
             one.update({name: None for name, value in one.items() if isinstance(value, float) and not isfinite(value)})
-    return {"runs": [run(number, row) for number, row in enumerate(report.rows)], "charts": drawn}
+    return {"runs": [_run(number, row) for number, row in enumerate(report.rows)], "charts": drawn}
 
 
-def pipeline(number: int, one: timeline.Pipeline) -> dict[str, Any]:
+def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
     """Describe one pipeline's timeline for the plots: its boxes, and the kinds of box that occur, with their names."""
     kinds = {box.kind for box in one.boxes}
     return {"kind": "timeline", "name": f"pipeline-{number}", "title": one.title, "unit": "", "note": one.note,
@@ -91,14 +93,15 @@ def pipeline(number: int, one: timeline.Pipeline) -> dict[str, Any]:
             "kinds": [(name, kind) for kind, name in timeline.NAMES.items() if kind in kinds]}
 
 
-def run(number: int, row: Row) -> dict[str, Any]:
+def _run(number: int, row: ReportRow) -> dict[str, Any]:
     """Describe one row of the table for the plots: label, line style, coordinates on each axis."""
     axes = {axis: thin(list(row.cell.places(axis).values())) for axis in charts.AXES}
-    return {"label": row.label, "colour": line(number)[0], "dash": line(number)[1], "baseline": row.baseline, "partial": row.cell.partial,
+    colour, dash = line_style(number)
+    return {"label": row.label, "colour": colour, "dash": dash, "baseline": row.baseline, "partial": row.cell.partial,
             "flagged": row.band is not None and not row.band.inside, **axes}
 
 
-def thin(values: list) -> list:
+def thin(values: list[Any]) -> list[Any]:
     """Keep about POINTS values of a long list, evenly spaced, and always the last."""
     every = -(-len(values) // POINTS)
     return values if every < 2 else values[:-1][::every] + values[-1:]
@@ -106,10 +109,10 @@ def thin(values: list) -> list:
 
 def more(report: Report) -> dict[str, Any]:
     """Build the parts below the plots: differing keys, environment, commands."""
-    return {"differing": differing(report), **environment(report), "commands": "\n".join(commands(report))}
+    return {"differing": _differing(report), **environment(report), "commands": "\n".join(commands(report))}
 
 
-def differing(report: Report) -> dict[str, list]:
+def _differing(report: Report) -> dict[str, list]:
     """Build a table of every key of the configuration in which the cells differ."""
     rows = [row for row in report.rows if row.cell.config]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.cell.config) if key.partition(".")[0] not in QUIET]
@@ -145,11 +148,11 @@ def commands(report: Report) -> Iterable[str]:
         yield f"python launch.py {quoted(sweep['command'])}"
         yield f"titan report {quoted([report.name])} --html"
         yield ""
-    typed = {_key(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
+    typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in getattr(row.cell, "members", {None: row.cell}).values():
-            implied = any(_key(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
-            words = [word for word in one.overrides if not implied or _key(word) in typed or not typed]
+            implied = any(key_of(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
+            words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()
 
@@ -158,10 +161,6 @@ def created(report: Report) -> str:
     """Return the date of the sweep; "" if it is unknown."""
     moment = report.selection.sweep.get("created")
     return datetime.date.fromtimestamp(moment).isoformat() if moment else ""
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
 
 
 def _value(value: Any) -> str:

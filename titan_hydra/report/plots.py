@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import charts, timeline
 from .charts import AXES, Bars, Lines
-from .style import LIGHT, line, settings, short
+from .style import LIGHT, line_style, settings, short
 from .table import Report
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
     """Draw every diagram that has data, lines over an axis of `Cell.places`, losses on a log scale if `log`. Yields the files."""
     import matplotlib
 
-    makers = [(chart.name, lambda chart=chart: bars(report, chart)) for chart in charts.bars(report)]
+    makers = [(chart.name, lambda chart=chart: draw_bars(report, chart)) for chart in charts.bar_charts(report)]
     makers += [(chart.name, lambda chart=chart: lines(report, chart, axis, log)) for chart in charts.drawn(report) if chart.name in FILES]
-    makers += [(f"pipeline-{number}", lambda one=one: timeline.draw(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
+    makers += [(f"pipeline-{number}", lambda one=one: timeline.draw_timeline(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
                enumerate(timeline.pipelines(report), start=1)]
     for name, make in makers:
         with matplotlib.rc_context(settings(name)):
@@ -50,13 +50,14 @@ def below(drawn: Figure, origin: str) -> None:
     columns = 2 if max(map(len, names), default=0) < 56 else 1
     rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
     room = (0.24 + 0.185 * rows) * inch
-    drawn.get_layout_engine().set(rect=(0, room, 1, 1 - room))
+    engine: Any = drawn.get_layout_engine()
+    engine.set(rect=(0, room, 1, 1 - room))
     if names:
         drawn.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 0.2 * inch), ncols=columns)
     drawn.text(0.01, 0.06 * inch, short(origin, 150), fontsize=6.5, color=LIGHT["soft"])
 
 
-def bars(report: Report, chart: Bars) -> Figure:
+def draw_bars(report: Report, chart: Bars) -> Figure:
     """Draw one horizontal bar a cell; beside it, in columns, its value and remark. A dashed line marks the baseline's value."""
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
     width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
@@ -64,11 +65,12 @@ def bars(report: Report, chart: Bars) -> Figure:
         flagged, known = row.band is not None and not row.band.inside, bar.value is not None and isfinite(bar.value)
         if known:
             colour = LIGHT["base" if row.baseline else "red" if flagged else "blue"]
-            axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1,
-                      **({"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}))
+            hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
+            axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
         if known and bar.spread and isfinite(bar.spread):
             axes.plot([bar.value - bar.spread, bar.value + bar.spread], [place, place], color=LIGHT["ink"], linewidth=1.1)
-        beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+        beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center",
+                                  "annotation_clip": False}
         axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight="bold" if known else "normal",
                       color=LIGHT["ink" if known else "red" if row.cell.state.failure or row.cell.state.damage else "soft"], **beside)
         axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=LIGHT["red" if flagged else "soft"], **beside)
@@ -93,8 +95,8 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
         axes.fill_between(report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name)
     for one in chart.lines:
         row = report.rows[one.row] if one.row >= 0 else None
-        colour, dashes = line(one.row) if row else ("base", "dash")
-        look = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
+        colour, dashes = line_style(one.row) if row else ("base", "dash")
+        look: dict[str, Any] = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
         if row and row.baseline:
             look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}
         elif row and row.band and not row.band.inside:

@@ -1,6 +1,4 @@
 """`titan report --serve`: serve the page on this machine only, updated while a sweep runs."""
-from __future__ import annotations
-
 import functools
 import json
 import secrets
@@ -18,9 +16,7 @@ EVERY = 3  # seconds between two requests of a page
 
 
 def serve(make: Callable[[], Report], port: int) -> None:
-    """Serve the page until Ctrl-C. `make` reads the runs again for each request. The address contains a secret, so that other users of this
-    machine cannot guess it.
-    """
+    """Serve the page until Ctrl-C; `make` reads the runs for each request. The address holds a secret that no other user knows."""
     make()  # report errors in the request before serving anything
     word = secrets.token_urlsafe(9)
     pages = {f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),

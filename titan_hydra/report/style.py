@@ -1,6 +1,4 @@
 """The look of plots, in files and on the page: a few colours that the colour-blind can distinguish, for light and dark backgrounds."""
-from __future__ import annotations
-
 LIGHT = {  # after Okabe and Ito, a little darker where they carry text
     "ink": "#1f2328", "soft": "#6b7178", "rule": "#d5d9dd", "wash": "#eceff1", "base": "#7d858d", "paper": "#ffffff", "flag": "#fdeee8",
     "red": "#c8400a", "blue": "#0b6fb0", "orange": "#d9820a", "green": "#0a8a68", "purple": "#a9568c", "sky": "#3d9bd3", "brown": "#8a6d3b",
@@ -15,7 +13,7 @@ LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # red i
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def line(number: int) -> tuple[str, str]:
+def line_style(number: int) -> tuple[str, str]:
     """Return colour and dashes of the n-th line. Neighbours differ in both, and the first 28 are all different."""
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
 

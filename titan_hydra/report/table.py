@@ -1,6 +1,5 @@
 """The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes below it."""
-from __future__ import annotations
-
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
@@ -12,19 +11,19 @@ from titan_hydra.runs.find import Selection
 
 from . import compare
 from .band import Band, band
-from .cells import FEW, Cell, Mean, averaged, error_of, labels, mean
+from .cells import FEW, Mean, ReportCell, averaged, error_of, labels, mean
 from .compare import Difference
-from .digits import MINUS, cut, digits_of, percent, rate, with_error
+from .digits import MINUS, digits_of, percent, rate, truncated_percent, with_error
 
 NONE = "\N{EN DASH}"
 FEW_STEPS, NOISE = "few steps", "noise"  # why a difference is not reliable
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One cell compared with the baseline."""
 
-    cell: Cell
+    cell: ReportCell
     label: str
     baseline: bool = False
     difference: float | None = None  # of tokens/s to the baseline's, as a fraction
@@ -68,7 +67,7 @@ COLUMNS = (
     ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
     ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
     ("steps", "measured_steps", lambda row: _text(row.cell.measured), lambda row: row.cell.measured),
-    ("difference", "difference_percent", lambda row: row.told, lambda row: cut(row.difference)),
+    ("difference", "difference_percent", lambda row: row.told, lambda row: truncated_percent(row.difference)),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
     ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
@@ -89,15 +88,15 @@ class Report:
     """The data of a table, a page or a plot."""
 
     name: str
-    rows: list[Row]
-    repeats: list[Cell]
+    rows: list[ReportRow]
+    repeats: list[ReportCell]
     found: list[Difference]
     allowed: set[str]
     selection: Selection
     over: str | None = None  # the key over whose values the rows are means
 
     @property
-    def baseline(self) -> Row:
+    def baseline(self) -> ReportRow:
         return next(row for row in self.rows if row.baseline)
 
     @cached_property
@@ -200,7 +199,7 @@ class Report:
         return notes
 
 
-def build(selection: Selection, cells: list[Cell], baseline: str | None = None, allowed: set[str] = frozenset(),
+def build(selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: Set[str] = frozenset(),
           over: str | None = None) -> Report:
     """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in what must be equal."""
     repeats = [cell for cell in cells if cell.repeat]
@@ -215,18 +214,18 @@ def build(selection: Selection, cells: list[Cell], baseline: str | None = None, 
     known = [(cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True)
              if cell.rate is not None or cell.loss is not None]
     found = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
-    allowed = allowed | ({over} if over else set())
+    allowed = {*allowed, *([over] if over else [])}
     compare.refuse(found, allowed)
     if over:
         cells, found = averaged(cells, over), [difference for difference in found if difference.key != over]
     shown = labels(cells, sweep)
-    chosen = choose(cells, shown, baseline or selection.baseline)
+    chosen = choose_baseline(cells, shown, baseline or selection.baseline)
     drift = max((abs(cell.rate / chosen.rate - 1) for cell in repeats if cell.rate and chosen.rate), default=0.0)
     rows = [against(cell, label, chosen, allowed, drift) for cell, label in zip(cells, shown, strict=True)]
     return Report(selection.name, rows, repeats, found, allowed, selection, over)
 
 
-def choose(cells: list[Cell], shown: list[str], name: str | None) -> Cell:
+def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None) -> ReportCell:
     """Return the baseline: the cell with that name, label or hash, or the mean that contains it; without a name, the first cell."""
     if name is None:
         return cells[0]
@@ -240,10 +239,10 @@ def choose(cells: list[Cell], shown: list[str], name: str | None) -> Cell:
     raise ConfigError(f"--baseline {name}: no such cell; {hint}")
 
 
-def against(cell: Cell, label: str, baseline: Cell, allowed: set[str], drift: float) -> Row:
+def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
     """Build a cell's row: its difference in tokens/s and its loss band, if it can be compared with the baseline."""
     if cell is baseline:
-        return Row(cell, label, baseline=True)
+        return ReportRow(cell, label, baseline=True)
     work = [key for key in compare.WORK if not compare.is_allowed(key, allowed)]
     difference = noise = None
     if cell.rate and baseline.rate and compare.same(cell, baseline, work):
@@ -253,10 +252,11 @@ def against(cell: Cell, label: str, baseline: Cell, allowed: set[str], drift: fl
     few = any(one.measured is not None and one.measured < FEW for one in (cell, baseline))
     doubt = "" if difference is None else FEW_STEPS if few else NOISE if noise is not None and abs(difference) < noise else ""
     comparable = compare.same(cell, baseline, compare.LEARNING) and not cell.state.failure and set(_values(cell)) == set(_values(baseline))
-    return Row(cell, label, False, difference, noise, doubt, change(cell, baseline), band(baseline, cell) if comparable else None)
+    return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline),
+                     band(baseline, cell) if comparable else None)
 
 
-def change(cell: Cell, baseline: Cell) -> tuple[float, float | None] | None:
+def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
     """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference; None if either is not a
     `Mean`.
 
@@ -277,7 +277,7 @@ def change(cell: Cell, baseline: Cell) -> tuple[float, float | None] | None:
     return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
 
 
-def _change(row: Row) -> str | None:
+def _change(row: ReportRow) -> str | None:
     if row.change is None:
         return None
     value, error = row.change
@@ -285,11 +285,11 @@ def _change(row: Row) -> str | None:
     return f"{text} ({NOISE})" if error is not None and abs(value) < 2 * error else text
 
 
-def _members(row: Row) -> int | None:
+def _members(row: ReportRow) -> int | None:
     return len(row.cell.members) if isinstance(row.cell, Mean) else None
 
 
-def _values(cell: Cell) -> dict:
+def _values(cell: ReportCell) -> dict:
     return getattr(cell, "members", {})
 
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_hydra.config.files import read_json
 from titan_hydra.config.rules.pipeline import TIME, Action, play
+from titan_hydra.runs import layout
 
 from .style import LIGHT, short
 from .table import Report
@@ -23,7 +23,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backwar
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Timeline:
     """One simulated schedule: for each rank a list of (start, action) in order."""
 
     title: str
@@ -70,13 +70,13 @@ class Box:
         return TIME[self.kind]
 
 
-def pipelines(report: Report) -> list[Pipeline]:
+def pipelines(report: Report) -> list[Timeline]:
     """Simulate the schedules of the cells with pipeline parallelism, each once, named after all cells that run it."""
     groups: dict[tuple, list[str]] = defaultdict(list)
     for row in report.rows:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
-            recorded = read_json(row.cell.directory / "schedule.json")
-            if recorded is None:
+            recorded = layout.SCHEDULE.read(row.cell.directory)
+            if not recorded:
                 print(f"no pipeline's timeline of {row.label}: it recorded no schedule", file=sys.stderr)
                 continue
             actions = tuple(tuple((one["stage"], one["kind"], one["microbatch"]) for one in rank) for rank in recorded["ranks"])
@@ -84,11 +84,11 @@ def pipelines(report: Report) -> list[Pipeline]:
     found = []
     for (name, actions), labels in groups.items():
         stages = 1 + max(stage for rank in actions for stage, _, _ in rank)
-        found.append(Pipeline(f"{name}: {', '.join(labels)}", stages, play(actions, stages)))
+        found.append(Timeline(f"{name}: {', '.join(labels)}", stages, play(actions, stages)))
     return found
 
 
-def draw(pipeline: Pipeline, drawn: Figure, axes: Axes) -> Figure:
+def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:
     """Draw one row for each rank and one box for each action, with its microbatch; a rank's later stages are paler, idle time is empty."""
     count = len(pipeline.ranks)
     width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # points of one unit of time

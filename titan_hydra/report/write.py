@@ -1,13 +1,11 @@
 """Write a report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report gives the same bytes."""
-from __future__ import annotations
-
 import csv
 import io
 import re
 
 from titan_hydra.base.text import table
 
-from .digits import cut
+from .digits import truncated_percent
 from .table import COLUMNS, WORDS, Report
 
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -49,7 +47,7 @@ def comma_separated(report: Report) -> str:
         values = [value(row) for *_, value in COLUMNS]
         reason = state.failure.line if state.failure else state.damage
         values += [row.baseline, row.cell.word, row.cell.partial, reason, row.cell.directory.name, row.doubt,
-                   cut(row.noise), max(load.get("start", 0), load.get("end", 0)) if load else None, load.get("cores")]
+                   truncated_percent(row.noise), max(load.get("start", 0), load.get("end", 0)) if load else None, load.get("cores")]
         writer.writerow(["" if value is None else value for value in values])
     return out.getvalue()
 

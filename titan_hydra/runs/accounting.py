@@ -1,6 +1,4 @@
 """SLURM's report on an attempt: its state of a job that is over, and what it and srun wrote into the attempt's slurm.log."""
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import dataclass
@@ -8,7 +6,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import Exit, Kind
 
-from .records import last_lines
+from . import layout
 
 NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memory, and its kernel killed a rank"
 VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and the words for it
@@ -31,7 +29,7 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SlurmVerdict:
     """The end of a job as SLURM reports it."""
 
     kind: Kind
@@ -41,23 +39,22 @@ class Verdict:
     detail: str = ""
 
 
-def of(attempt: Path, state: str | None) -> Verdict | None:
-    """Return SLURM's verdict, from its state of the job and from slurm.log; None if it has none: the job ended by itself, or was preempted.
-    """
-    log = last_lines(attempt / "slurm.log", 2000, 1 << 20)
-    if (attempt / "requeues_spent").exists():  # the batch script's mark
-        return Verdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
+def of(attempt: Path, state: str | None) -> SlurmVerdict | None:
+    """Return SLURM's verdict from its state of the job and slurm.log; None if the job ended by itself, or was preempted."""
+    log = layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20)
+    if layout.SPENT.of(attempt).exists():  # the batch script's mark
+        return SlurmVerdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
     if state in (None, "FAILED", "COMPLETED"):  # the log may give a more exact cause
         state = written
     if state not in VERDICTS or state == "FAILED":
         return None
-    return Verdict(*VERDICTS[state], _host(state, log))
+    return SlurmVerdict(*VERDICTS[state], _host(state, log))
 
 
-def without_trace(attempt: Path) -> Verdict:
+def without_trace(attempt: Path) -> SlurmVerdict:
     """Return the verdict on a job that SLURM calls failed although no rank left a record: the end of its log."""
-    return Verdict(*VERDICTS["FAILED"], detail=last_lines(attempt / "slurm.log"))
+    return SlurmVerdict(*VERDICTS["FAILED"], detail=layout.last_lines(layout.SLURM_LOG.of(attempt)))
 
 
 def _host(state: str, log: str) -> str | None:
@@ -69,10 +66,9 @@ def _host(state: str, log: str) -> str | None:
 
 
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
-    """Return how ranks ended, as srun reported it: {rank: (exit status, or -signal; host; index of its line)}, in the order of the lines.
-    """
+    """Return how ranks ended, as srun reported it, in the order of its lines: {rank: (exit status, or -signal; host; line)}."""
     found: dict[int, tuple[int, str, int]] = {}
-    for number, (host, tasks, how) in enumerate(DEATH.findall(last_lines(attempt / "slurm.log", 2000, 1 << 20))):
+    for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20))):
         status = _status(how)
         for rank in _numbers(tasks):
             found.setdefault(rank, (status, host, number))

@@ -3,8 +3,7 @@
 `step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set aside, `*.deleting` is being deleted. The manifest of a
 step lists every other file in it with its size and CRC-32, and is the last file written before the rename that makes the step complete.
 """
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import re
@@ -15,7 +14,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
+from . import layout
+
+WRITING, DAMAGED, DELETING = ".writing", ".damaged", ".deleting"  # suffixes of folders that are no complete step
 CHUNK = 2**24
 
 
@@ -29,6 +30,11 @@ def newest(folder: Path) -> Path | None:
     return (complete(folder) or [None])[-1]
 
 
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of a step."""
+    return folder / f"step-{step:08d}"
+
+
 def step_of(path: Path) -> int:
     """Return the number in `step-N`."""
     return int(path.name.removeprefix("step-").partition(".")[0])
@@ -38,7 +44,7 @@ def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple
     """Write the manifest of a step. `sums` has size and CRC-32 of every file by name."""
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
     text = json.dumps({"format": 1, "step": step, "world_size": world_size, "time": time.time(), "files": files}, indent=1)
-    with (path / MANIFEST).open("w") as file:
+    with layout.MANIFEST.of(path).open("w") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -46,22 +52,19 @@ def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """Read the manifest of a step; None if there is no readable one."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        sizes = [int(entry["bytes"]) for entry in manifest["files"].values()]
-        return manifest if sizes and all(isinstance(entry["crc32"], str) for entry in manifest["files"].values()) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    with contextlib.suppress(OSError):
+        manifest = layout.MANIFEST.read(path)
+        return manifest if manifest.get("files") else None
+    return None
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return what is wrong with this rank's share of a step's files, one line each. Reads every byte of them; together the ranks read all.
-    """
+    """Return what is wrong with this rank's share of a step's files, a line each. Reads every byte; together the ranks read all."""
     manifest = read_manifest(path)
     if manifest is None:
-        return [f"{MANIFEST} is missing or cannot be read"] if rank == 0 else []
+        return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
     if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):  # a wrong mv, or a restore from elsewhere
-        return [f"{MANIFEST} is that of step {manifest.get('step')}"] if rank == 0 else []
+        return [f"{layout.MANIFEST.name} is that of step {manifest.get('step')}"] if rank == 0 else []
     names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
     return [wrong for name in names[rank::ranks] if (wrong := _wrong(path / name, manifest["files"][name]))]
 
@@ -106,7 +109,7 @@ class Bin:
         deleting = []
         for path in paths:
             try:
-                deleting.append(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.deleting")))
+                deleting.append(path.rename(path.with_name(f"{path.name}.{time.time_ns()}{DELETING}")))
             except OSError as error:
                 print(f"warning: {path} cannot be deleted: {error.strerror}", flush=True)
         if deleting:
@@ -127,7 +130,7 @@ def _delete(paths: list[Path]) -> None:
 
 def leftovers(folder: Path) -> list[Path]:
     """Return the folders left by a process that died while writing or deleting."""
-    return [*folder.glob("step-*.writing"), *folder.glob("*.deleting")]
+    return [*folder.glob(f"step-*{WRITING}"), *folder.glob(f"*{DELETING}")]
 
 
 def sync_folder(path: Path) -> None:

@@ -10,11 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
-from titan_hydra.base.run import rank_files
-from titan_hydra.config.files import read_json
 
-from . import accounting, hang, hints
-from .records import last_lines
+from . import accounting, hang, hints, layout
 
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
@@ -74,23 +71,19 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
             return Exit.OUT_OF_MEMORY
         if isinstance(link, RuntimeError) and re.search(OUT_OF_MEMORY, str(link)):
             return Exit.OUT_OF_MEMORY
-    if any(_is_distributed(link) and re.search(TIMED_OUT, str(link), re.I) for link in chain):
+    distributed = [link for link in chain if type(link).__name__ in DISTRIBUTED or type(link) is RuntimeError]
+    if any(re.search(TIMED_OUT, str(link), re.I) for link in distributed):
         return Exit.HANG
     return Exit.BUG
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it was raised from or during, since pipeline stages and the compiler wrap exceptions in their own.
-    """
+    """Return an exception and those that it came from: pipeline stages and the compiler wrap exceptions in their own."""
     chain: list[BaseException] = []
     while error is not None and error not in chain and len(chain) < 16:
         chain.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return chain
-
-
-def _is_distributed(error: BaseException) -> bool:
-    return type(error).__name__ in DISTRIBUTED or type(error) is RuntimeError
 
 
 def _is_secondary(error: BaseException) -> bool:
@@ -125,12 +118,11 @@ def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
 
 
 def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
-    """Return the failure of a time-out with the message of the rank that noticed it first; guilty is the rank that was behind all others.
-    """
+    """Return the failure of a time-out, in the words of the rank that noticed it first; guilty is the one that was behind all."""
     failure = first.failure()
     if (said := hang.verdict(attempt)) and said.rank is not None:
         return replace(failure, rank=said.rank, line=said.line, host=said.host, detail=said.text)
-    beats = {rank.rank: beat for rank in ranks if (beat := read_json(attempt / f"beat_{rank.rank}.json"))}
+    beats = {rank.rank: beat for rank in ranks if (beat := layout.BEAT.read(attempt, rank.rank))}
     behind = min((beat["count"] for beat in beats.values()), default=0)
     late = [rank for rank, beat in beats.items() if beat["count"] == behind]
     if len(late) == 1 and len(beats) > 1:
@@ -143,11 +135,11 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
 
 def _without_ranks(attempt: Path, slurm_state: str | None) -> Failure | None:
     """Return the failure of an attempt in which no rank left a record."""
-    log = attempt / "submitit" / "parent.log"
-    if "Traceback" in (text := last_lines(log)):
+    log = layout.SUBMITIT.of(attempt) / "parent.log"
+    if "Traceback" in (text := layout.last_lines(log)):
         return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
     if slurm_state == "FAILED":
-        said, log = accounting.without_trace(attempt), attempt / "slurm.log"
+        said, log = accounting.without_trace(attempt), layout.SLURM_LOG.of(attempt)
         return Failure(None, said.status, said.line, said.detail, log if log.exists() else None, said.kind, attempt=attempt)
     return None
 
@@ -169,8 +161,8 @@ class Ended:
     @classmethod
     def all(cls, attempt: Path) -> list[Ended]:
         """Return all ranks of an attempt. A rank without any record was still starting."""
-        records = {rank: read_json(file) or {} for rank, file in rank_files(attempt, "rank").items()}
-        supervised = (read_json(attempt / "ranks.json") or {}).get("ranks", [])
+        records = layout.RANK.read_all(attempt)
+        supervised = layout.RANKS.read(attempt).get("ranks", [])
         seen = dict(enumerate(supervised)) or _seen_by_srun(attempt, records)
         return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
 
@@ -206,7 +198,7 @@ class Ended:
 
     def _unspoken(self) -> tuple[int, str, str, Path]:
         """Return status, line, detail and log of a rank that ended without recording an error."""
-        text = last_lines(self.log, 200)
+        text = layout.last_lines(self.log, 200)
         if self.status == -signal.SIGABRT and re.search("collective operation timeout", text):
             return Exit.HANG, f"rank {self.rank}: NCCL's watchdog ended it: a collective timed out", text, self.log
         if self.status == Exit.BUG and re.search(r"^Timeout \(\d", text, re.M):
@@ -220,11 +212,11 @@ class Ended:
     @property
     def log(self) -> Path:
         """The rank's log; for a rank that died before opening it (an import error), the output that its parent captured."""
-        log = self.attempt / f"rank_{self.rank}.log"
+        log = layout.LOG.of(self.attempt, self.rank)
         if log.exists():
             return log
-        caught = self.attempt.glob(f"submitit/*_{self.rank}_log.err")
-        return max(caught, key=lambda file: file.stat().st_size, default=self.attempt / "slurm.log")
+        caught = layout.SUBMITIT.of(self.attempt).glob(f"*_{self.rank}_log.err")
+        return max(caught, key=lambda file: file.stat().st_size, default=layout.SLURM_LOG.of(self.attempt))
 
 
 def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
@@ -236,7 +228,7 @@ def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
     deaths, hung = accounting.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
     seen = {}
     for rank, (status, host, order) in deaths.items():
-        asked = (read_json(attempt / f"beat_{rank}.json") or {}).get("asked")
+        asked = layout.BEAT.read(attempt, rank).get("asked")
         killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hung or asked is None)))
         seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
     noticed = any((said.get("error") or {}).get("secondary") for said in records.values())

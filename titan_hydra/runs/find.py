@@ -7,8 +7,6 @@ A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells 
 
 A cell with "repeat": true is the baseline run again at the end of a packed job.
 """
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import quoted, suggest
-from titan_hydra.config.files import read_json
 
-SWEEPS = "_sweeps"
+from . import layout
 
 
 @dataclass(frozen=True)
@@ -42,48 +39,46 @@ class Selection:
     @cached_property
     def sweep(self) -> dict[str, Any]:
         """The content of the sweep's manifest; {} for runs of no sweep or of several."""
-        return read_json(self.manifest / "manifest.json") or {} if self.manifest else {}
+        return layout.SWEEP.read(self.manifest) if self.manifest else {}
 
 
-def select(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects; None selects all in the folder `runs`. Raises ConfigError with the nearest names if there is
-    none.
-    """
+def select_runs(target: str | None, runs: Path) -> Selection:
+    """Return the runs that `target` selects; None selects all of the folder `runs`. Raises ConfigError with the nearest names."""
     if target is None:
         return folder_of_runs(runs)
     path = Path(target)
-    for manifest in (path, path / "manifest.json", runs / SWEEPS / target / "manifest.json"):
-        if manifest.name == "manifest.json" and manifest.is_file():
-            return sweep(manifest.absolute())
+    for folder in (*[path.parent] * (path.name == layout.SWEEP.name), path, layout.SWEEPS.of(runs) / target):
+        if layout.SWEEP.of(folder).is_file():
+            return sweep(folder.absolute())
     if is_run(path):
         return Selection(path.absolute().name, [run_cell(path.absolute())])
-    if path.is_dir() and (any(map(is_run, path.iterdir())) or (path / SWEEPS).is_dir()):
+    if path.is_dir() and (any(map(is_run, path.iterdir())) or layout.SWEEPS.of(path).is_dir()):
         return folder_of_runs(path.absolute())
-    named = sweeps(runs)[::-1]
-    latest = [file for file in named if (read_json(file) or {}).get("name") == target]
+    named = readable(runs)[::-1]
+    latest = [folder for folder in named if layout.SWEEP.read(folder).get("name") == target]
     if latest:
         return sweep(latest[-1])
     matches = [run for run in all_runs(runs) if run.name == target or run.name.rpartition("-")[2].startswith(target)]
-    matches += [file for file in named if file.parent.name.startswith(target)]
+    matches += [folder for folder in named if folder.name.startswith(target)]
     if len(matches) == 1:
         match = matches[0]
-        return sweep(match) if match.name == "manifest.json" else Selection(match.name, [run_cell(match)])
+        return sweep(match) if match in named else Selection(match.name, [run_cell(match)])
     if matches:
-        names = ", ".join(match.parent.name if match.name == "manifest.json" else match.name for match in matches[:6])
+        names = ", ".join(match.name for match in matches[:6])
         raise ConfigError(f"{target}: could be any of {len(matches)}: {names}{', ...' if len(matches) > 6 else ''}")
     known = [run.name for run in all_runs(runs)] + [run.name.rpartition("-")[2] for run in all_runs(runs)]
-    close = suggest(target, known + [file.parent.name for file in named])
+    close = suggest(target, known + [folder.name for folder in named])
     raise ConfigError(f"{target}: no such run or sweep in {runs}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
 
-def sweep(manifest: Path) -> Selection:
-    """Read the cells of one manifest."""
-    content = read_json(manifest)
-    if content is None:
-        raise ConfigError(f"{manifest} cannot be read: it is no sweep's manifest")
-    runs = manifest.parents[2]
+def sweep(folder: Path) -> Selection:
+    """Read the cells of the sweep in a folder."""
+    content = layout.SWEEP.read(folder)
+    if not content:
+        raise ConfigError(f"{layout.SWEEP.of(folder)} cannot be read: it is no sweep's manifest")
+    runs = folder.parents[1]
     cells = [RunCell(cell["name"], runs / cell["directory"], cell["overrides"]) for cell in content["cells"]]
-    return Selection(content["name"], cells, content["baseline"], manifest.parent)
+    return Selection(content["name"], cells, content["baseline"], folder)
 
 
 def folder_of_runs(runs: Path) -> Selection:
@@ -93,7 +88,7 @@ def folder_of_runs(runs: Path) -> Selection:
 
 def run_cell(directory: Path) -> RunCell:
     """Return a single run as a cell."""
-    file = directory / "overrides.txt"
+    file = layout.OVERRIDES.of(directory)
     return RunCell(directory.name, directory, file.read_text(errors="replace").splitlines() if file.is_file() else [])
 
 
@@ -102,14 +97,19 @@ def all_runs(runs: Path) -> list[Path]:
     return sorted(path for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
 
 
-def manifests(runs: Path) -> list[Path]:
-    """Return every manifest of a folder of runs, the last written first."""
-    return sorted(runs.glob(f"{SWEEPS}/*/manifest.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-
-
 def sweeps(runs: Path) -> list[Path]:
-    """Return the readable manifests, the last written first."""
-    return [file for file in manifests(runs) if read_json(file)]
+    """Return the folders of all sweeps in a folder of runs, the last written first."""
+    return sorted((file.parent for file in layout.SWEEPS.of(runs).glob(f"*/{layout.SWEEP.name}")), key=written, reverse=True)
+
+
+def written(folder: Path) -> float:
+    """Return when the manifest of a sweep was written."""
+    return layout.SWEEP.of(folder).stat().st_mtime
+
+
+def readable(runs: Path) -> list[Path]:
+    """Return the sweeps whose manifests can be read."""
+    return [folder for folder in sweeps(runs) if layout.SWEEP.read(folder)]
 
 
 def runs_option(folder: Path) -> str:
@@ -120,4 +120,4 @@ def runs_option(folder: Path) -> str:
 def is_run(path: Path) -> bool:
     """Whether a folder is a run directory: it has config.json or attempts/, even if its other files are missing or damaged."""
     ours = path.name.isprintable() and not path.name.startswith((".", "_"))
-    return ours and ((path / "config.json").is_file() or (path / "attempts").is_dir())
+    return ours and (layout.CONFIG.of(path).is_file() or layout.ATTEMPT.of(path).parent.is_dir())

@@ -4,16 +4,13 @@ A rank waits for another if it has begun an operation of a group that the other 
 waits for no other. If they form a circle, one of its ranks omitted an operation that it had executed in the step before. (Completion is
 ignored: torch's recorder also marks failed operations as complete.)
 """
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from titan_hydra.base.run import rank_files
-from titan_hydra.config.files import read_json
+from . import layout
 
 OTHER = "undefined"  # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
 Operation = dict  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
@@ -107,7 +104,7 @@ class Verdict:
 
 def verdict(attempt: Path) -> Verdict | None:
     """Determine which rank blocked the others in an attempt. None without any rank's dump."""
-    found = list(filter(None, map(read_json, rank_files(attempt, "flight").values())))
+    found = list(filter(None, layout.FLIGHT.read_all(attempt).values()))
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
@@ -129,9 +126,8 @@ def verdict(attempt: Path) -> Verdict | None:
 
 
 def given_up(attempt: Path) -> float:
-    """Return the time of the first time-out or lost connection in an attempt, infinity if there is none. A frozen rank may resume after it.
-    """
-    errors = ((read_json(file) or {}).get("error") or {} for file in rank_files(attempt, "rank").values())
+    """Return the time of an attempt's first time-out or lost connection, or infinity. A frozen rank may go on after it."""
+    errors = (rank.get("error") or {} for rank in layout.RANK.read_all(attempt).values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
@@ -164,7 +160,7 @@ def told(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, v
     rank = wait.other
     gone = rank not in dumps
     content = max((dump.content for dump in dumps.values()), key=lambda content: content["step"]) if gone else dumps[rank].content
-    host = (read_json(attempt / f"rank_{rank}.json") or {}).get("host") if gone else content["host"]
+    host = layout.RANK.read(attempt, rank).get("host") if gone else content["host"]
     name, step, phase = f"Rank {rank}" + (f" on {host}" if host else ""), content["step"], content["phase"]
     line = f"rank {rank} was late at step {step}, {phase}: it {verb} {wait}"
     if came := None if gone else next((one for one in dumps[rank].recorded if one["time"] > dumps[rank].until), None):

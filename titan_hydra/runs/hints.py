@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError, Kind
-from titan_hydra.base.run import group_at
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
-from titan_hydra.config.files import read_json
 from titan_hydra.config.rules.checks import check
+
+from . import layout
+from .run import group_at
 
 if TYPE_CHECKING:
     from .failure import Failure
@@ -23,7 +24,7 @@ NEXT = {  # ac.name: what keeps less for the backward, the nearest first
 def hint(failure: Failure) -> str:
     """Return the next thing to try after a failure; "" if there is no suggestion."""
     directory, _ = group_at(failure.attempt.parent.parent)
-    job = job_of(directory)
+    job = _job_of(directory)
     if job is None:
         return ""
     again = "launch.retry=failed goes on from the newest checkpoint; or"
@@ -61,9 +62,9 @@ def less_memory(job: Job) -> Iterator[str]:
         yield f"data.local_batch={tried.data.local_batch} data.global_batch={tried.data.global_batch}"
 
 
-def job_of(directory: Path) -> Job | None:
+def _job_of(directory: Path) -> Job | None:
     """Return the job of a run directory; None if its config.json is missing, was written by another version, or names modules not here."""
     try:
-        return from_dict(Job, read_json(directory / "config.json"))
+        return from_dict(Job, layout.CONFIG.read(directory))
     except (KeyError, TypeError, AttributeError, ConfigError):
         return None

@@ -2,8 +2,6 @@
 
 Which job runs a cell is recorded in the cell's own attempt, so two launchers of one sweep write different files.
 """
-from __future__ import annotations
-
 import getpass
 import itertools
 import os
@@ -11,32 +9,30 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.redact import redact
 from titan_hydra.config import identity
-from titan_hydra.config.files import read_json, write_json
 
-from .find import SWEEPS
+from . import layout
 
 
-def folder_of(cells: list) -> Path | None:
-    """Return the folder of a sweep's manifest: the existing one if the same cells were started before, else a new one. None for a single
-    cell.
-    """
+def folder_of(cells: list[Any]) -> Path | None:
+    """Return the sweep's folder: the existing one if the same cells were started before, else a new one; None for a single cell."""
     if len(cells) == 1:
         return None
-    job, rows = cells[0].job, [row(cell) for cell in cells]
+    job, rows = cells[0].job, [entry_of(cell) for cell in cells]
     name = re.sub(r"[^\w.=+,-]+", "-", job.sweep.name or "sweep")
     about = {"name": name, "command": list(map(redact, sys.argv[1:])), "baseline": job.sweep.baseline, "packed": job.launch.packed}
-    folder = cells[0].runs / SWEEPS
-    for file in sorted(folder.glob(f"{name}-*/manifest.json"), reverse=True):
-        content = read_json(file) or {}
+    sweeps = layout.SWEEPS.of(cells[0].runs)
+    for folder in sorted(sweeps.glob(f"{name}-*"), reverse=True):
+        content = layout.SWEEP.read(folder)
         known = [cell for cell in content.get("cells", []) if not cell.get("repeat")]
         if content.get("name") == name and [cell["hash"] for cell in known] == [cell["hash"] for cell in rows]:
-            write_json(file, {**content, **about, "cells": rows + [cell for cell in content["cells"] if cell.get("repeat")]})
-            return file.parent
-    mine = new_folder(folder, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    write_json(mine / "manifest.json", {**about, "created": time.time(), "user": getpass.getuser(), "cells": rows})
+            layout.SWEEP.write(folder, {**content, **about, "cells": rows + [cell for cell in content["cells"] if cell.get("repeat")]})
+            return folder
+    mine = new_folder(sweeps, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    layout.SWEEP.write(mine, {**about, "created": time.time(), "user": getpass.getuser(), "cells": rows})
     return mine
 
 
@@ -52,7 +48,7 @@ def new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("not reached")
 
 
-def row(cell) -> dict:
+def entry_of(cell) -> dict:
     """Return a cell's entry in a manifest."""
     place = os.path.relpath(cell.directory, cell.runs)
     return {"name": cell.name, "overrides": cell.overrides, "hash": identity(cell.job), "directory": place}
@@ -60,7 +56,6 @@ def row(cell) -> dict:
 
 def add_cell(folder: Path, cell: dict) -> None:
     """Add a cell that the command line does not have: the repeated baseline."""
-    file = folder / "manifest.json"
-    content = read_json(file)
+    content = layout.SWEEP.read(folder)
     if cell not in content["cells"]:
-        write_json(file, {**content, "cells": [*content["cells"], cell]})
+        layout.SWEEP.write(folder, {**content, "cells": [*content["cells"], cell]})

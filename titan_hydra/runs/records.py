@@ -1,8 +1,4 @@
-"""Helpers that several commands share: dotted keys of a configuration, the end of a log, and whether a process is alive."""
-from __future__ import annotations
-
-import contextlib
-import json
+"""Helpers that several commands share: dotted keys of a configuration, and whether a process is alive."""
 import os
 import socket
 from dataclasses import is_dataclass
@@ -11,7 +7,6 @@ from typing import Any
 
 from titan_hydra.config.load import kind_of, known_keys
 from titan_hydra.config.schema import default_of
-from titan_hydra.config.shapes import intact
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
@@ -30,27 +25,6 @@ def dotted_config(content: dict) -> dict[str, Any]:
     younger = {key: default_of(spec) for key, spec in known_keys().items() if key not in found
                and (spec.metadata["late"] or not spec.metadata["identity"]) and not is_dataclass(kind_of(key))}
     return younger | found if found else {}
-
-
-def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
-    """Return the last lines of a log as text; "" if there is no log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
-            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:])
-    except OSError:
-        return ""
-
-
-def last_record(path: Path) -> dict:
-    """Return the last intact row of a .jsonl file; {} if there is none. Only the last two lines are tried: the trainer may be writing the
-    last one.
-    """
-    for line in reversed(last_lines(path, 2, 8192).splitlines()):
-        with contextlib.suppress(ValueError, RecursionError):
-            if intact(path.name, row := json.loads(line)):
-                return row
-    return {}
 
 
 def this_process() -> dict:

@@ -25,13 +25,14 @@ from pathlib import Path
 import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.redact import redact
-from titan_hydra.base.run import attempts_of, homes_of, rank_files, versions
+from titan_hydra.base.versions import versions
 from titan_hydra.config import Job, identity, to_dict
-from titan_hydra.config.files import read_json, write_json, write_text
+from titan_hydra.config.files import write_text
 
-from . import slurm
+from . import layout, slurm
 from .failure import Failure, guilty
 from .records import alive, this_process
+from .run import homes_of, newest_attempt
 from .slurm import Queue, SlurmJob
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
@@ -67,14 +68,14 @@ def state(directory: Path, queue: Queue | None = None) -> State:
     attempt = newest_attempt(directory)
     if not directory.is_dir():
         return State("new")
-    folder = directory / "attempts" / str(attempt)
-    owner = read_json(folder / "attempt.json")
+    folder = layout.ATTEMPT.of(directory, attempt)
+    owner = layout.CLAIM.read(folder)
     if owner and owner.get("executor") == "slurm":
         return slurm_state(directory, attempt, owner, queue_of([directory]) if queue is None else queue)
     host = host_of_running(folder)
     if host:
         return State("running", attempt, host=host)
-    if (read_json(directory / "result.json") or {}).get("status") == "done":
+    if layout.RESULT.read(directory).get("status") == "done":
         return State("done", attempt)
     failure = guilty(folder)
     return State("failed", attempt, failure) if failure else State("interrupted", attempt)
@@ -107,12 +108,12 @@ def inspect_all(directories: list[Path]) -> list[State]:
 
 def damage_of(directory: Path, now: State) -> str:
     """Name the first unreadable file that defines a run or its end; "" if all are readable."""
-    names = ["config.json"]
-    if now.kind != "done":
-        names += ["result.json", *(f"attempts/{now.attempt}/{file}.json" for file in ("attempt", "ranks", "rank_0"))]
-    for name in names:
-        if read_json(directory / name) is None and (name == "config.json" or os.path.lexists(directory / name)):
-            return f"{name} cannot be read" if os.path.lexists(directory / name) else f"{name} is missing"
+    attempt = layout.ATTEMPT.of(directory, now.attempt)
+    others = ((layout.RESULT, directory), (layout.CLAIM, attempt), (layout.RANKS, attempt), (layout.RANK, attempt))
+    for entry, folder in ((layout.CONFIG, directory), *(others if now.kind != "done" else ())):
+        file = entry.of(folder)
+        if not entry.read(folder) and (entry is layout.CONFIG or os.path.lexists(file)):
+            return f"{file.relative_to(directory)} {'cannot be read' if os.path.lexists(file) else 'is missing'}"
     return ""
 
 
@@ -136,18 +137,18 @@ def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> Sta
 
 def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict]]:
     """Yield run folder, newest attempt and its attempt.json of the replica groups but the first that a submission to SLURM has claimed."""
-    homes = homes_of(directory, 1 + sum(1 for _ in directory.glob("replicas/*/attempts")))[1:]
+    homes = homes_of(directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values()))[1:]
     for home in homes:
         number = newest_attempt(home)
-        owner = read_json(home / "attempts" / str(number) / "attempt.json")
+        owner = layout.CLAIM.read(layout.ATTEMPT.of(home, number))
         if owner and owner.get("token") == token:
             yield home, number, owner
 
 
 def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
     """Read the state of a job from the newest attempt in the folder of its run, or of its replica group."""
-    folder = directory / "attempts" / str(attempt)
-    if (read_json(directory / "result.json") or {}).get("status") == "done":
+    folder = layout.ATTEMPT.of(directory, attempt)
+    if layout.RESULT.read(directory).get("status") == "done":
         return State("done", attempt)
     job = queue.find(owner)
     if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before recording the id
@@ -155,14 +156,14 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
             owner = note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    over = owner.get("packed") and (folder / "exit").exists() and not (folder / "stopped").exists()  # its other cells may still run
+    over = owner.get("packed") and layout.EXIT.of(folder).exists() and not layout.STOPPED.of(folder).exists()  # other cells may run
     if job and job.active and not over:
-        started = not owner.get("packed") or any(folder.glob("rank_*.json"))
+        started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
         if not queue.answers and "ended" not in owner:
             heard = max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
-            alive_lately = owner["job_id"] and time.time() - heard < SILENCE and any(folder.glob("rank_*.json"))
+            alive_lately = owner["job_id"] and time.time() - heard < SILENCE and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
@@ -170,7 +171,7 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
     if "ended" not in owner:  # recorded, as SLURM forgets jobs
         with contextlib.suppress(OSError):
             note(folder, ended=time.time(), slurm_state=word)
-    ran = (owner["job_id"] or any(folder.glob("rank_*.json"))) and not (word or "").startswith("CANCELLED")
+    ran = (owner["job_id"] or layout.RANK.all(folder)) and not (word or "").startswith("CANCELLED")
     failure = guilty(folder, word) if ran else None
     return State("failed", attempt, failure, job=job) if failure else State("interrupted", attempt, job=job)
 
@@ -180,10 +181,10 @@ def note(attempt: Path, **known: object) -> dict:
 
     Setting a job id clears `ended`: another launcher may have marked the attempt finished before the id was known.
     """
-    record = {**read_json(attempt / "attempt.json"), **known}
+    record = {**layout.CLAIM.read(attempt), **known}
     if "job_id" in known:
         record.pop("ended", None)
-    write_json(attempt / "attempt.json", record)
+    layout.CLAIM.write(attempt, record)
     return record
 
 
@@ -198,21 +199,15 @@ def queue_of(directories: list[Path]) -> Queue:
     """Ask SLURM about the newest attempts of these runs: one squeue call for all, none if no run was submitted to SLURM."""
     owners = []
     for directory in directories:
-        owner = read_json(directory / "attempts" / str(newest_attempt(directory)) / "attempt.json")
-        if owner and owner.get("executor") == "slurm" and not (directory / "result.json").exists():
+        owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
+        if owner and owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
             owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
-    return slurm.queue_of(owners)
+    return slurm.ask_queue(owners)
 
 
-def newest_attempt(directory: Path) -> int:
-    """Return the number of the newest attempt; 0 if there is none."""
-    return max(attempts_of(directory), default=0)
-
-
-def processes(attempt: Path) -> list[dict]:
+def running_ranks(attempt: Path) -> list[dict]:
     """Return the records of an attempt's ranks that still run on this host."""
-    ranks = map(read_json, rank_files(attempt, "rank").values())
-    return [rank for rank in ranks if rank and "exit_status" not in rank and alive(rank)]
+    return [rank for rank in layout.RANK.read_all(attempt).values() if "exit_status" not in rank and alive(rank)]
 
 
 def host_of_running(attempt: Path) -> str | None:
@@ -220,15 +215,15 @@ def host_of_running(attempt: Path) -> str | None:
 
     The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
     """
-    owner = read_json(attempt / "ranks.json") or read_json(attempt / "attempt.json")
+    owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
     if owner and owner.get("executor") == "slurm":
         return None  # only SLURM knows: see slurm_state
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
-            return owner["host"] if alive(owner) or processes(attempt) else None
+            return owner["host"] if alive(owner) or running_ranks(attempt) else None
         heard = max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0)
         return owner.get("host") if time.time() - heard < SILENCE else None
-    return socket.gethostname() if processes(attempt) else None
+    return socket.gethostname() if running_ranks(attempt) else None
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
@@ -241,39 +236,40 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
     directory.parent.mkdir(parents=True, exist_ok=True)
     if not directory.is_dir():
         return _create(directory, job, owner)
-    attempts = directory / "attempts"
-    if _rename_into(attempts, number, owner) is None:
+    if (mine := _rename_into(directory, number, owner)) is None:
         return None
-    if any(host_of_running(attempts / str(other)) for other in attempts_of(directory) if other != number):
-        shutil.rmtree(attempts / str(number))  # a launcher with launch.force has replaced the directory meanwhile
+    if any(host_of_running(attempt) for other, attempt in layout.ATTEMPT.all(directory).items() if other != number):
+        shutil.rmtree(mine)  # a launcher with launch.force has replaced the directory meanwhile
         return None
     if fresh:
         _remove(directory)
         return _create(directory, job, owner)
     _write_run(directory, job, overrides)
-    return attempts / str(number)
+    return mine
 
 
 def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: object) -> list[Path]:
     """Claim the next attempt of each replica group but the first, for the launcher that has claimed the run's."""
     claimed = []
     for home in homes_of(directory, replicas)[1:]:
-        while (attempt := _rename_into(home / "attempts", newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:
+        while (attempt := _rename_into(home, newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:
             continue  # a job of an earlier submission, requeued after its end, was faster
         claimed.append(attempt)
     return claimed
 
 
-def _rename_into(attempts: Path, number: int, owner: dict) -> Path | None:
+def _rename_into(directory: Path, number: int, owner: dict) -> Path | None:
     """Create an attempt's folder and its owner's record in one rename; None if another launcher has it. Raises OSError on a full disk."""
+    final = layout.ATTEMPT.of(directory, number)
+    attempts = final.parent
     attempts.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".claim-", dir=attempts, ignore_cleanup_errors=True) as scratch:
         mine = Path(scratch) / "attempt"
         _write_attempt(mine, owner)
         try:
-            return mine.rename(attempts / str(number))
+            return mine.rename(final)
         except OSError:
-            if attempts.is_dir() and not os.path.lexists(attempts / str(number)):
+            if attempts.is_dir() and not os.path.lexists(final):
                 raise
             return None
 
@@ -282,7 +278,7 @@ def _create(directory: Path, job: Job, owner: dict) -> Path | None:
     """Create a run directory with its first attempt, in one rename. Returns None if another launcher was faster."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
         run = Path(scratch) / directory.name
-        _write_attempt(run / "attempts" / "1", owner)
+        _write_attempt(layout.ATTEMPT.of(run, 1), owner)
         _write_run(run, job, owner["overrides"])
         try:
             run.rename(directory)
@@ -290,7 +286,7 @@ def _create(directory: Path, job: Job, owner: dict) -> Path | None:
             if directory.is_dir():
                 return None
             raise
-    return directory / "attempts" / "1"
+    return layout.ATTEMPT.of(directory, 1)
 
 
 def _remove(directory: Path) -> None:
@@ -306,24 +302,24 @@ def _remove(directory: Path) -> None:
 
 def _write_attempt(folder: Path, owner: dict) -> None:
     folder.mkdir(parents=True)
-    write_json(folder / "attempt.json", {**this_process(), "started": time.time(), **owner})
+    layout.CLAIM.write(folder, {**this_process(), "started": time.time(), **owner})
 
 
 def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
     """Write the configuration of the newest attempt; settings outside the identity may have changed since the last one."""
-    write_json(directory / "config.json", to_dict(job))
-    write_text(directory / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    layout.CONFIG.write(directory, to_dict(job))
+    write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in overrides))
     environment = describe_environment()
-    write_json(directory / "env.json", environment)
-    newest = directory / "attempts" / str(newest_attempt(directory))
-    write_json(newest / "env.json", environment)
+    layout.ENV.write(directory, environment)
+    newest = layout.ATTEMPT.of(directory, newest_attempt(directory))
+    layout.ENV.write(newest, environment)
 
 
 def end_attempt(attempt: Path) -> None:
     """Mark that the launcher has finished with an attempt, while it continues with other cells."""
-    record = read_json(attempt / "attempt.json")
+    record = layout.CLAIM.read(attempt)
     if record:
-        write_json(attempt / "attempt.json", {**record, "ended": time.time()})
+        layout.CLAIM.write(attempt, {**record, "ended": time.time()})
 
 
 @functools.cache

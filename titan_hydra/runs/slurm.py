@@ -1,6 +1,4 @@
 """Ask SLURM about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
-from __future__ import annotations
-
 import getpass
 import shutil
 import subprocess
@@ -41,15 +39,14 @@ class Queue:
     answers: bool = True
 
     def find(self, owner: dict) -> SlurmJob | None:
-        """Return the job of an attempt: by the recorded id or, if the submitter died before recording it, by the token in the job's name.
-        """
+        """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's name."""
         if owner["job_id"]:
             return self.jobs.get(owner["job_id"])
         named = [job for job in self.jobs.values() if job.name.endswith(owner["token"])]
         return next((job for job in named if "_" not in job.id or job.id.endswith(f"_{owner['index']}")), None)
 
 
-def queue_of(owners: list[dict]) -> Queue:
+def ask_queue(owners: list[dict]) -> Queue:
     """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten.
 
     squeue also lists jobs whose end was recorded before: an administrator may requeue them, and after a failed sbatch they may appear late.
@@ -67,8 +64,8 @@ def queue_of(owners: list[dict]) -> Queue:
 
 
 def _job(line: str) -> SlurmJob | None:
-    parts = line.strip().split("|")
-    return SlurmJob(*parts[:5], "|".join(parts[5:])) if len(parts) > 5 else None
+    parts = line.strip().split("|", 5)
+    return SlurmJob(*parts) if len(parts) > 5 else None
 
 
 def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:

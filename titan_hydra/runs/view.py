@@ -2,8 +2,6 @@
 
 Only the ends of files are read, and SLURM is asked once for all runs.
 """
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -14,14 +12,12 @@ from datetime import datetime
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.base.run import homes_of
-from titan_hydra.config.files import read_json
 from titan_hydra.config.load import known_keys
-from titan_hydra.config.sweep import differing
+from titan_hydra.config.sweep import differing, key_of
 
-from . import find, rundir
+from . import find, layout, rundir
 from .find import RunCell, Selection
-from .records import last_record
+from .run import homes_of
 from .rundir import State
 from .slurm import Queue
 
@@ -33,7 +29,7 @@ ACTIVE = ("queued", "running", "unknown")  # states that will change without any
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """What is known of a run at one moment; None is unknown, or not yet."""
 
     cell: str
@@ -68,24 +64,22 @@ def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects, as find.select does, or as a cell's name in the newest sweep that has it; None: the newest
-    sweep.
-    """
+    """Return the runs that `target` selects: as find.select_runs, or a cell's name in the newest sweep with it; None: that sweep."""
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()
-    newest = find.sweeps(runs)
-    for file in find.manifests(runs):
-        if file not in newest:
-            print(f"{file} cannot be read: its sweep is left out", file=sys.stderr)
+    newest = find.readable(runs)
+    for folder in find.sweeps(runs):
+        if folder not in newest:
+            print(f"{layout.SWEEP.of(folder)} cannot be read: its sweep is left out", file=sys.stderr)
     if target is None:
         target = str(newest[0] if newest else runs)
     if not Path(target).exists():
-        for manifest in newest:
-            cells = find.sweep(manifest).cells
+        for folder in newest:
+            cells = find.sweep(folder).cells
             if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
                 return Selection(target, named)
-    selection = find.select(target, runs)
+    selection = find.select_runs(target, runs)
     if selection.manifest or len(selection.cells) < 2:
         return selection
     return replace(selection, cells=sorted(selection.cells, key=lambda cell: begun(cell.directory), reverse=True))
@@ -93,7 +87,7 @@ def choose(target: str | None, runs: Path) -> Selection:
 
 def begun(directory: Path) -> float:
     """Return when the newest attempt was claimed."""
-    attempts = directory / "attempts"
+    attempts = layout.ATTEMPT.of(directory).parent
     return attempts.stat().st_mtime if attempts.is_dir() else 0.0
 
 
@@ -111,11 +105,11 @@ def place_of(target: str, runs: Path) -> Path:
     return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
 
 
-def look(cells: list[RunCell]) -> tuple[list[Row], Queue]:
+def look(cells: list[RunCell]) -> tuple[list[RunRow], Queue]:
     """Collect all that is known of these runs now."""
     queue = rundir.queue_of([cell.directory for cell in cells])
     names = short_names(cells)
-    return [row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
+    return [_row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
@@ -136,8 +130,7 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 def tells(override: str) -> bool:
     """Whether an override can distinguish experiments; one about where a run runs or what it logs cannot."""
-    key = override.lstrip("+~").partition("=")[0]
-    return identities().get(key, True)
+    return identities().get(key_of(override), True)
 
 
 @functools.cache
@@ -152,32 +145,32 @@ def identities() -> dict[str, bool]:
     return found
 
 
-def row(cell: str, directory: Path, state: State) -> Row:
+def _row(cell: str, directory: Path, state: State) -> RunRow:
     """Read the few files that show the progress of a run."""
     if state.kind in ("new", "damaged"):
-        return Row(cell, directory, state)
+        return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
-    attempt = home / "attempts" / str(number)
-    result = (read_json(directory / "result.json") if state.kind == "done" else None) or {}
-    last = last_record(home / "metrics.jsonl")
-    told = read_json(attempt / "status.json") or {}
-    rank = read_json(attempt / "rank_0.json") or {}
-    config = read_json(directory / "config.json") or {}
+    attempt = layout.ATTEMPT.of(home, number)
+    result = layout.RESULT.read(directory) if state.kind == "done" else {}
+    last = layout.METRICS.last(home)
+    told = layout.STATUS.read(attempt)
+    rank = layout.RANK.read(attempt)
+    config = layout.CONFIG.read(directory)
     steps, step = config.get("steps"), result.get("steps", told.get("step") or last.get("step"))
     now, phase, silent, to_go = time.time(), None, None, None
     if state.kind == "running":
-        beat = read_json(attempt / "beat_0.json") or {}
-        logged = home / "metrics.jsonl"
+        beat = layout.BEAT.read(attempt)
+        logged = layout.METRICS.of(home)
         steady = bool(last.get("step_seconds")) and logged.stat().st_mtime > rank.get("started", now)  # this attempt has done a step
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
         if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
             phase = "step"
         to_go = (steps - step) * last["step_seconds"] if steady and steps and step is not None else None
-    return Row(
+    return RunRow(
         cell, directory, state, steps, step, result.get("tokens_per_second", last.get("tokens_per_second")),
-        result.get("final_loss") or last.get("loss"), where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
-        phase, (read_json(attempt / "cancelled") or {}).get("by") if state.kind in ("interrupted", "queued", "running") else None,
+        result.get("final_loss") or last.get("loss"), _where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
+        phase, layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
     )
 
 
@@ -206,7 +199,7 @@ def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
     return still if beat["phase"] not in LASTING and still > patience else None
 
 
-def where(state: State, rank: dict, config: dict) -> str | None:
+def _where(state: State, rank: dict, config: dict) -> str | None:
     """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it waits."""
     if state.kind == "queued":
         return None
@@ -219,7 +212,7 @@ def where(state: State, rank: dict, config: dict) -> str | None:
 
 def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) -> float | None:
     """Return how long the newest attempt has waited (queued), has been running, or took."""
-    claimed = (read_json(attempt / "attempt.json") or {}).get("started")
+    claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
         began = rank.get("ended", claimed)  # requeued
     else:

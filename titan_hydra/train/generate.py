@@ -1,7 +1,4 @@
-"""Generate text with the model of a checkpoint in one process: each new token takes a forward over all tokens before it, without a cache.
-"""
-from __future__ import annotations
-
+"""Generate text with the model of a checkpoint, in one process: each new token takes a forward over all before it, without a cache."""
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +20,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
-    model = load(config, seq_len, DTYPES[dtype], Reader(checkpoint))
+    model = _load(config, seq_len, DTYPES[dtype], Reader(checkpoint))
     new: list[int] = []
     text = ""
     for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
@@ -36,7 +33,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     yield words.decode(new)[len(text):]
 
 
-def load(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader) -> nn.Module:
+def _load(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader) -> nn.Module:
     """Build the whole model in `dtype` with a checkpoint's weights, on the GPU if there is one, in eval mode."""
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):

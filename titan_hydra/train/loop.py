@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import NotFinite, Stopped
-from titan_hydra.base.run import Run, versions
+from titan_hydra.base.versions import versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
-from titan_hydra.config.files import read_json, write_text
+from titan_hydra.config.files import write_text
 from titan_hydra.config.rules.pipeline import Action
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
@@ -27,6 +27,8 @@ from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel.pipeline import Pipeline, actions_of_ranks
+from titan_hydra.runs import layout
+from titan_hydra.runs.run import Run
 
 from .groups import Groups
 from .optimizer import lr_factor, set_lr
@@ -40,11 +42,11 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     Raises NotFinite, Stopped or CheckpointError on all ranks alike.
     """
     with contextlib.ExitStack() as opened:
-        loop = begin(job, run, open_groups, opened)
+        loop = _begin(job, run, open_groups, opened)
         checkpointer = loop.checkpointer
         loop.run()
         if job.checkpoint.export_dtype:
-            checkpointer.save_weights(run.directory / "export", job.model, job.checkpoint.export_dtype)
+            checkpointer.save_weights(layout.EXPORT.of(run.directory), job.model, job.checkpoint.export_dtype)
         checkpointer.close()
         if run.rank == 0:
             result = loop.metrics.result(job.steps)
@@ -52,7 +54,7 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
                 write_result(job, directory, result)
 
 
-def begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
+def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
     """Build everything that the steps use, with the state of the step to continue from. `opened` closes it again."""
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)
@@ -83,7 +85,7 @@ def begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     groups.report_to(metrics.event)
     if run.rank == 0:
         if isinstance(trainer.step, Pipeline):
-            record_schedule(run.home / "schedule.json", actions_of_ranks(trainer.step.schedule, job))
+            record_schedule(layout.SCHEDULE.of(run.home), actions_of_ranks(trainer.step.schedule, job))
         print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
     return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)
 
@@ -225,8 +227,9 @@ def slow_formats(job: Job, device: torch.device) -> list[str]:
 
 def write_result(job: Job, directory: Path, measured: dict) -> None:
     """Write result.json, once the run is done."""
-    overrides = (directory / "overrides.txt").read_text(errors="replace").splitlines() if (directory / "overrides.txt").exists() else []
-    environment = read_json(directory / "env.json") or {}
+    typed = layout.OVERRIDES.of(directory)
+    overrides = typed.read_text(errors="replace").splitlines() if typed.exists() else []
+    environment = layout.ENV.read(directory)
     result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
-    write_text(directory / "result.json", json.dumps(result, indent=2) + "\n")
+    write_text(layout.RESULT.of(directory), json.dumps(result, indent=2) + "\n")

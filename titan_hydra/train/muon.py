@@ -2,8 +2,6 @@
 
 torch's own Muon computes on DTensors, where all ranks orthogonalize each matrix together in about 15 collectives.
 """
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -37,7 +35,7 @@ class Muon(torch.optim.Muon):
         self.found_inf: Tensor | float = 0.0
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # none of ours has a closure
         """Update every matrix that has a gradient. This is a collective over the group."""
         ranks = 1 if self.group is None else self.group.size()
         keep = 1 - self.found_inf

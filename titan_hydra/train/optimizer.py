@@ -1,7 +1,6 @@
 """Optimizers and the learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler state."""
-from __future__ import annotations
-
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +67,8 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
     """
     for optimizer in optimizers:
         if scales_gradients(optimizer):
-            optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
+            fused: Any = optimizer  # AMP's interface of the fused kernels
+            fused.grad_scale, fused.found_inf = divisor, (~finite).float()
         elif finite:
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
             foreach_div([local_part(gradient) for gradient in gradients if gradient is not None], divisor)
@@ -111,8 +111,7 @@ def wsd(step: int, steps: int, config: LrSchedule) -> float:
 
 
 def _decay(step: int, steps: int, config: LrSchedule, decay_steps: int, shape: str) -> float:
-    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more step followed, so that the last still learns.
-    """
+    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more followed, so that the last still learns."""
     decay_steps = min(decay_steps, steps - config.warmup_steps)
     if step <= steps + 1 - decay_steps:
         return 1.0

@@ -35,9 +35,7 @@ class Plain:
         self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
 
     def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `count`, and return that loss. Replicas reduce their gradients at the
-        `last`.
-        """
+        """Accumulate a local batch's gradients of its summed loss / `count`; return that loss. Replicas reduce theirs at the `last`."""
         data_parallel.last_microbatch(self.model, last)
         loss = self._sum(self.loss, batch) / count
         loss.backward()

@@ -1,6 +1,4 @@
 """The state of a step: the model of a job on this rank, its gradients and its update."""
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -1,6 +1,4 @@
 """The environment of a rank: its device, its process group, and how reproducible its arithmetic is."""
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -13,9 +11,9 @@ import torch.distributed as dist
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import process_groups, set_group_timeout
-from titan_hydra.base.run import Run
 from titan_hydra.config.schema import Job
 from titan_hydra.observe import flight, health
+from titan_hydra.runs.run import Run
 
 
 @contextlib.contextmanager

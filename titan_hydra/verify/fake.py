@@ -3,8 +3,6 @@
 The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data (FakeTensorMode) and
 collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked on a laptop in a minute.
 """
-from __future__ import annotations
-
 import copy
 import time
 
@@ -12,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.private import FakeStore, FakeTensorMode, settle_shapes
-from titan_hydra.base.run import Run
 from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.pipeline import Pipeline
+from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import write_result
 from titan_hydra.train.trainer import Trainer, assemble
 from titan_hydra.train.world import set_determinism
@@ -23,13 +21,13 @@ from titan_hydra.train.world import set_determinism
 DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch has no CUDA
 
 
-def train(job: Job, run: Run) -> None:
+def train_fake(job: Job, run: Run) -> None:
     """Run one step as rank `comm.rank` of the job's world, and print the rank's share of the parameters."""
     began = time.perf_counter()
     set_determinism(job)
     dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
     try:
-        trainer = step(job)
+        trainer = _step(job)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())  # whole ones, of this rank's stages
         seconds = time.perf_counter() - began
         print(f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
@@ -43,7 +41,7 @@ def train(job: Job, run: Run) -> None:
         dist.destroy_process_group()
 
 
-def step(job: Job) -> Trainer:
+def _step(job: Job) -> Trainer:
     """Return a trainer on this rank of the fake world, after one step. Requires the fake process group.
 
     Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for number formats. Experts

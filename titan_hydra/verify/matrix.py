@@ -1,6 +1,4 @@
 """The acceptance matrix: every layout that must learn what one process learns, one line each. Imports no torch."""
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -277,7 +275,7 @@ MATRIX = [
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
     *(case(f"{family}, {name}, ep {ep}", ranks, f"parallelism={layout}", f"parallelism.ep={ep}", f"data.local_batch={batch}", *more,
            base=base, uneven_mask=mask, slow=ranks > 4)
-      for name, ranks, layout, ep, batch, mask, *more in (
+      for name, ranks, layout, ep, batch, mask, *more in (  # type: ignore[misc] - the starred ones are words
           ("fsdp 2", 2, "fsdp", 1, 8, False), ("fsdp 2", 2, "fsdp", 2, 4, True), ("tp 2", 2, "tp", 1, 16, False),
           ("tp 2", 2, "tp", 2, 16, True), ("simple_fsdp 2", 2, "fsdp", 1, 8, False, "parallelism.backend=simple_fsdp"),
           ("fsdp 4", 4, "fsdp", 2, 4, False), ("fsdp 4", 4, "fsdp", 4, 2, True), ("hsdp 4", 4, "hsdp", 2, 4, False),

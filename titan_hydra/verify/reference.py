@@ -2,8 +2,6 @@
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -16,10 +14,8 @@ from titan_hydra.data.batch import Batch
 Weights = dict[str, Tensor]
 
 
-def train(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[list[float], list[float], Weights, Weights]:
-    """Return the losses and gradient norms of all steps, the gradients of the first and the last weights, from `start` and each step's
-    batch.
-    """
+def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[list[float], list[float], Weights, Weights]:
+    """Return losses and gradient norms of all steps, the first gradients and the last weights, from `start` and the batches."""
     weights = {name: value.double().requires_grad_() for name, value in start.items()}
     state: dict[str, Weights] = {name: {} for name in weights}
     losses, norms, first = [], [], {}
@@ -29,7 +25,7 @@ def train(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[li
         first = first or gradients
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
         clip = min(1.0, job.optimizer.max_norm / norm) if job.optimizer.max_norm else 1.0
-        factor = rate(step, job.steps, job.lr_scheduler)
+        factor = _rate(step, job.steps, job.lr_scheduler)
         with torch.no_grad():
             for name, weight in weights.items():
                 update(name, weight, gradients[name] * clip, state[name], step, factor, job.optimizer)
@@ -82,12 +78,12 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
                    for name, index in (("wq", head), ("wk", shared), ("wv", shared)))
         if "attention.q_norm.weight" in block:
             q, k = (rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps) for name, one in (("q", q), ("k", k)))
-        scores = rotate(q, positions, model) @ rotate(k, positions, model).transpose(1, 2) / math.sqrt(width)
+        scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) / math.sqrt(width)
         outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ v)
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
 
 
-def rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
     """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimension i is paired with i + width / 2."""
     half = x.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * torch.tensor([frequency(i, half, model) for i in range(half)], dtype=torch.float64)
@@ -109,7 +105,7 @@ def frequency(i: int, half: int, model: Model) -> float:
 
 # --- optimizers -----------------------------------------------------------------------------------------------------------------------
 
-def rate(step: int, steps: int, config: LrSchedule) -> float:
+def _rate(step: int, steps: int, config: LrSchedule) -> float:
     """Return the share of the peak learning rate at a step, counted from 1: warm-up, stable, decay as in TorchTitan 0.2.2."""
     warm = config.warmup_steps
     decay = min(steps - warm, steps - warm if config.name == "cosine" else round(steps * config.decay_ratio))
@@ -132,12 +128,12 @@ def update(name: str, weight: Tensor, gradient: Tensor, state: Weights, step: in
         state["momentum"] = state["momentum"] * config.sgd_momentum + gradient if state else gradient
         weight -= config.lr * factor * state["momentum"]
     elif config.name == "muon" and name.startswith("layers.") and weight.dim() == 2:
-        muon(weight, gradient, state, factor * config.muon_lr, config)
+        _muon(weight, gradient, state, factor * config.muon_lr, config)
     else:
-        adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)
+        _adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)
 
 
-def adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float, decay: float, config: Optimizer) -> None:
+def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float, decay: float, config: Optimizer) -> None:
     """Apply one step of AdamW (arXiv 1711.05101), in place."""
     state["mean"] = config.beta1 * state.get("mean", 0) + (1 - config.beta1) * gradient
     state["square"] = config.beta2 * state.get("square", 0) + (1 - config.beta2) * gradient * gradient
@@ -145,7 +141,7 @@ def adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float
     weight -= lr * decay * weight + lr * mean / (square.sqrt() + config.eps)
 
 
-def muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: Optimizer) -> None:
+def _muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: Optimizer) -> None:
     """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place; its five Newton-Schulz iterations in bfloat16 as published."""
     state["momentum"] = config.muon_momentum * state.get("momentum", 0) + (1 - config.muon_momentum) * gradient
     x = ((1 - config.muon_momentum) * gradient + config.muon_momentum * state["momentum"]).bfloat16()

@@ -1,8 +1,4 @@
-"""Random legal jobs: combinations of degrees, schedules, odd shapes, masks and optimizers that no hand-written matrix covers. Imports no
-torch.
-"""
-from __future__ import annotations
-
+"""Random legal jobs: degrees, schedules, odd shapes, masks and optimizers that no written matrix covers. Imports no torch."""
 import math
 import random
 from collections.abc import Iterator
@@ -21,7 +17,7 @@ BF16 = {"loss": 2e-4, "norm": 2e-2, "gradients": 2e-2, "weights": 0.3}
 BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "reference": "float64"}
 
 
-def draw(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Iterator[Case]:
+def draw_jobs(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Iterator[Case]:
     """Yield `number` random cases. A job that breaks a rule is drawn again. A seed gives the same cases again, in the same version."""
     dice = random.Random(seed)
     for index in range(number):
@@ -49,14 +45,14 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
     layout = (f"gpus={ranks}", "parallelism=single", *(f"parallelism.{name}={degree}" for name, degree in degrees.items() if degree > 1),
               *technique(dice, degrees), f"data.local_batch={local_batch}")
-    base = (*shape(dice), *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
+    base = (*_shape(dice), *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
     tolerances = dice.choice((BF16, BF16_COARSE)) if precision == "bf16" else MUON if optimizer == "muon" else EXACT
     maskable = degrees["cp"] == 1 or "parallelism.cp_rotate=ulysses" in layout
     return Case(f"random {index}", ranks, layout, base, uneven_mask=dice.random() < 0.5,
                 documents=maskable and dice.random() < 0.3, **tolerances)
 
 
-def shape(dice: random.Random) -> tuple[str, ...]:
+def _shape(dice: random.Random) -> tuple[str, ...]:
     """Draw a model and a sequence length, most of them odd."""
     heads, shared = dice.choice(((6, 2), (8, 4), (12, 4), (4, 1), (4, 4)))
     return (

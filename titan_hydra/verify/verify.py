@@ -3,8 +3,6 @@
 The cases are in acceptance.py, one line each. All cases of one size share one set of gloo ranks and use the same `build` and step as a
 training run.
 """
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -27,13 +25,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra import data, models
-from titan_hydra.base.run import Run
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.data.batch import Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.layers import document_positions
 from titan_hydra.parallel.mesh import local_part
+from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
@@ -87,8 +85,7 @@ class Outcome:
 
 @dataclass
 class Trace:
-    """The record of a run: loss and gradient norm of each step, whole gradients of the first step, whole weights before it and at the end.
-    """
+    """The record of a run: losses, gradient norms, whole gradients of the first step, whole weights before it and at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -142,7 +139,7 @@ def reductions() -> Iterator[list[torch.dtype]]:
     """Collect the dtypes of the tensors that FSDP2 reduces and scatters. A sum of bfloat16 sums has bits that bfloat16 lacks."""
     found = []
 
-    def noting(reduce: Callable) -> Callable:
+    def noting(reduce: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*given: object, **named: object) -> object:
             found.append(next(value.dtype for value in (*given, *named.values()) if isinstance(value, torch.Tensor)))
             return reduce(*given, **named)
@@ -157,9 +154,7 @@ def reductions() -> Iterator[list[torch.dtype]]:
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
-    """Count the parameters whose gradients were summed in bfloat16 although the job asks for float32: a float32 sum has bits that bfloat16
-    lacks.
-    """
+    """Count the parameters with gradients summed in bfloat16 although float32 is asked for: such a sum lacks the lower bits."""
     job = trainer.job
     parts = trainer.mesh.data_ranks * job.parallelism.cp * (layout.microbatches(job) if job.parallelism.pp > 1 else 1)
     parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
@@ -207,7 +202,7 @@ def exact(job: Job, case: Case) -> Trace:
     init_weights(model, job.model, job.seed)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = data.build(job, 0, 1)
-    losses, norms, gradients, weights = reference.train(
+    losses, norms, gradients, weights = reference.train_in_float64(
         job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
     loader.close()
     return Trace(losses, norms, gradients, start, weights, [], {})
@@ -282,9 +277,7 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
 
 
 def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. A case that raises counts as failed, infinitely far from its reference; the cases after it still
-    run.
-    """
+    """Run cases of one number of ranks. One that raises counts as failed, infinitely far from its reference; the others run."""
     while jobs:
         try:
             _spawn(ranks, _run_cases, folder, jobs)
@@ -296,7 +289,8 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             number, case, _ = jobs.pop(0)
             print(error, file=sys.stderr, flush=True)
             lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
-            _write(folder, number, Outcome(case, *[math.inf] * 4, worst=lines[-1], start=0, routing=0, drift=0, rounded=0))
+            lost = Outcome(case, math.inf, math.inf, math.inf, math.inf, worst=lines[-1], start=0, routing=0, drift=0, rounded=0)
+            _write(folder, number, lost)
 
 
 def _file(folder: str, number: int) -> Path:
@@ -337,7 +331,7 @@ class Crashed(RuntimeError):
     """A rank was ended by a signal: from outside, for lack of memory, or by a fault in native code."""
 
 
-def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
+def _spawn(ranks: int, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     """Run `function(device, folder, jobs)` on `ranks` gloo ranks.
 
     Raises Crashed if one was killed by a signal, else Raised with the traceback of the first rank that failed.
@@ -369,7 +363,7 @@ def _spawn(ranks: int, function: Callable, folder: str, jobs: list) -> None:
         raise Raised(text)
 
 
-def _rank(rank: int, ranks: int, store: str, function: Callable, folder: str, jobs: list) -> None:
+def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
     try:

@@ -1,6 +1,4 @@
 """The rules for checkpoints: when they are written, and which one a run starts from."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault

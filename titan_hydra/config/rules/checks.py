@@ -3,8 +3,6 @@
 A rule examines a frozen job and yields a `Fault` for whatever violates it. `check` stops after the first group of rules with faults,
 because the rules of later groups rely on what the earlier ones have established.
 """
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +10,7 @@ from importlib.metadata import entry_points
 from math import lcm
 
 from titan_hydra.base import redact
-from titan_hydra.base.run import versions
+from titan_hydra.base.versions import versions
 from titan_hydra.config import user_code
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors
@@ -54,8 +52,7 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 
 @rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
-    """The product of the degrees is the number of ranks, as each rank has one place in the mesh. One degree may be -1: it takes the rest.
-    """
+    """The product of the degrees is the number of ranks: each has one place in the mesh. One degree may be -1 and takes the rest."""
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
     if len(free) == 2:
         yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
@@ -80,9 +77,7 @@ VALUES.extend(data.VALUES)
 
 @rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
-    """The configuration holds no secret: it is written into every run directory, sweep and report. Ranks inherit the launcher's
-    environment.
-    """
+    """The configuration, which every run directory and report shows, holds no secret. Ranks inherit the launcher's environment."""
     for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy: it is read for every text
         yield Fault(key, "...", f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
                     "`source` a file in cluster.setup")
@@ -94,7 +89,7 @@ VALUES.append(experts.dense_models_have_no_expert_ranks)
 @rule(VALUES)
 def user_modules_are_those_of_the_run(job: Job) -> Iterator[Fault]:
     """The sources of the user's modules are part of the experiment: a run never continues with edited ones."""
-    if fault := user_code.changed(job.train):
+    if fault := user_code.edited_sources(job.train):
         yield fault
 
 
@@ -148,9 +143,7 @@ def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
-    """Each TP rank holds a column slice of w1/w3 and the matching row slice of w2. They are plain local tensors, so all slices need the
-    same size.
-    """
+    """Each TP rank holds a column slice of w1/w3 and the row slice of w2 that matches: local tensors, all of the same size."""
     width, tp = job.model.ffn_width, job.parallelism.tp
     if width % tp:
         yield Fault("model.ffn_dim", width, f"a feed-forward of this width cannot be split over parallelism.tp={tp}",
@@ -174,9 +167,7 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
-    """Context parallelism cuts a sequence into cp parts, each of two chunks if the ring is load-balanced; sequence parallelism cuts each
-    part into tp more.
-    """
+    """Context parallelism cuts a sequence into cp parts, of two chunks if the ring is balanced; sequence parallelism cuts these by tp."""
     seq_len, cp, tp, parallelism = job.data.seq_len, job.parallelism.cp, job.parallelism.tp, job.parallelism
     balanced = cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
     parts = cp * lcm(2 if balanced else 1, tp if parallelism.sequence_parallel else 1)
@@ -249,9 +240,7 @@ RECIPE.extend(objective.RULES + precision.RULES + replicas.RULES + experts.RECIP
 
 @rule(RECIPE)
 def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """Async TP: the compiler overlaps the all-gathers and reduce-scatters of sequence parallelism with matmuls. Without them it does
-    nothing.
-    """
+    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls; alone async_tp does nothing."""
     if not job.parallelism.async_tp:
         return
     if job.compile.name != "block":

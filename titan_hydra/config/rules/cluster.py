@@ -1,6 +1,4 @@
 """The rules of cluster settings: what SLURM would refuse an hour later, and what would keep the ranks from starting."""
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -55,8 +53,7 @@ def flags_are_the_sites(job: Job) -> Iterator[Fault]:
 
 
 def text_reaches_the_script_as_it_is(job: Job) -> Iterator[Fault]:
-    """Text in sbatch lines holds no backslash, which sbatch drops. The path of the runs holds no control character, which would end a line.
-    """
+    """Text in sbatch lines holds no backslash, which sbatch drops; the path of the runs no control character, which ends a line."""
     for key in SBATCH:
         for text in elements(getattr(job.cluster, key)):
             if isinstance(text, str) and "\\" in text:
@@ -73,9 +70,7 @@ def warning_seconds(cluster: Cluster, minutes: int) -> int:
 
 
 def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
-    """A job is long enough to take a step before it is asked to stop, or it would be requeued for ever. SLURM may send the signal a minute
-    early.
-    """
+    """A job can take a step before it is asked to stop, or it would requeue for ever. SLURM may send the signal a minute early."""
     minutes = job.cluster.time_minutes
     if job.cluster.executor == "slurm" and minutes:
         enough = next(some for some in itertools.count(1) if 60 * some - warning_seconds(job.cluster, some) - EARLY >= START)

@@ -1,6 +1,4 @@
 """The rules of data: sources, mixtures of them, their files, and the tokenizer of their text."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
@@ -12,7 +10,7 @@ from titan_hydra.config.schema import Data, Job, Source
 PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to this
 
 
-def sources(data: Data) -> dict[str, Source]:
+def data_sources(data: Data) -> dict[str, Source]:
     """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
     return {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)} if data.name == "mixture" else {"data": data}
 
@@ -44,14 +42,14 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
         return
     if not job.data.shuffle:
         yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,))
-    if not any(DATA_SOURCES[source.name].documents for source in sources(job.data).values()):
+    if not any(DATA_SOURCES[source.name].documents for source in data_sources(job.data).values()):
         names = " and ".join(name for name, record in DATA_SOURCES.items() if not record.documents)
         yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, f"{names} are shuffled as a whole", legal=(0,))
 
 
 def data_files_are_there(job: Job) -> Iterator[Fault]:
     """The data files exist: a file that is missing here would be missing on every rank, after the time in the queue."""
-    for key, source in sources(job.data).items():
+    for key, source in data_sources(job.data).items():
         record = DATA_SOURCES[source.name]
         if record.needs_path and not source.path:
             yield Fault(f"{key}.path", None, f"data={source.name} needs it")
@@ -70,7 +68,7 @@ def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
     A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .parquet) hold more text than bytes and give no warning.
     """
     step = job.data.global_batch * job.data.seq_len
-    for key, source in sources(job.data).items():
+    for key, source in data_sources(job.data).items():
         files = expand(source.path) if source.name == "text_files" else []
         size = sum(file.stat().st_size for file in files)
         if files and size < step and not any(file.suffix in (".gz", ".parquet") for file in files):
@@ -97,7 +95,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
     """Every token id has a row in the embedding. A larger embedding is fine: vocabularies are often padded."""
-    if not any(DATA_SOURCES[source.name].documents for source in sources(job.data).values()):
+    if not any(DATA_SOURCES[source.name].documents for source in data_sources(job.data).values()):
         return  # no text is encoded; the .bin is checked against its own header when it is opened
     file = tokenizer_file(job.tokenizer)
     if job.tokenizer.name != "embedded" and not job.tokenizer.path:

@@ -3,11 +3,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
+from typing import Any
 
 from titan_hydra.config.fault import Fault, divisors
 from titan_hydra.config.schema import Job
 
 from .memory import SIZE
+
+
+def sparse(job: Job) -> Any:
+    """Return the model section of a job with experts, whose family's keys this room does not import."""
+    return job.model
 
 
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
@@ -22,20 +28,20 @@ def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
     """Each ep rank holds as many whole experts as the others; ep ranks are those of dp_shard x cp x tp."""
     if not job.model.sparse:
         return
-    degrees, ep = job.parallelism, job.parallelism.ep
+    model, degrees, ep = sparse(job), job.parallelism, job.parallelism.ep
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
-    legal = divisors(gcd(ranks, job.model.n_experts))
+    legal = divisors(gcd(ranks, model.n_experts))
     if ranks % ep:
         yield Fault("parallelism.ep", ep, f"dp_shard x cp x tp = {ranks} cannot be divided by it", legal=legal)
-    elif job.model.n_experts % ep:
-        yield Fault("parallelism.ep", ep, f"{job.model.n_experts} experts cannot be split over it", legal=legal)
+    elif model.n_experts % ep:
+        yield Fault("parallelism.ep", ep, f"{model.n_experts} experts cannot be split over it", legal=legal)
 
 
 def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
     """FSDP shards the experts of an ep rank by expert if they divide evenly over the ranks that hold them, else by their widths."""
     if not job.model.sparse or job.parallelism.ep * job.parallelism.tp == 1:
         return
-    degrees, model = job.parallelism, job.model
+    degrees, model = job.parallelism, sparse(job)
     shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
     if model.n_experts // degrees.ep % shards == 0:
         return
@@ -55,7 +61,7 @@ def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:
     if not job.model.sparse:
         return
     step = 16 // SIZE[job.precision.compute_dtype]
-    for key, width in (("model.expert_dim", job.model.expert_dim), ("model.dim", job.model.dim)):
+    for key, width in (("model.expert_dim", sparse(job).expert_dim), ("model.dim", job.model.dim)):
         if width % step:
             yield Fault(key, width, f"experts need multiples of {step}, which are 16 bytes", legal=multiples_around(width, step))
 

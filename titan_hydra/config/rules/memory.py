@@ -3,8 +3,6 @@
 Lower bounds: parameters, gradients and the optimizer's moments; of the activations each block's input and the logits; one batch on the
 host.
 """
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,23 +22,21 @@ PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
 
 
-def parameters(model: Model) -> int | None:
+def _parameters(model: Model) -> int | None:
     """Count the parameters of a model; None if its family cannot without torch."""
     count = family_of(model).parameters
     return count(model) if count else None
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Return the bytes that a rank needs at least, by the key that each part grows with. `data.global_batch` counts host memory, the other
-    keys device memory.
-    """
+    """Return a rank's least bytes by the key that each part grows with: data.global_batch those of the host, the others the device's."""
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments = OPTIMIZERS[job.optimizer.name].moments(job.optimizer)
     ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
     tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / (max(microbatches(job), 1) if layout.pp > 1 else 1)
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
     return {
-        "model.name": (parameters(model) or 0) * stored * (2 + moments) / ranks,
+        "model.name": (_parameters(model) or 0) * stored * (2 + moments) / ranks,
         "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
         "data.global_batch": job.data.global_batch / data_parallel(job) / job.fault_tolerance.replicas * job.data.seq_len * 16,
     }
@@ -75,7 +71,7 @@ def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where:
     if ranks * sum(needs.values()) <= room:
         return
     key = max(needs, key=needs.__getitem__)
-    what = {"model.name": f"{parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
+    what = {"model.name": f"{_parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
             "data.local_batch": "block inputs and logits take", "data.global_batch": "tokens and labels of one step take",
             "gpus": f"{ranks:,} processes take"}[key]
     value = {"model.name": job.model.name, "gpus": job.gpus}.get(key) or getattr(job.data, key.partition(".")[2])

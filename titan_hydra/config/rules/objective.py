@@ -1,20 +1,18 @@
 """The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES
 from titan_hydra.config.schema import Job
 
-from .data import sources
+from .data import data_sources
 
 
 def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
     """The samples of every data source have the arrays that the objective uses."""
     needs = OBJECTIVES[job.train.objective].needs
     suitable = tuple(name for name, record in DATA_SOURCES.items() if set(needs) <= set(record.gives))
-    for key, source in sources(job.data).items():
+    for key, source in data_sources(job.data).items():
         if lacking := [name for name in needs if name not in DATA_SOURCES[source.name].gives]:
             yield Fault(f"{key}.name", source.name, f"train.objective={job.train.objective} needs {' and '.join(lacking)} of each sample, "
                         "which this source does not give", legal=suitable)

@@ -1,8 +1,6 @@
 """The layout of a pipeline, computed before any rank starts: which stage holds which modules, which rank holds which stages, how many
 microbatches run; and the rules for it. The trainer calls the same functions as the rules.
 """
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Callable, Iterator
@@ -79,10 +77,10 @@ def microbatches(job: Job) -> int:
 
 def legal_microbatches(job: Job) -> list[int]:
     """Return the numbers of microbatches that divide the local batch and that the schedule accepts."""
-    return [number for number in divisors(job.data.local_batch) if objection(job, number) is None]
+    return [number for number in divisors(job.data.local_batch) if microbatch_objection(job, number) is None]
 
 
-def objection(job: Job, number: int) -> str | None:
+def microbatch_objection(job: Job, number: int) -> str | None:
     """Return why the schedule does not accept this number of microbatches; None if it does."""
     schedule = job.pp_schedule
     if reason := PIPELINE_SCHEDULES[schedule.name].objection(number, stage_count(job), job.parallelism.pp):
@@ -199,9 +197,7 @@ def _ready(action: Action, ends: dict[Action, float], stages: int, travel: float
 # --- the rules, which checks.py runs with the others on the layout ---------------------------------------------------------------------
 
 def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
-    """Schedule, stages, split and microbatches fit the model, the ranks and each other. Stops at the first rule with faults, as each needs
-    the one before.
-    """
+    """Schedule, stages, split and microbatches fit model, ranks and each other. Each rule needs the one before: the first fault ends it."""
     if job.parallelism.pp > 1:
         for rule in (schedule_file_is_a_schedule, stages_hold_blocks, split_covers_the_model, batch_cuts_into_microbatches,
                      head_is_not_tied):
@@ -273,12 +269,12 @@ def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
     number, batch = microbatches(job), job.data.local_batch
     choices = legal_microbatches(job)
     if not choices:
-        least = next(size for size in range(1, 64 * stage_count(job)) if objection(job, size) is None)
-        why = objection(job, batch) or f"cannot be cut into {least} microbatches"
+        least = next(size for size in range(1, 64 * stage_count(job)) if microbatch_objection(job, size) is None)
+        why = microbatch_objection(job, batch) or f"cannot be cut into {least} microbatches"
         yield Fault("data.local_batch", batch, f"too few samples to cut into microbatches: {why}", legal=(least,))
     elif number < 1 or batch % number:
         yield Fault("pp_schedule.microbatches", number, f"data.local_batch {batch} cannot be cut into it", legal=tuple(choices))
-    elif why := objection(job, number):
+    elif why := microbatch_objection(job, number):
         yield Fault("pp_schedule.microbatches", number, why, legal=tuple(choices))
 
 

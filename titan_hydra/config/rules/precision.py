@@ -1,6 +1,4 @@
 """The rules of number formats: what Float8 and MXFP8 need, and what they cannot be combined with."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault, suggest

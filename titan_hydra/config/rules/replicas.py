@@ -1,6 +1,4 @@
 """The rules for replica groups: what Local SGD, DiLoCo and torchft need of a job."""
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -29,8 +27,7 @@ def torchft_is_there(job: Job) -> Iterator[Fault]:
 
 
 def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
-    """A replica group that dies must leave the others alive: on SLURM each is a job, here processes; a single process has no other group.
-    """
+    """A replica group that dies must leave the others alive: each is a job on SLURM, and processes here."""
     if job.fault_tolerance.name == "off":
         return
     if job.launch.packed:

@@ -25,7 +25,7 @@ class DeepSeekV3(Decoder):
     def frequencies(self, device: torch.device | None = None) -> Tensor:
         width = self.config.rope_dim
         pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-        return stretched(1.0 / self.config.rope_theta ** (pairs / width), self.config.rope_theta, self.config.yarn)
+        return yarn_of(1.0 / self.config.rope_theta ** (pairs / width), self.config.rope_theta, self.config.yarn)
 
 
 class LatentAttention(nn.Module):
@@ -58,15 +58,15 @@ class LatentAttention(nn.Module):
         latent, shared = self.wkv_a(x).split((config.kv_rank, config.rope_dim), -1)
         kv = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, config.plain_dim + config.value_dim)
         k, v = kv.split((config.plain_dim, config.value_dim), -1)
-        shared = rotate(halves(self.shared_key(shared).unsqueeze(2)), rotary).expand(-1, -1, q.shape[2], -1)
+        shared = rotate(split_pairs(self.shared_key(shared).unsqueeze(2)), rotary).expand(-1, -1, q.shape[2], -1)
         plain, turned = q.split((config.plain_dim, config.rope_dim), -1)
-        q = torch.cat((plain, rotate(halves(turned), rotary)), -1) * temperature(config.yarn)
+        q = torch.cat((plain, rotate(split_pairs(turned), rotary)), -1) * temperature(config.yarn)
         k = torch.cat((k, shared), -1)
         h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
 
 
-def halves(x: Tensor) -> Tensor:
+def split_pairs(x: Tensor) -> Tensor:
     """Return heads whose pairs to rotate are neighbours, as DeepSeek's weights have them, with the two members in the two halves."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
@@ -76,7 +76,7 @@ def temperature(yarn: Yarn) -> float:
     return (1 + 0.1 * yarn.temperature * math.log(yarn.factor)) ** 2
 
 
-def stretched(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
+def yarn_of(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
     """Return radians per position, the low frequencies divided by `factor` (YaRN), those between the bounds interpolated by their index."""
     if yarn.factor == 1:
         return frequencies

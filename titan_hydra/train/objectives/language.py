@@ -35,7 +35,7 @@ class Language(Objective):
         return (batch["labels"] != IGNORED).sum()
 
     def inputs(self, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
-        others = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        others: Tensors = {name: batch[name] for name in ("positions", "documents") if name in batch}
         if self.job.loss.name == "linear_cross_entropy":
             others["targets"] = batch["labels"]
         return batch["tokens"], others

@@ -1,13 +1,9 @@
 """The place of one rank in a run: what the worker passes to the trainer beside the job."""
-import contextlib
-import functools
-import platform
-import re
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from titan_hydra import __version__
+from . import layout
 
 
 @dataclass(frozen=True)
@@ -23,7 +19,7 @@ class Run:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: object | None = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
+    store: Any = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
     replica: int = 0
     submission: str = ""  # token of the SLURM submission: then each replica group is a job, whose attempts are in its own folder
 
@@ -35,11 +31,11 @@ class Run:
     @property
     def meetings(self) -> Path:
         """The folder that the replica groups of this attempt, or of this submission, use for rendezvous."""
-        return self.home / "meetings" / self.submission if self.submission else self._attempt / "meetings"
+        return layout.MEETINGS.of(self.home) / self.submission if self.submission else layout.MEETINGS.of(self._attempt)
 
     def record_of(self, rank: int) -> Path:
         """Return the path of a rank's record. The file name counts ranks as the launcher does: over all groups that it has started."""
-        return self._attempt / f"rank_{rank + (0 if self.submission else self.replica * self.world_size)}.json"
+        return layout.RANK.of(self._attempt, rank + (0 if self.submission else self.replica * self.world_size))
 
     @property
     def newer_attempt(self) -> int | None:
@@ -47,7 +43,7 @@ class Run:
 
         A later attempt owns the run: this one must no longer write to it.
         """
-        mine, newest = self._attempt.name, max(attempts_of(self.directory if self.submission else self.home), default=0)
+        mine, newest = self._attempt.name, newest_attempt(self.directory if self.submission else self.home)
         return newest if mine.isdecimal() and newest > int(mine) else None
 
     @property
@@ -55,15 +51,9 @@ class Run:
         return self.attempt.parents[1] if self.replica and not self.submission else self.attempt
 
 
-def attempts_of(directory: Path) -> list[int]:
-    """Return the numbers of a run's attempts, ascending. Other entries of the folder, such as a copy named 1.bak, are ignored."""
-    return sorted(int(path.name) for path in directory.glob("attempts/*") if re.fullmatch("[1-9][0-9]*", path.name))
-
-
-def rank_files(attempt: Path, kind: str, suffix: str = ".json") -> dict[int, Path]:
-    """Return the files `<kind>_<rank><suffix>` of an attempt, by rank."""
-    found = ((re.fullmatch(rf"{kind}_([0-9]+)", path.name.removesuffix(suffix)), path) for path in attempt.glob(f"{kind}_*{suffix}"))
-    return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
+def newest_attempt(directory: Path) -> int:
+    """Return the number of the newest attempt; 0 if there is none."""
+    return max(layout.ATTEMPT.all(directory), default=0)
 
 
 def homes_of(directory: Path, replicas: int) -> list[Path]:
@@ -73,21 +63,10 @@ def homes_of(directory: Path, replicas: int) -> list[Path]:
 
 def group_at(home: Path) -> tuple[Path, int]:
     """Return the directory of the whole run, and the replica group whose run folder this is."""
-    return (home.parents[1], int(home.name)) if home.parent.name == "replicas" and home.name.isdecimal() else (home, 0)
+    replicas = layout.REPLICA.of(home.parents[1], int(home.name)) if home.name.isdecimal() else None
+    return (home.parents[1], int(home.name)) if home == replicas else (home, 0)
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
     """Return the run folder and attempt folder of a replica group: the run's own for group 0, folders below them for the others."""
-    return tuple(folder / "replicas" / str(replica) if replica else folder for folder in (directory, attempt))
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Return the versions of packages that affect results or speed; packages that are not installed are left out. The result is cached: do
-    not change it.
-    """
-    found = {"python": platform.python_version(), "titan_hydra": __version__}
-    for package in ("torch", "torchao", "triton", "numpy", "tiktoken", "datasets"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+    return (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica)) if replica else (directory, attempt)

@@ -1,0 +1,175 @@
+"""The files of a run directory and of a sweep: the name of each, who writes it, what it holds, and the shape of its JSON.
+
+Readers treat a JSON file of any other shape as damaged, and so as absent. `python -m titan_hydra.runs.layout` prints the table of
+docs/architecture.md.
+"""
+import contextlib
+import json
+import os
+import re
+import typing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.config.files import read_json, write_json
+from titan_hydra.config.schema import Job
+
+from .shapes import Each, Fields, Moment, Place, Test, test_of
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A kind of file or folder. In `name`, which is relative to the folder that `of` is given, <n> and <r> stand for a number."""
+
+    name: str
+    writer: str
+    holds: str
+    shape: Any = dict  # of a JSON file, or of a row of it
+
+    def of(self, folder: Path, number: int | str = 0) -> Path:
+        """Return the path in a folder."""
+        return folder / re.sub("<.+>", str(number), self.name)
+
+    def all(self, folder: Path) -> dict[int, Path]:
+        """Return those in a folder by number, ascending. Others with such a name, as a copy called 1.bak, are left out."""
+        pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]*)", self.name.rstrip("/")))
+        found = {path.relative_to(folder).as_posix(): path for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))}
+        return dict(sorted((int(match[1]), path) for name, path in found.items() if (match := pattern.fullmatch(name))))
+
+    @cached_property
+    def intact(self) -> Test:
+        """Whether a JSON value has the shape."""
+        return test_of(self.shape)
+
+    def read(self, folder: Path, number: int | str = 0) -> dict[str, Any]:
+        """Read a JSON object; {} if there is none or it is damaged. Raises OSError if the file may not be read."""
+        content = read_json(self.of(folder, number))
+        return content if content is not None and self.intact(content) else {}
+
+    def read_all(self, folder: Path) -> dict[int, dict[str, Any]]:
+        """Read the JSON objects in a folder by number, as `read` does."""
+        return {number: self.read(folder, number) for number in self.all(folder)}
+
+    def write(self, folder: Path, content: dict[str, Any], number: int | str = 0) -> None:
+        """Write a JSON object, atomically and durably."""
+        write_json(self.of(folder, number), content)
+
+    def rows(self, folder: Path, number: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Read the intact rows of a .jsonl file, and count the damaged. A last one without a line end is still being written."""
+        path = self.of(folder, number)
+        try:
+            *lines, last = path.read_bytes().split(b"\n")
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return [], int(path.exists())
+        ended = [self._row(line) for line in lines if line]
+        rows = [row for row in [*ended, self._row(last)] if row is not None]
+        return rows, ended.count(None)
+
+    def last(self, folder: Path) -> dict[str, Any]:
+        """Return the last intact row; {} if there is none. Only the last two lines are tried: the last may be being written."""
+        lines = last_lines(self.of(folder), 2, 8192).splitlines()
+        return next((row for line in reversed(lines) if (row := self._row(line.encode())) is not None), {})
+
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        with contextlib.suppress(ValueError, RecursionError):
+            if self.intact(row := json.loads(line.decode())):
+                return row
+        return None
+
+
+def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
+    """Return the last lines of a log as text; "" if there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
+            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:])
+    except OSError:
+        return ""
+
+
+NUMBER = float | None
+PROCESS = {"pid": int, "host": str, "born": str | None}
+ENDED = {"ended": Moment, "exit_status": int | None, "host": str, "killed": bool}
+ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "secondary": bool},
+               {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
+OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None})
+SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {"executor": str, "index": int})
+OPERATION = {"group": str, "seq": int, "op": str, "time": float}
+LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
+
+KEYS = typing.get_type_hints(Job)
+CONFIG = Entry("config.json", LAUNCHER, "the resolved job; its hash is in the folder's name", Fields(
+    {"model": KEYS["model"]}, KEYS))  # one that was written with converted weights holds only the model
+OVERRIDES = Entry("overrides.txt", LAUNCHER, "what was typed, a line each")
+ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; in the attempt too", Fields({}, {
+    "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))
+SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")
+METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](metrics.md)", Fields(
+    {"step": int, "loss": NUMBER}, dict.fromkeys(("loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib",
+                                                  "memory_reserved_gib", "step_seconds", "data_seconds", "tokens_seen"), NUMBER)))
+EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of replica groups, bad files", Fields(
+    {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER}))
+RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
+    "final_loss", "validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds", "gpu_hours"), NUMBER) | {
+    "status": str, "steps": int, "measured_steps": int | None, "world_size": int, "device": str | None, "git_sha": str | None,
+    "versions": dict[str, str]}))
+CHECKPOINTS = Entry("checkpoints/", EVERY, "`step-<n>/`: weights, optimizer, each rank's data state, the manifest; "
+                    "`step-<n>.damaged`: one that failed its checksums, set aside")
+MANIFEST = Entry("manifest.json", FIRST, "in a step of `checkpoints/`: every other file with its size and checksum", Fields(
+    {"step": int, "world_size": int, "time": Moment, "files": Each(Fields({"bytes": int, "crc32": str}), named=True)}))
+SCHEDULE = Entry("schedule.json", FIRST, "what each pipeline rank computes, in order", Fields(
+    {"ranks": Each(Each(Fields({"stage": int, "kind": str, "microbatch": int})))}))
+EXPORT = Entry("export/", EVERY, "the last weights alone (`checkpoint.export_dtype`)")
+REPLICA = Entry("replicas/<g>/", "group g", "what the run's own files are for the first replica group; on SLURM its `attempts/` too")
+MEETINGS = Entry("meetings/", GROUPS, "on SLURM, by submission: where they find each other, and torchft's lighthouse; else in the attempt")
+TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
+WANDB = Entry("wandb/", FIRST, "copies of the rows")
+ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
+OF_RUN = (CONFIG, OVERRIDES, ENV, SBATCH, METRICS, EVENTS, RESULT, CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS, TENSORBOARD,
+          WANDB, ATTEMPT)
+
+CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, where it runs, its SLURM job", (SUBMITTER, OWNER))
+RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(
+    {}, PROCESS | {"ended": Moment, "ranks": Each(Fields({}, ENDED))}))
+RANK = Entry("rank_<r>.json", "rank r", "process, exit status, error, load of the machine", Fields({}, PROCESS | ENDED | {
+    "started": Moment, "error": (ERROR, None), "load": Fields({}, dict.fromkeys(("cores", "start", "end"), float))}))
+LOG = Entry("rank_<r>.log", "rank r", "its output")
+STATUS = Entry("status.json", FIRST, "the last step that is done", Fields({"step": int}, {"time": Moment}))
+BEAT = Entry("beat_<r>.json", "rank r", "the step and the phase that it is in", Fields(
+    {"step": int, "phase": str, "count": int, "since": Moment, "time": Moment}, {"asked": Moment}))
+FLIGHT = Entry("flight_<r>.json", "rank r", "after a hang: the last operations, stacks", Fields({
+    "rank": int, "time": Moment, "timeout": float, "step": int, "phase": str, "since": Moment, "host": str, "stacks": dict[str, list[str]],
+    "groups": Each(Fields({"mesh": str, "ranks": list[int]}), named=True), "collectives": Each(Fields(OPERATION, {"sizes": list})),
+    "messages": Each(Fields(OPERATION | {"size": Any, "peer": int, "done": bool})), "steps": list[list[float]]}))
+MEMORY = Entry("memory_<r>.txt", "rank r", "after running out of device memory: what is allocated, and where")
+PROFILE = Entry("profile/", EVERY, "what `profiling=on` records")
+ACTIVATIONS = Entry("activations_<r>.jsonl", "rank r", "what `debug.trace_activations` records", Fields(
+    {"step": int, "pass": str, "what": str, "module": str, "call": int, "order": list[float], "hash": str}, {"norm": float | str}))
+RENDEZVOUS = Entry("rendezvous", FIRST, "the address at which the ranks find each other")
+SUBMITIT = Entry("submitit/", LOCAL, "submitit's files; `parent.log` is the output of the ranks' parent process")
+SLURM_LOG = Entry("slurm.log", SCRIPT, "what the script itself and srun printed")
+OWN_JOB = Entry("job", SCRIPT, "the SLURM job that owns the attempt")
+EXIT = Entry("exit", SCRIPT, "a mark: the ranks' exit status")
+STOPPED = Entry("stopped", EVERY, "a mark: a stop that saved")
+CANCELLED = Entry("cancelled", "`titan cancel`", "a mark: who cancelled, and when", Fields({}, {"by": str, "time": Moment}))
+SPENT = Entry("requeues_spent", SCRIPT, "a mark: no requeue is left")
+OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, SLURM_LOG, OWN_JOB, EXIT,
+              STOPPED, CANCELLED, SPENT)
+
+SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
+SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(
+    {"name": str, "command": list[str], "baseline": str | None, "cells": Each(Fields(
+        {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
+CODE = Entry("_code/", LAUNCHER, "the snapshots of code that SLURM jobs run")
+
+
+def table_of_files() -> str:
+    """Return the rows of docs/architecture.md."""
+    entries = [*(("", entry) for entry in OF_RUN), *(("· ", entry) for entry in OF_ATTEMPT)]
+    return "\n".join(f"| `{mark}{entry.name}` | {entry.writer} | {entry.holds} |" for mark, entry in entries)
+
+
+if __name__ == "__main__":
+    print(table_of_files())

@@ -1,0 +1,69 @@
+"""The shapes of JSON values: a description of types, and the test that it stands for. layout.py gives each file its shape."""
+import dataclasses
+import re
+import typing
+from collections.abc import Callable
+from typing import Any, NewType
+
+Moment = NewType("Moment", float)  # seconds since 1970
+Place = NewType("Place", str)  # a path that a file system can have
+Test = Callable[[Any], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The shape of a JSON object: required fields, and the types of optional ones. Other fields may hold anything."""
+
+    needed: dict[str, Any]
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Each:
+    """The shape of a list, or with `named` of an object, whose every element has one shape."""
+
+    shape: Any
+    named: bool = False
+
+
+def test_of(kind: Any) -> Test:
+    """Return a test whether a JSON value is of a type: plain, a union, list[...], dict[str, ...], `Fields`, or a dataclass."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):  # a file of another version may lack keys or have others
+        kind = Fields({}, typing.get_type_hints(kind))
+    if isinstance(kind, Fields):
+        needed, tests = kind.needed.keys(), {name: test_of(inner) for name, inner in (kind.needed | kind.others).items()}
+        return lambda value: isinstance(value, dict) and needed <= value.keys() and all(
+            tests[name](inner) for name, inner in value.items() if name in tests)
+    outer: Any
+    if isinstance(kind, Each):
+        outer, inner = (dict if kind.named else list), (kind.shape,)
+    else:
+        outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    if outer in (list, dict):
+        test = test_of(inner[-1])
+        return lambda value: isinstance(value, outer) and all(map(test, value.values() if outer is dict else value))
+    if isinstance(kind, tuple) or inner:
+        options = [test_of(one) for one in (kind if isinstance(kind, tuple) else inner)]
+        return lambda value: any(test(value) for test in options)
+    return PLAIN.get(kind) or (lambda value: isinstance(value, kind))
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a string that can be printed and used as a path: JSON can encode a zero byte and half of a surrogate pair."""
+    return isinstance(value, str) and (value.isprintable() or not re.search("[\0\ud800-\udfff]", value))
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number of at most 63 bits, small enough to be multiplied by a float."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2 ** 63
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, float) or is_whole(value)
+
+
+PLAIN: dict[Any, Test] = {
+    str: is_text, int: is_whole, float: is_number, None: lambda value: value is None, type(None): lambda value: value is None,
+    Any: lambda value: True, Moment: lambda value: is_number(value) and 0 <= value < 2 ** 36,
+    Place: lambda value: is_text(value) and len(value) < 4096 and all(len(part.encode()) < 256 for part in value.split("/")),
+}
