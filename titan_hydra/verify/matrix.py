@@ -275,7 +275,7 @@ MATRIX = [
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
     *(case(f"{family}, {name}, ep {ep}", ranks, f"parallelism={layout}", f"parallelism.ep={ep}", f"data.local_batch={batch}", *more,
            base=base, uneven_mask=mask, slow=ranks > 4)
-      for name, ranks, layout, ep, batch, mask, *more in (  # type: ignore[misc] - the starred ones are words
+      for name, ranks, layout, ep, batch, mask, *more in (
           ("fsdp 2", 2, "fsdp", 1, 8, False), ("fsdp 2", 2, "fsdp", 2, 4, True), ("tp 2", 2, "tp", 1, 16, False),
           ("tp 2", 2, "tp", 2, 16, True), ("simple_fsdp 2", 2, "fsdp", 1, 8, False, "parallelism.backend=simple_fsdp"),
           ("fsdp 4", 4, "fsdp", 2, 4, False), ("fsdp 4", 4, "fsdp", 4, 2, True), ("hsdp 4", 4, "hsdp", 2, 4, False),
@@ -297,10 +297,10 @@ MATRIX = [
            "compile.backend=aot_eager", base=base, slow=True) for family, base in SPARSE),
     case("deepseek_v3, fsdp 2, tp 2, ep 2, no latent of queries", 4, "parallelism=fsdp_tp", "parallelism.ep=2", "data.local_batch=8",
          base=(*LATENT, "model.q_rank=0")),
-    *(case(f"{family}, fsdp 2, ep 2, {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8", **options | {
-        "base": (*base, *options["base"])})
-      for name, options in (("muon", MUON | {"loss": 1e-4, "norm": 1e-4, "routing": False}), ("float8 rowwise", ROWWISE))
-      for family, base in SPARSE),
+    *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
+           **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
+    *(case(f"{family}, fsdp 2, ep 2, float8 rowwise", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
+           base=(*base, *ROWWISE["base"])) for family, base in SPARSE),
     # A token that goes to another expert changes a router's gradient of step 1 by 0.13; where none does, it is 6e-3.
     *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
            **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})
