@@ -113,6 +113,8 @@ def shape_of(job: Job) -> Shape:
         lacks = "parameters" if family.parameters is None else "flops"
         raise NotPredictable(f"model.family={model.family}: has no formula for its {lacks} (Family({lacks}=...)), so nothing can be "
                              "predicted")
+    if model.sparse:
+        raise NotPredictable(f"model.name={model.name}: has experts, of which predictions know nothing yet")
     ends = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
     table = model.vocab_size * model.dim / degrees.tp
     pp = degrees.pp > 1
