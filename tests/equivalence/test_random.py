@@ -11,7 +11,7 @@ from titan_hydra.verify.verify import verify
 
 
 def check(cases):
-    wrong = [outcome for outcome in verify(cases, steps=3) if not outcome.passed]
+    wrong = [outcome for outcome in verify(cases, steps=4) if not outcome.passed]
     assert not wrong, "\n".join(map(str, wrong))
 
 

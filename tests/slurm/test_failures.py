@@ -10,6 +10,7 @@ ACTS = {
     5: ("rank == 1", "next(self.model.parameters()).detach().to_local().fill_(float('nan'))"),
     6: ("rank == 3", "raise ValueError('unlucky rank')"),
     9: ("rank == 1", "os._exit(0)"),
+    10: ("rank == 1", "import ctypes; ctypes.string_at(0)"),
     11: ("rank == 1", "os.kill(os.getpid(), 19)"),  # srun lets it go on, before it ends it
 }
 FAIL = """
@@ -37,6 +38,7 @@ EXPECTED = {  # class, rank, exit status, words of the message
     5: ("not finite", None, 78, "loss nan"),
     6: ("bug", 3, 1, "rank 3: ValueError: unlucky rank"),
     9: ("bug", 1, 1, "rank 1 ended with status 0 and without a word"),
+    10: ("bug", 1, 1, "rank 1 was killed by signal 11"),
     11: ("hang", 1, 77, "rank 1 was late"),
 }
 HANG = 20  # seconds; short enough to wait for, long enough for a busy machine
@@ -64,7 +66,7 @@ def test_failures_have_their_names_and_end_soon(submit):
         assert failure["rank"] == rank or rank is None, failure
         assert words in failure["line"], failure
         assert job["JobState"] == "FAILED", (kind, job)
-        assert job["ExitCode"] in (f"{code}:0", *(("137:0", "139:0") if kind in (2, 4, 11) else ())), (kind, job["ExitCode"])
+        assert job["ExitCode"] in (f"{code}:0", *(("137:0", "139:0") if kind in (2, 4, 10, 11) else ())), (kind, job["ExitCode"])
         struck = float((submit.folder / f"struck_{kind}").read_text())
         assert ended(job) - struck < 15 + (HANG if name == "hang" else 0), (kind, ended(job) - struck)
         assert submit.attempts(run) == [1]
@@ -87,9 +89,9 @@ def test_failures_have_their_names_and_end_soon(submit):
         submit.titan("retry", "runs", "--only", "hang", "--only", "nan", "--as-is")
         assert chosen(submit) == [1002, 1003, 1004, 1005, 1011]
         submit.run(*submit.line(*sweep, "launch.retry=failed"))
-        assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1009, 1011]
+        assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1009, 1010, 1011]
         submit.titan("retry", "runs", "--only", "node")
-        assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1008, 1009, 1011]
+        assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1008, 1009, 1010, 1011]
         assert submit.job(unfit, 2)["ExcNodeList"] == host
     submit.wait(lambda: submit.done(submit.cell("optimizer.max_norm=1003")), seconds=120)
 

@@ -21,7 +21,7 @@ def with_child(self):
         os._exit(0)
 trainer.Trainer.update, loop.listen = slow, with_child
 """
-STEPS, INTERVAL = 80, 20
+STEPS, INTERVAL = 120, 25
 # What is done to a cell. A cell's kind is its max_norm modulo 100: no gradient is that long, so it changes the identity and no loss.
 KINDS = ("requeue", "TERM and USR2", "child", "partition", "limit", "USR2", "nodes requeue", "nodes")
 SAVED = ("USR2", "TERM and USR2", "child", "nodes", "limit")  # those that leave the time for a checkpoint

@@ -2,10 +2,11 @@
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from titan_hydra.base.errors import RunError
 from titan_hydra.config import explain, register_schema
@@ -24,7 +25,7 @@ faults: list[str] = []
 def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
     """Keep the cells of one composed configuration; nothing starts before all cells are known to be good."""
     if overrides is None:  # no -m
-        overrides = list(HydraConfig.get().overrides.task)
+        overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))  # as typed: an entry would be resolved
     cells.extend(expand_sweep(config, overrides, faults))
 
 
