@@ -1,4 +1,4 @@
-"""Predictions against the paper's six tables, and against rows that were not part of the fit."""
+"""Predictions against the paper's six tables, one H200, and rows that were not part of the fit."""
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,12 @@ def test_small_shards_are_slow_in_float8():
         if row["name"].startswith("8B"):
             _, _, measured, predicted = paper.measured_and_predicted(row)
             assert predicted == pytest.approx(measured, rel=0.20), row["name"]
+
+
+@pytest.mark.parametrize("row", paper.H200, ids=lambda row: row["name"])
+def test_memory_on_one_h200_is_within_eight_percent(row):
+    measured, predicted, _, _ = paper.on_h200(row)
+    assert predicted == pytest.approx(measured, rel=0.08)
 
 
 def test_our_own_jobs_hold_less_than_the_papers():

@@ -74,6 +74,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     # The fake world: tensors without data, and a store that answers for all ranks.
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
+    # Its tracker: a mode that sees every operator, and the tensors in nested arguments.
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode", "tree_leaves": "torch.utils._pytree:tree_leaves",
 }
 
 
@@ -119,6 +121,16 @@ def settle_shapes(schedule: Any) -> None:
                 stage._inference_mode = InferenceMode.STATIC
 
         schedule._warmup_p2p = settled
+
+
+def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], None]:
+    """Change the function in which DTensor runs an operator at its global shape to learn the shape of the result. Returns how to undo it.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+    ShardingPropagator._propagate_tensor_meta_non_cached = change(original)
+    return lambda: setattr(ShardingPropagator, original.__name__, original)
 
 
 def set_async_tp(on: bool) -> None:
