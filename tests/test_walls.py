@@ -24,7 +24,7 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "fault_tolerance": GROUND | {"runs", "parallel", "data", "observe", "checkpoint", "train"},
     "verify": GROUND | {"models", "runs", "parallel", "data", "train"},
     "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},  # but runs inside the worker's rank function alone: NO_TORCH
-    "report": GROUND | {"runs"},
+    "report": GROUND | {"runs", "plan"},
     "commands": GROUND | {"runs", "plan", "launch", "report", "data", "observe", "checkpoint", "train", "verify"},
 }
 NO_TORCH = ("base", "config", "runs", "plan", "launch", "report", "commands", "verify/matrix.py", "cli.py", "models/__init__.py",

@@ -59,7 +59,7 @@ def candidates(words: list[str]) -> Iterable[str]:
     options = {name: action for action in options_of(parser) for name in action.option_strings}
     last = options.get(before[-1]) if before else None
     if last is not None and last.nargs != 0:  # its value is wanted
-        return last.choices or []
+        return names(runs_of(before)) if last.metavar == "RUN" else last.choices or []
     if words[-1].startswith("-"):
         return options
     places = [action for action in options_of(parser) if not action.option_strings]

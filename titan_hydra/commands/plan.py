@@ -16,6 +16,9 @@ from titan_hydra.plan import memory, messages, predict
 from titan_hydra.plan.predict import Prediction
 from titan_hydra.plan.search import Row, prepared, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
+from titan_hydra.runs.view import add_runs
+
+from . import calibrate
 
 BAR = 40  # characters of the longest bar
 
@@ -30,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--why", metavar="LAYOUT", help="the rule that drops a layout (overrides in quotes), or the terms of its estimate")
     parser.add_argument("--prove", type=int, metavar="N", help="step a rank of each of the N best in the fake world, and print beside "
                         "the formulas what it holds and sends")
+    parser.add_argument("--calibrate", nargs="+", metavar="RUN", help="instead, fit the rates of hardware=NAME to runs or sweeps that have "
+                        "finished, and print how far each is off")
+    parser.add_argument("--into", metavar="NAME", help="with --calibrate: write them to conf/hardware/NAME.yaml")
+    add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw memory by term, and speed against the number of GPUs")
 
@@ -38,6 +45,8 @@ def main(args: argparse.Namespace) -> int:
     """Print the fastest layouts, or one layout. Returns 0, or 2 if nothing fits."""
     own = [*args.overrides, *(args.why or "").split()]
     job = compose_unchecked(*own, config_dir=args.config_dir)
+    if args.into and not args.calibrate:
+        raise ConfigError(f"--into {args.into}: needs --calibrate RUN...: only rates that were fitted are written")
     gpus = job.gpus if args.gpus is None else args.gpus
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(str(Fault("--gpus", args.gpus, "a job needs at least one", legal=(1,))))
@@ -47,6 +56,8 @@ def main(args: argparse.Namespace) -> int:
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
     try:
+        if args.calibrate:
+            return calibrate.calibrated(args.calibrate, args.runs, job.hardware, args.into)
         if args.cell or args.why:
             return one_layout(job, gpus, args)
         if gpus is None:
