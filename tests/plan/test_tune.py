@@ -32,7 +32,7 @@ def tuned(tmp_path_factory):
 def test_tune_runs_calibrates_and_keeps_the_rates(tuned):
     folder, done = tuned
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "round 1: 2 layouts" in done.stdout and "fastest: gpus=2" in done.stdout
+    assert "round 1: 2 layouts" in done.stdout and "\nfastest: gpus=2" in done.stdout
     manifest = max((folder / "runs/_sweeps").glob("tune-*/manifest.json"), key=lambda file: file.stat().st_mtime)
     cells = json.loads(manifest.read_text())["cells"]
     assert len(cells) >= 2 and all((folder / "runs" / cell["directory"] / "result.json").is_file() for cell in cells)
@@ -45,7 +45,7 @@ def test_the_same_command_goes_on_where_it_stopped(tuned):
     folder, _ = tuned
     results = {file: file.stat().st_mtime for file in (folder / "runs").glob("*/result.json")}
     again = titan(folder, "tune", *LINE, "--gpus", "2", "--top", "2", "--steps", "4")
-    assert again.returncode == 0 and again.stdout.count("fastest: gpus=2") == 1
+    assert again.returncode == 0 and again.stdout.count("\nfastest: gpus=2") == 1
     assert {file: file.stat().st_mtime for file in (folder / "runs").glob("*/result.json")} == results
 
 
@@ -86,7 +86,7 @@ def test_calibrate_prints_residuals_and_writes_once(tuned):
     (["plan", *LINE, "--calibrate", "nowhere"], "nowhere: no such run or sweep in "),
     (["plan", *LINE, "--into", "x"], "--into x: needs --calibrate RUN...: only rates that were fitted are written"),
     (["plan", *LINE, "--calibrate", "tune", "--into", "a b"], "--into a b: cannot be typed as hardware=NAME; letters, digits, _ and - can"),
-    (["plan", *LINE, "--calibrate", "unfinished"], "no finished run with a measured speed among unfinished-00000000"),
+    (["plan", *LINE, "--calibrate", "unfinished-00000000"], "no finished run with a measured speed among unfinished-00000000"),
     (["plan", *LINE, "--gpus", "2", "--prove", "0"], "--prove=0: how many layouts are counted; nearest legal: 1"),
     (["tune", *LINE], "gpus=null: a plan needs their number; nearest legal: 64"),
     (["tune", *LINE, "--gpus", "0"], "gpus=0: a plan needs their number; nearest legal: 64"),

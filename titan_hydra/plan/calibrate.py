@@ -65,11 +65,12 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
     told = tuple(rate for rate in RATES if getattr(start, rate) is not None and _matters(runs, start, rate))
     together, notes = [[rate] for rate in told], ()
     lengths = sorted({run.job.data.seq_len for run in runs})
-    attention = [rate for rate in told if rate in ("attention_tflops", "flash_tflops")]
-    if len(lengths) == 1 and attention and "bf16_tflops" in told:
+    if len(lengths) == 1 and "bf16_tflops" in told:
+        attention = [rate for rate in ("attention_tflops", "flash_tflops") if getattr(start, rate) is not None]
         together = [["bf16_tflops", *attention], *([rate] for rate in told if rate not in ("bf16_tflops", *attention))]
-        notes = (f"{' and '.join(attention)}: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; "
-                 f"{counted(1, 'run')} of another length parts them",)
+        told = (*told, *(rate for rate in attention if rate not in told))
+        notes = (f"attention_tflops: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; a run of another "
+                 "length parts them",)
     best, least = start, _error(runs, start, start)
     for step in STEPS:
         moved = True

@@ -142,9 +142,10 @@ def saved(shape: Shape) -> float:
         everything -= (2 * dim + width) * (used - shape.format.bytes) * (tp == 1)
     if not shape.compiled:  # the compiler computes the activation and the float mask again
         everything += used * (width + _mask(shape) / shape.tokens)
-    # Of a row linear both are kept: its output, and the sum over ranks.
-    outputs = [one.outputs / (tp if one.column else 1) for one in shape.linears]
-    chosen = used * (dim + shape.queries + 2 * dim * (tp > 1)) + 4 * job.model.n_heads / tp
+    # Of a row linear the sum over ranks is kept; eager, its own output too.
+    both = tp > 1 and not shape.compiled
+    outputs = [one.outputs / (tp if one.column else 1 if both else shape.sequence) for one in shape.linears]
+    chosen = used * (dim + shape.queries + 2 * dim * both) + 4 * job.model.n_heads / tp
     of_mode = {
         "full": used * dim, "none": everything, "lean": chosen + used * sum(outputs), "op": chosen + used * sum(outputs[::2]),
         "layer": (used * dim + (ac.every - 1) * everything) / ac.every,
