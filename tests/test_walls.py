@@ -179,21 +179,21 @@ def test_public_names_are_unique():
 
 
 LINES = {  # of a room, at most: the design's budget stands behind where it is not kept yet. A number here may fall; it rises for a reason.
-    "base": 389,  # 350 and the table of private names
+    "base": 401,  # 350 and the table of private names
     "config": 3685,  # 2,100; up by 90: the records of number formats and of objectives, with the rules of the latter; by 60: hardware
     "models": 750,
-    "runs": 1998,  # 1,150; up by 280: the place of a rank, from base; the shapes of files, from config; every file name once
+    "runs": 1999,  # 1,150; up by 280: the place of a rank, from base; the shapes of files, from config; every file name once
     "parallel": 1450,
     "data": 1150,
     "observe": 1226,  # 1,100
     "checkpoint": 1010,  # 900
     "train": 1100,  # 1,200
     "fault_tolerance": 1005,  # 500
-    "verify": 966,  # 550
+    "verify": 1213,  # 550; up by 245: the tracker of the fake world
     "launch": 1680,  # 1,300; up by 20: predictions of cells; by 35: replica groups are jobs
-    "report": 1635,  # 1,300
-    "commands": 2399,  # 1,500; up by 185: titan plan
-    "plan": 1000,  # 900; 160 of them are torch's schedules without torch
+    "report": 1708,  # 1,300; up by 75: predictions beside measurements
+    "commands": 2653,  # 1,500; up by 185: titan plan; by 255: --prove, --calibrate, titan tune
+    "plan": 1260,  # 900; 160 of them are torch's schedules without torch; up by 250: messages, moments of memory, calibration
 }
 
 

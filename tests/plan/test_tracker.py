@@ -6,7 +6,7 @@ from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules.checks import check
 from titan_hydra.plan import memory, messages
 from titan_hydra.plan.shape import shape_of
-from titan_hydra.verify.count import count
+from titan_hydra.verify.count import count_rank
 
 BASE = ("model=llama3_debug", "data=synthetic", "precision=bf16", "data.seq_len=512", "data.local_batch=4", "gpus=4", "comm=fake")
 SMALL = "model.vocab_size=512"  # so that the fullest moment is not at the loss
@@ -39,7 +39,7 @@ def test_formulas_give_what_is_counted(name):
     job = freeze(compose_unchecked(*BASE, *LAYOUTS[name]))
     assert not check(job)
     shape, peak = shape_of(job), memory.peak(job)
-    counted = count(job, peak.rank)
+    counted = count_rank(job, peak.rank)
     assert peak.live == pytest.approx(counted.live, rel=0.05)
     sent = messages.of_step(shape, peak.pipeline_rank)
     assert {dim: size for dim, size in counted.messages.items() if size > 1e5} == pytest.approx(sent, rel=0.02)

@@ -9,10 +9,11 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table
 from titan_hydra.config import Fault
 from titan_hydra.config.compose import CONF
-from titan_hydra.config.files import read_json, write_text
+from titan_hydra.config.files import write_text
 from titan_hydra.config.schema import Hardware
 from titan_hydra.launch.worker import load_job
 from titan_hydra.plan import calibrate as plan
+from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.view import choose
 
@@ -20,14 +21,14 @@ from titan_hydra.runs.view import choose
 def calibrated(targets: list[str], runs: Path, hardware: Hardware, into: str | None) -> int:
     """Fit, print the rates and the residuals, and write conf/hardware/INTO.yaml."""
     file = target_file(into) if into else None
-    found = fit([cell for target in targets for cell in choose(target, runs).cells], hardware)
-    show(found, hardware)
+    found = fit_cells([cell for target in targets for cell in choose(target, runs).cells], hardware)
+    show_fit(found, hardware)
     if file:
-        write(found, file)
+        write_file(found, file)
     return Exit.DONE
 
 
-def write(found: plan.Fit, file: Path) -> None:
+def write_file(found: plan.Fit, file: Path) -> None:
     """Write a hardware file, and print how it is named. Raises ConfigError if it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -49,22 +50,22 @@ def target_file(into: str) -> Path:
     return file
 
 
-def fit(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
+def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
     """Fit rates to those of the runs that have finished. Raises ConfigError if none has."""
-    finished = [run for cell in cells if (run := measured(cell))]
+    finished = [run for cell in cells if (run := _measured(cell))]
     if not finished:
         names = ", ".join(cell.name for cell in cells[:6])
         raise ConfigError(f"no finished run with a measured speed among {names or 'no runs at all'}")
     return plan.fit(finished, hardware)
 
 
-def measured(cell: RunCell) -> plan.Measured | None:
+def _measured(cell: RunCell) -> plan.Measured | None:
     """Return a run's job and its seconds a step; None if it has not finished, or measured no speed."""
-    rate = (read_json(cell.directory / "result.json") or {}).get("tokens_per_second")
+    rate = layout.RESULT.read(cell.directory).get("tokens_per_second")
     return plan.measured(cell.name, load_job(cell.directory), rate) if rate else None
 
 
-def show(found: plan.Fit, start: Hardware) -> None:
+def show_fit(found: plan.Fit, start: Hardware) -> None:
     """Print the rates before and after, and how far each run is off."""
     rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.told]
     print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")

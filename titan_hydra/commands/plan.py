@@ -137,11 +137,11 @@ def show(rows: list[Row], points: int) -> None:
 
 def proof(job: Job) -> dict:
     """Count a job's fullest rank in the fake world: its bytes, and those of the formulas for the same, which is eager."""
-    from titan_hydra.verify.count import count, eager
+    from titan_hydra.verify.count import count_rank, eager
 
     job = eager(job)
     peak = memory.peak(job)
-    counted = count(job, peak.rank)
+    counted = count_rank(job, peak.rank)
     return {"rank": peak.rank, "live": counted.live, "live_by_formula": peak.live, "sent": counted.messages,
             "sent_by_formula": messages.of_step(shape_of(job), peak.pipeline_rank)}
 

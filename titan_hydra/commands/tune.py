@@ -13,14 +13,13 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault, Job, freeze
 from titan_hydra.config.compose import compose_unchecked, own_composer
 from titan_hydra.config.describe import option_files
-from titan_hydra.config.files import write_json
 from titan_hydra.config.load import read
 from titan_hydra.config.schema import Hardware
 from titan_hydra.launch.dispatch import dispatch
 from titan_hydra.plan.calibrate import Fit, on
 from titan_hydra.plan.search import DEGREES, search
 from titan_hydra.plan.shape import NotPredictable
-from titan_hydra.runs import find, rundir
+from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.find import RunCell
 
 from . import calibrate
@@ -66,32 +65,32 @@ def main(args: argparse.Namespace) -> int:
 def tune(job: Job, args: argparse.Namespace) -> int:
     """Plan, run and calibrate until the layout that is predicted to be the fastest is the fastest measured, or nothing new is planned."""
     hardware, layouts = job.hardware, list[str]()
-    planned = best(on(job, hardware), args)
+    planned = _best(on(job, hardware), args)
     if len(planned) < 2:
         raise ConfigError(str(Fault("--gpus", args.gpus, f"only one layout fits, so nothing is compared: {planned[0]}")))
     for turn in range(1, ROUNDS + 1):
-        layouts += [layout for layout in planned if layout not in layouts]
+        layouts += [one for one in planned if one not in layouts]
         print(f"\nround {turn}: {len(layouts)} layouts; predicted to be the fastest: {planned[0]}", flush=True)
-        composed = [composition(layout, args) for layout in layouts]
+        composed = [_composition(one, args) for one in layouts]
         status = dispatch(composed)
         places = [rundir.directory_of(freeze(read(config)[0])) for config, _ in composed]
-        cells = [RunCell(layout, place) for layout, place in zip(layouts, places, strict=True)]
+        cells = [RunCell(one, place) for one, place in zip(layouts, places, strict=True)]
         if status == Exit.CONFIG:
             return status
         if any(state.kind not in ("done", "failed") for state in rundir.states(places)):
             print("not all runs have ended; the same command goes on")
             return status
-        fit = calibrate.fit(cells, job.hardware)
-        hardware, planned = fit.hardware, best(on(job, fit.hardware), args)
+        fit = calibrate.fit_cells(cells, job.hardware)
+        hardware, planned = fit.hardware, _best(on(job, fit.hardware), args)
         fastest = min(fit.runs, key=lambda run: run.step_seconds).name
         if planned[0] == fastest or set(planned) <= set(layouts):
             break
-    show(fit, job.hardware, planned[0], fastest)
-    keep(fit, composed, args.into)
+    _show(fit, job.hardware, planned[0], fastest)
+    _keep(fit, composed, args.into)
     return status
 
 
-def best(job: Job, args: argparse.Namespace) -> list[str]:
+def _best(job: Job, args: argparse.Namespace) -> list[str]:
     """Return the layouts that are predicted to be the fastest, as overrides."""
     rows, _ = search(job, args.gpus)
     fitting = [row.overrides for row in rows if row.prediction.fits != "no"]
@@ -100,27 +99,27 @@ def best(job: Job, args: argparse.Namespace) -> list[str]:
     return fitting[: args.top]
 
 
-def composition(layout: str, args: argparse.Namespace) -> tuple[Any, list[str]]:
+def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]]:
     """Compose the run of a layout: the command line without its own degrees, the layout, a few steps and no checkpoints."""
     own = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
-    overrides = [*own, *layout.split(" "), f"steps={args.steps}", "checkpoint=off", "validation=off", "sweep.name=tune"]
+    overrides = [*own, *degrees.split(" "), f"steps={args.steps}", "checkpoint=off", "validation=off", "sweep.name=tune"]
     return own_composer(args.config_dir)(overrides), overrides
 
 
-def show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
+def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
     """Print each layout's measured time beside the predicted ones, the fastest first, and whether both agree on the fastest."""
     fit = dataclasses.replace(fit, runs=tuple(sorted(fit.runs, key=lambda run: run.step_seconds)))
     print()
-    calibrate.show(fit, start)
+    calibrate.show_fit(fit, start)
     print(f"\nfastest: {fastest}")
     print("the calibrated plan agrees" if winner == fastest else f"the calibrated plan prefers {winner}")
 
 
-def keep(fit: Fit, composed: list[tuple], into: str | None) -> None:
+def _keep(fit: Fit, composed: list[tuple], into: str | None) -> None:
     """Write the rates beside the sweep's manifest, where `titan report --predicted` finds them, and to a hardware file if one is named."""
     runs = Path(composed[0][0].paths.runs).expanduser().absolute()
-    newest = find.sweeps(runs)[0].parent
-    write_json(newest / "hardware.json", vars(fit.hardware))
+    newest = find.readable(runs)[0]
+    layout.RATES.write(newest, vars(fit.hardware))
     print(f"titan report --predicted{find.runs_option(runs)} {newest.name}   what was predicted, and what was measured")
     if into:
-        calibrate.write(fit, calibrate.target_file(into))
+        calibrate.write_file(fit, calibrate.target_file(into))

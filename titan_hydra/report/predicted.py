@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.files import read_json
 from titan_hydra.config.load import from_dict
 from titan_hydra.config.schema import Hardware, Job
 from titan_hydra.plan.calibrate import on
 from titan_hydra.plan.predict import Prediction, predict
 from titan_hydra.plan.shape import NotPredictable
+from titan_hydra.runs import layout
 
 from .table import Report
 
@@ -19,8 +19,7 @@ def with_predictions(report: Report) -> Report:
     """Return a report whose rows have predictions, for the rates that `titan tune` left in the sweep's folder, else for each run's own
     hardware. Raises ConfigError if nothing can be predicted.
     """
-    file = report.selection.manifest and report.selection.manifest / "hardware.json"
-    rates = read_json(file) if file else None
+    rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.rows]
     if not any(isinstance(one, Prediction) for one in found):
         raise ConfigError(f"--predicted: {found[0]}")
@@ -28,10 +27,10 @@ def with_predictions(report: Report) -> Report:
     return replace(report, rows=rows)
 
 
-def prediction(directory: Path, rates: dict | None) -> Prediction | str:
+def prediction(directory: Path, rates: dict) -> Prediction | str:
     """Predict a run from its config.json; the reason if that cannot be done."""
-    content = read_json(directory / "config.json")
-    if content is None:
+    content = layout.CONFIG.read(directory)
+    if not content:
         return f"{directory.name} has no config.json that can be read"
     try:
         job = from_dict(Job, content)
@@ -40,5 +39,4 @@ def prediction(directory: Path, rates: dict | None) -> Prediction | str:
         return f"{directory.name} was written by another version of titan_hydra"
     except NotPredictable as error:
         return str(error)
-    named = found.speed or job.cluster.device_memory_gib
-    return found if named else found.reason
+    return found.reason if found.reason and found.capacity_gib is None else found

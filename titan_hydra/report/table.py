@@ -90,7 +90,8 @@ COLUMNS = (
 PREDICTED = (  # with --predicted
     ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(_predicted_rate(row), ",.0f"),
      lambda row: _predicted_rate(row)),
-    ("to the prediction", "to_prediction_percent", lambda row: percent(row.to_prediction), lambda row: truncated_percent(row.to_prediction)),
+    ("to the prediction", "to_prediction_percent", lambda row: percent(row.to_prediction),
+     lambda row: truncated_percent(row.to_prediction)),
     ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
      lambda row: row.prediction and row.prediction.peak.gib),
 )
@@ -315,7 +316,7 @@ def _values(cell: ReportCell) -> dict:
     return getattr(cell, "members", {})
 
 
-def _predicted_rate(row: Row) -> float | None:
+def _predicted_rate(row: ReportRow) -> float | None:
     return row.prediction.speed.tokens_per_second if row.prediction and row.prediction.speed else None
 
 

@@ -18,7 +18,7 @@ from titan_hydra.train.trainer import Trainer
 from titan_hydra.train.world import set_determinism
 
 from .fake import fake_step
-from .tracker import Tracker, tracking
+from .tracker import MemoryTracker, tracking
 
 DEPTHS = (2, 4)  # blocks of a stage
 
@@ -38,13 +38,13 @@ def eager(job: Job) -> Job:
     return job
 
 
-def count(job: Job, rank: int) -> Counted:
+def count_rank(job: Job, rank: int) -> Counted:
     """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks a stage: every further one adds as much."""
     whole = job.data.local_batch * data_parallel(job)
     if (rounds := job.data.global_batch // whole) > 2:  # each local batch after the second sends as much again
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * whole
-        found = count(job, rank)
+        found = count_rank(job, rank)
         return Counted(found.live, {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()})
     stages = pipeline.stage_count(job) if job.parallelism.pp > 1 else 1
     if job.model.n_layers <= DEPTHS[-1] * stages:
@@ -83,7 +83,7 @@ def _count(job: Job, rank: int) -> Counted:
 
     @contextmanager
     def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
-        tracker = Tracker(trainer.mesh)
+        tracker = MemoryTracker(trainer.mesh)
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.masters.weights.parameters(),
                        *batch.tensors.values()):
             tracker.hold(tensor)
@@ -92,7 +92,7 @@ def _count(job: Job, rank: int) -> Counted:
         with tracking(tracker):
             yield
         state = tracker.live - before
-        found.append(Counted(max(peaks[0] + state, tracker.peak), tracker.messages))
+        found.append(Counted(max(peaks[0] + state, tracker.peak), dict(tracker.messages)))
 
     set_determinism(job)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(job))

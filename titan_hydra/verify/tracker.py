@@ -19,7 +19,7 @@ from titan_hydra.parallel.mesh import Mesh
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
-class Tracker(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Counts live bytes, their peak, and the messages of all operators while `tracking`.
 
     It sees operators on local tensors, below DTensor. A message counts as the larger of what goes in and what comes out.
@@ -30,7 +30,7 @@ class Tracker(TorchDispatchMode):
         self.live = self.peak = 0
         self.messages: Counter[str] = Counter()  # bytes by dimension of the mesh
         self.sizes: dict[int, int] = {}  # of storages by id: a storage keeps its Python object while it lives
-        self.groups = names_of_groups(mesh)
+        self.groups = _names_of_groups(mesh)
         self.paused = False
 
     def hold(self, tensor: Tensor) -> None:
@@ -69,21 +69,21 @@ class Tracker(TorchDispatchMode):
 
     def count(self, leaves: list) -> None:
         """Count a collective by its arguments and results; waiting for one names no group, and is none."""
-        for dimension in {self.groups[name] for leaf in leaves if (name := name_of_group(leaf)) in self.groups}:
+        for dimension in {self.groups[name] for leaf in leaves if (name := _name_of_group(leaf)) in self.groups}:
             self.messages[dimension] += max(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def names_of_groups(mesh: Mesh) -> dict[str, str]:
+def _names_of_groups(mesh: Mesh) -> dict[str, str]:
     """Return the dimension of each process group of a mesh, by the group's name; that of the shards is `fsdp`."""
     names = {}
     if mesh.fsdp is not None:
-        shards, *replicas = reversed([mesh.fsdp.get_group(place).group_name for place in range(mesh.fsdp.ndim)])
+        shards, *replicas = reversed([str(mesh.fsdp.get_group(place).group_name) for place in range(mesh.fsdp.ndim)])
         names = {shards: "fsdp"} | dict.fromkeys(replicas, "dp_replicate")
     dimensions = mesh.world.mesh_dim_names if mesh.world is not None else ()
-    return {mesh.world.get_group(name).group_name: name for name in dimensions} | names
+    return {str(mesh.world.get_group(name).group_name): name for name in dimensions} | names
 
 
-def name_of_group(leaf: Any) -> str | None:
+def _name_of_group(leaf: Any) -> str | None:
     """Return the name of the process group that an argument of a collective is or names."""
     if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf):
         return dist.ProcessGroup.unbox(leaf).group_name
@@ -91,7 +91,7 @@ def name_of_group(leaf: Any) -> str | None:
 
 
 @contextmanager
-def tracking(tracker: Tracker) -> Iterator[None]:
+def tracking(tracker: MemoryTracker) -> Iterator[None]:
     """Let a tracker count for a while.
 
     Not counted are the operators that DTensor runs at their global shape to learn the shape of a result. FSDP frees gathered weights with
@@ -112,7 +112,7 @@ def tracking(tracker: Tracker) -> Iterator[None]:
         return done
 
     resize, norm, undo = torch.UntypedStorage.resize_, F.rms_norm, swap_propagation(unseen)
-    torch.UntypedStorage.resize_, F.rms_norm = resized, rms_norm
+    torch.UntypedStorage.resize_, F.rms_norm = resized, _rms_norm  # type: ignore[assignment]
     try:
         with tracker:
             yield
@@ -121,12 +121,12 @@ def tracking(tracker: Tracker) -> Iterator[None]:
         undo()
 
 
-def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
     """Return something of the shape of F.rms_norm's result, with its gradients' shapes, saving what CUDA's kernel saves."""
-    return Norm.apply(x, weight)
+    return _Norm.apply(x, weight)
 
 
-class Norm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
