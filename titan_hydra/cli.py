@@ -9,6 +9,7 @@ from . import __version__
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
     "plan": ("titan_hydra.commands.plan", "which layouts would fit N GPUs, and how fast they would be, before any is asked for"),
+    "tune": ("titan_hydra.commands.tune", "run the best layouts of a plan for a few steps, until prediction and measurement agree"),
     "init": ("titan_hydra.commands.init", "write a project of your own: launch.py, options, a model, a sweep, a test"),
     "status": ("titan_hydra.commands.status", "the states of runs, in one table; -f follows them"),
     "ls": ("titan_hydra.commands.ls", "all sweeps and runs, a line each"),

@@ -60,7 +60,7 @@ def test_the_quick_estimate_of_a_pipeline_is_near_the_played_one():
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
-    (("ac=none",), "ac=none: "), (("data.seq_len=32768", "data.local_batch=1", "ac=full"), "loss=cross_entropy: "),
+    (("ac=none",), "ac=none: "), (("data.seq_len=49152", "data.local_batch=1", "ac=full"), "loss=cross_entropy: "),
     (("model=llama3_70b", "ac=full", "loss=linear_cross_entropy", "data.local_batch=1"), "parallelism.dp_shard=8: "),
 ])
 def test_the_nearest_fix_fits(overrides, expected):

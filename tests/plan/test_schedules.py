@@ -49,9 +49,9 @@ def test_actions_are_torchs(name):
 def test_first_and_last_rank_of_1f1b_hold_all_and_one():
     job = compose_job("parallelism=pp", "parallelism.pp=4", "model.n_layers=8", "data.local_batch=8", "pp_schedule.microbatches=8",
                       "comm=fake", "gpus=4")
-    assert [schedules.in_flight(job, rank, (1,) * 4) for rank in range(4)] == [4, 3, 2, 1]
+    assert [schedules.in_flight(job, rank, (1,) * 4).most for rank in range(4)] == [4, 3, 2, 1]
     job.pp_schedule.name = "gpipe"
-    assert {schedules.in_flight(job, rank, (1,) * 4) for rank in range(4)} == {8}
+    assert {schedules.in_flight(job, rank, (1,) * 4).most for rank in range(4)} == {8}
 
 
 @pytest.mark.parametrize(("name", "chunks", "idle"), [("1f1b", 1, 0.273), ("interleaved_1f1b", 2, 0.158), ("zbv", 2, 0.059)])

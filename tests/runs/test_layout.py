@@ -17,7 +17,7 @@ OTHERS = {"checkpoint/convert.py", "checkpoint/initial.py", "commands/from_torch
 
 def test_the_map_has_every_file():
     assert layout.table_of_files() in (ROOT / "docs/architecture.md").read_text()
-    assert {*layout.OF_RUN, *layout.OF_ATTEMPT, layout.SWEEPS, layout.SWEEP, layout.CODE} == set(ENTRIES)
+    assert {*layout.OF_RUN, *layout.OF_ATTEMPT, layout.SWEEPS, layout.SWEEP, layout.RATES, layout.CODE} == set(ENTRIES)
 
 
 def test_file_names_stand_in_the_layout_alone():

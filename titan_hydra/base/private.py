@@ -79,6 +79,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     # The fake world: tensors without data, and a store that answers for all ranks.
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
+    # Its tracker: a mode that sees every operator, and the tensors in nested arguments.
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode", "tree_leaves": "torch.utils._pytree:tree_leaves",
 }
 
 
@@ -135,6 +137,16 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
         return None
     info = fsdp.FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else fsdp.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return lambda placement: fsdp.ShardPlacementResult(placement, info)
+
+
+def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], None]:
+    """Change the function in which DTensor runs an operator at its global shape to learn the shape of the result. Returns how to undo it.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+    ShardingPropagator._propagate_tensor_meta_non_cached = change(original)
+    return lambda: setattr(ShardingPropagator, original.__name__, original)
 
 
 def set_async_tp(on: bool) -> None:

@@ -57,15 +57,15 @@ def candidates(words: list[str]) -> Iterable[str]:
     parser = argparse.ArgumentParser()
     importlib.import_module(cli.COMMANDS[command][0]).add_arguments(parser)
     options = {name: action for action in options_of(parser) for name in action.option_strings}
+    runs = Path(next((value for option, value in pairwise(before) if option == "--runs"), "runs"))
     last = options.get(before[-1]) if before else None
     if last is not None and last.nargs != 0:  # its value is wanted
-        return last.choices or []
+        return _names(runs) if last.metavar == "RUN" else last.choices or []
     if words[-1].startswith("-"):
         return options
     places = [action for action in options_of(parser) if not action.option_strings]
     chosen = next((action.choices for action in places if action.choices), None)
-    runs = next((value for option, value in pairwise(before) if option == "--runs"), "runs")
-    return chosen or (_names(Path(runs)) if any(action.dest in RUNS for action in places) else [])
+    return chosen or (_names(runs) if any(action.dest in RUNS for action in places) else [])
 
 
 def _names(runs: Path) -> list[str]:

@@ -12,10 +12,13 @@ from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.load import world_size
 from titan_hydra.config.rules import checks
-from titan_hydra.plan import memory, predict
+from titan_hydra.plan import memory, messages, predict
 from titan_hydra.plan.predict import Prediction
 from titan_hydra.plan.search import Row, prepared, search
-from titan_hydra.plan.shape import NotPredictable
+from titan_hydra.plan.shape import NotPredictable, shape_of
+from titan_hydra.runs.view import add_runs
+
+from . import calibrate
 
 BAR = 40  # characters of the longest bar
 
@@ -28,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     parser.add_argument("--cell", action="store_true", help="answer for the one layout of the line instead of searching")
     parser.add_argument("--why", metavar="LAYOUT", help="the rule that drops a layout (overrides in quotes), or the terms of its estimate")
+    parser.add_argument("--prove", type=int, metavar="N", help="step a rank of each of the N best in the fake world, and print beside "
+                        "the formulas what it holds and sends")
+    parser.add_argument("--calibrate", nargs="+", metavar="RUN", help="instead, fit the rates of hardware=NAME to runs or sweeps that have "
+                        "finished, and print how far each is off")
+    parser.add_argument("--into", metavar="NAME", help="with --calibrate: write them to conf/hardware/NAME.yaml")
+    add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw memory by term, and speed against the number of GPUs")
 
@@ -36,13 +45,19 @@ def main(args: argparse.Namespace) -> int:
     """Print the fastest layouts, or one layout. Returns 0, or 2 if nothing fits."""
     own = [*args.overrides, *(args.why or "").split()]
     job = compose_unchecked(*own, config_dir=args.config_dir)
+    if args.into and not args.calibrate:
+        raise ConfigError(f"--into {args.into}: needs --calibrate RUN...: only rates that were fitted are written")
     gpus = job.gpus if args.gpus is None else args.gpus
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(str(Fault("--gpus", args.gpus, "a job needs at least one", legal=(1,))))
+    if args.prove is not None and args.prove < 1:
+        raise ConfigError(str(Fault("--prove", args.prove, "how many layouts are counted", legal=(1,))))
     if job.hardware.name == "unknown":
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
     try:
+        if args.calibrate:
+            return calibrate.calibrated(args.calibrate, args.runs, job.hardware, args.into)
         if args.cell or args.why:
             return one_layout(job, gpus, args)
         if gpus is None:
@@ -59,10 +74,14 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
         least = Fault("--gpus", gpus, "no layout obeys the rules: the global batch "
                       f"{prepared(job, gpus).data.global_batch} and the model cannot be split over them")
         raise ConfigError(str(least))
+    proofs = [proof(row.prediction.job) for row in rows[: args.prove or 0]]
     if args.json:
-        print(json.dumps([{"overrides": row.overrides, "front": row.front} | predict.as_json(row.prediction) for row in rows], indent=2))
+        counted = [{"counted": one} for one in proofs] + [{}] * (len(rows) - len(proofs))
+        print(json.dumps([{"overrides": row.overrides, "front": row.front} | predict.as_json(row.prediction) | more
+                          for row, more in zip(rows, counted, strict=True)], indent=2))
     else:
         show(rows, points)
+        show_proofs(proofs)
     if args.plot:
         draw(args.plot, rows, {count: rows if count == gpus else search(job, count)[0] for count in halves(gpus)})
     return Exit.DONE if rows[0].prediction.fits != "no" else Exit.CONFIG
@@ -82,10 +101,12 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
     found = predict.predict(job)
     if found.reason:
         raise ConfigError(found.reason)
+    proofs = [proof(job)] if args.prove else []
     if args.json:
-        print(json.dumps(predict.as_json(found) | {"rules": broken}, indent=2))
+        print(json.dumps(predict.as_json(found) | {"rules": broken} | ({"counted": proofs[0]} if proofs else {}), indent=2))
     else:
         print(*(f"not to be started here: {line}" for line in broken), *explained(found), sep="\n")
+        show_proofs(proofs)
     return Exit.DONE
 
 
@@ -112,6 +133,32 @@ def show(rows: list[Row], points: int) -> None:
         print(f"{number:>2}  {row.overrides}")
     if first.fits == "no":
         print("nothing fits; the layouts that need least memory are shown")
+
+
+def proof(job: Job) -> dict:
+    """Count a job's fullest rank in the fake world: its bytes, and those of the formulas for the same, which is eager."""
+    from titan_hydra.verify.count import count_rank, eager
+
+    job = eager(job)
+    peak = memory.peak(job)
+    counted = count_rank(job, peak.rank)
+    return {"rank": peak.rank, "live": counted.live, "live_by_formula": peak.live, "sent": counted.messages,
+            "sent_by_formula": messages.of_step(shape_of(job), peak.pipeline_rank)}
+
+
+def show_proofs(proofs: list[dict]) -> None:
+    """Print what was counted beside the formulas."""
+    if not proofs:
+        return
+    dimensions = list(dict.fromkeys(name for one in proofs for name in one["sent_by_formula"]))
+    rows = []
+    for number, one in enumerate(proofs, start=1):
+        pairs = [(one["live"], one["live_by_formula"]), *((one["sent"].get(name), one["sent_by_formula"].get(name)) for name in dimensions)]
+        rows.append((number, one["rank"], *("-" if b is None else f"{a / memory.GIB:,.2f} / {b / memory.GIB:,.2f}" for a, b in pairs),
+                     f"{one['live_by_formula'] / one['live'] - 1:+.1%}"))
+    titles = ("", "rank", "live GiB", *(f"{name} GiB" for name in dimensions), "live off by")
+    print("\ncounted in the fake world / by formula, eager and without a number format; sent in a step, by dimension of the mesh")
+    print(*table(titles, rows, titles[1:]), sep="\n")
 
 
 def explained(found: Prediction) -> list[str]:

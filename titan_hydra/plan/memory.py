@@ -1,12 +1,12 @@
 """The peak of a device's memory, from a job alone: a table of terms, each counted from shapes or fitted to measurements.
 
-A step has two moments that can be its peak: the loss of the last stage, with all activations alive, and the backward of one block. The
-formulas and the runs that they were fitted to are in docs/plan.md.
+A step has a few moments that can be its peak: the loss of the last stage, with all activations alive, the backward of the last or the first
+block, the update. The formulas and how far they are off are in docs/plan.md; tests/plan/test_tracker.py counts the same in the fake world.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from titan_hydra.config.rules.memory import GIB
 from titan_hydra.config.schema import Job
@@ -26,6 +26,9 @@ class Term:
     tag: str = "counted"  # or fitted
 
 
+Moment = tuple[float, list[Term]]  # the parameters that have their gradient, and the terms that come and go
+
+
 @dataclass(frozen=True)
 class Peak:
     """The memory of the fullest rank at its fullest moment."""
@@ -33,6 +36,7 @@ class Peak:
     rank: int  # of the world; others with the same pipeline rank hold as much
     pipeline_rank: int
     terms: tuple[Term, ...]
+    live: float  # bytes of live tensors at the fullest moment, which may be another
 
     @property
     def gib(self) -> float:
@@ -42,7 +46,7 @@ class Peak:
     @property
     def allocated_gib(self) -> float:
         """What live tensors take, GiB."""
-        return self.gib - next(term.bytes for term in self.terms if term.name == "reserve") / GIB
+        return self.live / GIB
 
     @property
     def largest(self) -> Term:
@@ -54,8 +58,7 @@ class Peak:
 class Constants:
     """What is fitted, or was otherwise in older versions of torch. The tests of the paper's tables change the latter."""
 
-    reserve: float = 1.10  # of what comes and goes: 1.14 on the paper's ranks of 2024, 1.0 to 1.05 on one H200 with torch 2.11
-    eager: float = 24  # bytes of a token and width of the residual stream that eager blocks hold beside what is counted
+    reserve: float = 1.05  # of what comes and goes: fitted to one H200 with torch 2.11; 1.17 on the paper's ranks of 2024
     logits: float | None = None  # bytes of a logit at the loss; None: as counted here
     kept_logits: float = 0  # bytes of a logit that older pipeline schedules kept of all microbatches, twice
 
@@ -69,107 +72,157 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
 
 
 def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
-    """Return the terms of one pipeline rank at the larger of its two moments."""
-    stages, job = shape.stages[rank], shape.job
-    parameters = sum(map(shape.parameters, stages))
-    last = len(shape.layers) - 1 in stages
-    always = _states(shape, parameters)
-    kept = _kept(shape, rank)
-    at_loss = [*kept, *_unsharded(shape, parameters, at_loss=True), *(_head(shape, rank, constants) if last else ())]
-    in_backward = [*kept, *_unsharded(shape, parameters, at_loss=False), *_block(shape)]
-    moving = max(at_loss, in_backward, key=lambda terms: sum(term.bytes for term in terms))
-    if not shape.compiled:
-        moving.append(Term("eager temporaries", constants.eager * shape.tokens * job.model.dim / shape.sequence, "fitted"))
-    reserve = Term("reserve", (constants.reserve - 1) * sum(term.bytes for term in moving), "fitted")
-    world = job.parallelism
-    return Peak(rank * world.dp_replicate * world.dp_shard * world.cp * world.tp, rank,
-                tuple(term for term in (*always, *moving, reserve) if term.bytes or term.name == "reserve"))
-
-
-def _states(shape: Shape, parameters: float) -> list[Term]:
-    """Return what lives from step to step: weights, gradients, the optimizer's moments, copies in the compute dtype without FSDP."""
-    share = parameters * shape.stored / shape.shards
+    """Return the terms of one pipeline rank at the largest of its moments."""
+    world, parameters = shape.job.parallelism, sum(map(shape.parameters, shape.stages[rank]))
+    share = shape.stored / shape.shards
     copies = 0 if shape.wrapped or shape.used == shape.stored else parameters * shape.used
-    return [Term("weights", share), Term("gradients", share), Term("optimizer", share * shape.moments), Term("weight copies", copies)]
+    always = [Term("weights", parameters * share), Term("optimizer", parameters * share * shape.moments), Term("weight copies", copies)]
+    moments = [*_moments(shape, rank, parameters, constants)]
+    sizes = [sum(term.bytes for term in moving) for _, moving in moments]
+    live = max(having * share + size for (having, _), size in zip(moments, sizes, strict=True))
+    # The allocator gives the blocks of last step's gradients to nothing else, so that all count, at whatever moment.
+    size = max(sizes)
+    reserve = Term("reserve", (constants.reserve - 1) * size, "fitted")
+    terms = [*always, Term("gradients", parameters * share), *moments[sizes.index(size)][1]]
+    return Peak(rank * world.dp_replicate * world.dp_shard * world.cp * world.tp, rank, (*(term for term in terms if term.bytes), reserve),
+                live + sum(term.bytes for term in always))
 
 
-def _unsharded(shape: Shape, parameters: float, at_loss: bool) -> list[Term]:
-    """Return gathered parameters and gradients that are not reduced yet.
+def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -> Iterator[Moment]:
+    """Yield what can be the fullest moments of a rank.
 
-    ZeRO-3 holds two blocks; a pipeline (ZeRO-2) holds all weights, and gradients of all microbatches in float32.
+    As the backward goes from the last block to the first, saved activations go and gradients come; those of earlier local batches are
+    there. In a pipeline all microbatches in flight may be there, or, when the last one runs, all gradients.
     """
-    job, sums = shape.job, shape.used + shape.reduced
+    stages, pp, end = shape.stages[rank], len(shape.stages) > 1, len(shape.layers) - 1
+    before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
+    flying = in_flight(shape.job, rank, shape.layers)
+    late = shape.job.pp_schedule.name in ("gpipe", "looped_bfs")  # no backward before the last forward
+    if end in stages:
+        for head in _head(shape, rank, constants):
+            yield before, [*_kept(shape, rank, flying.at_end), *_unsharded(shape, parameters, None, not late), *head]
+    of_block = shape.used * (shape.tokens * shape.columns("outputs") + shape.block)  # of the linears' outputs, and of the weights
+    postponed = Term("postponed gradients", flying.postponed * of_block)
+    for block in _block(shape):
+        block.append(postponed)
+        first = [*_kept(shape, rank, flying.most - 1), *_unsharded(shape, parameters, shape.head, not late), *block]
+        last = [*_kept(shape, rank, 0), *_unsharded(shape, parameters, shape.block, True), *block]
+        yield before or (0 if pp else shape.head), first
+        yield before or (0 if pp else parameters - shape.block - shape.embedding), last
+    yield parameters, []  # the update
+
+
+def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool) -> list[Term]:
+    """Return gathered parameters and gradients that are not reduced yet: in the backward of a block, or, if `reduced` is None, at the loss.
+
+    ZeRO-3 holds two blocks, and the gradient of `reduced` parameters on their way to other ranks. A pipeline (ZeRO-2) holds all weights,
+    and, if `summed`, gradients of earlier microbatches.
+    """
+    job, own = shape.job, shape.used * shape.block
     if not shape.wrapped:
         return []
-    edge = max(shape.embedding, shape.head) * shape.used
     if job.parallelism.pp > 1:
-        gradients = shape.reduced * parameters * (shape.microbatches > 1) + sums * shape.block
-        return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients)]
+        gradients = shape.reduced * parameters * (shape.microbatches > 1 and summed)
+        return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients + own * (reduced is not None))]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
-    weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.block + edge
-    if at_loss:
-        return [Term("gathered weights", weights + edge)]
-    return [Term("gathered weights", weights), Term("unsharded gradients", sums * shape.block + edge)]
+    tied = shape.used * shape.embedding * (not shape.head)  # with the root's other parameters, which stay
+    if reduced is None:
+        weights = shape.used * shape.head * (1 + shape.fused_loss) + tied  # the fused loss runs while the gather's buffer is still there
+        return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
+    weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.block + tied
+    return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced + own)]
 
 
 def saved(shape: Shape) -> float:
     """Return the bytes that the forward of one block keeps for one microbatch, by the mode of activation checkpointing."""
-    job, tp, tokens = shape.job, shape.job.parallelism.tp, shape.tokens * shape.used
-    dim, ac = job.model.dim / shape.sequence, job.ac
-    queries = job.model.n_heads * job.model.head_width / tp
-    # The output of a row linear is kept as it is after the sum over ranks.
-    outputs = [one.outputs / (tp if one.column else shape.sequence) for one in shape.linears]
-    inputs = dim * 3 if tp == 1 else dim + 2 * job.model.dim * shape.sent / shape.used
-    everything = inputs + queries + sum(outputs) - dim + job.model.ffn_width / tp  # of w2's input, not of its output
+    job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
+    dim, width, ac = shape.residual, shape.ffn_width, job.ac
+    everything = used * (2 * dim + _norms(shape) + 2 * shape.queries + 2 * shape.keys + 3 * width) + _attention(shape)
     if shape.compiled and shape.format:  # the compiler keeps the casts of both norms and of w2's input
-        everything -= (2 * dim + job.model.ffn_width / tp) * (1 - shape.format.bytes / shape.used) * (tp == 1)
-    everything *= 1 if shape.compiled else 1.6  # eager keeps float32 copies of norms and rotary positions: 49.1 against 31.1 bytes
-    chosen = {
-        "full": dim, "none": everything, "lean": dim + queries + sum(outputs), "op": dim + queries + sum(outputs[::2]),
-        "layer": (dim + (ac.every - 1) * everything) / ac.every, "memory_budget": ac.budget * everything + (1 - ac.budget) * dim,
+        everything -= (2 * dim + width) * (used - shape.format.bytes) * (tp == 1)
+    if not shape.compiled:  # the compiler computes the activation and the float mask again
+        everything += used * (width + _mask(shape) / shape.tokens)
+    # Of a row linear the sum over ranks is kept; eager, its own output too.
+    both = tp > 1 and not shape.compiled
+    outputs = [one.outputs / (tp if one.column else 1 if both else shape.sequence) for one in shape.linears]
+    chosen = used * (dim + shape.queries + 2 * dim * both) + 4 * job.model.n_heads / tp
+    of_mode = {
+        "full": used * dim, "none": everything, "lean": chosen + used * sum(outputs), "op": chosen + used * sum(outputs[::2]),
+        "layer": (used * dim + (ac.every - 1) * everything) / ac.every,
+        "memory_budget": ac.budget * everything + (1 - ac.budget) * used * dim,
     }
-    return tokens * chosen[ac.name]
+    return shape.tokens * of_mode[ac.name]
 
 
-def _kept(shape: Shape, rank: int) -> list[Term]:
-    """Return saved activations of all microbatches in flight and, in a pipeline, the buffers between stages.
+def _norms(shape: Shape) -> float:
+    """Return the numbers of a token in the outputs of a block's two norms, as the linears take them: whole under tensor parallelism."""
+    dim, split = shape.job.model.dim, shape.job.parallelism.tp > 1
+    return 2 * dim * (shape.sent / shape.used if split else 1)
+
+
+def _attention(shape: Shape) -> float:
+    """Return the bytes of a token that attention keeps beside queries, keys, values and its output: sums of exponentials, and the output
+    once more where context parallelism changes its layout.
+    """
+    job = shape.job
+    return 4 * job.model.n_heads / job.parallelism.tp + shape.used * shape.queries * (job.parallelism.cp > 1)
+
+
+def _mask(shape: Shape) -> float:
+    """Return the size of a microbatch's mask of documents."""
+    return shape.samples * shape.job.data.seq_len**2 * shape.job.data.document_mask
+
+
+def _kept(shape: Shape, rank: int, blocks: float) -> list[Term]:
+    """Return saved activations of as many blocks of all microbatches in flight and, in a pipeline, the buffers between stages.
 
     torch allocates receive buffers for all microbatches, forward and backward, and keeps a stage's outputs until their backward.
     """
-    terms = [Term("saved activations", in_flight(shape.job, rank, shape.layers) * saved(shape))]
-    if shape.job.parallelism.pp > 1:
-        message = shape.tokens * shape.used * shape.job.model.dim / shape.sequence
-        terms += [Term("receive buffers", 2 * shape.microbatches * len(shape.stages[rank]) * message),
-                  Term("stage outputs", in_flight(shape.job, rank, (1,) * len(shape.layers)) * message)]
+    job, last = shape.job, len(shape.layers) - 1
+    number = in_flight(job, rank, (1,) * len(shape.layers)).most
+    whole = _mask(shape) * number * (shape.compiled or job.ac.name != "none")  # a byte each
+    terms = [Term("saved activations", blocks * saved(shape)), Term("masks", whole)]
+    if last:
+        message = shape.tokens * shape.used * shape.residual
+        buffers = sum((stage > 0) + (stage < last) for stage in shape.stages[rank]) * shape.microbatches
+        terms += [Term("receive buffers", buffers * message), Term("stage outputs", number * message)]
     return terms
 
 
-def _head(shape: Shape, rank: int, constants: Constants) -> list[Term]:
-    """Return what the head and the loss hold: logits in several forms, or a chunk of them and the gradients computed with it."""
-    job, tokens, dim = shape.job, shape.tokens, shape.job.model.dim
-    tp, last = job.parallelism.tp > 1, len(shape.layers) - 1
-    around = 8 * tokens * dim / shape.sequence + 2 * tokens * dim * tp
-    if shape.fused_loss:
-        chunk = min(job.loss.chunk_tokens, tokens) * shape.vocabulary * 12
-        weight = shape.job.model.vocab_size * dim / job.parallelism.tp
-        waiting = in_flight(job, rank, (0,) * last + (1,))
-        return [Term("head and loss", chunk + 2 * weight + around), Term("head's gradient", waiting * (4 * weight + 2 * tokens * dim))]
-    logits = tokens * shape.vocabulary
-    each = constants.logits or (16 if tp and job.parallelism.loss_parallel else 6 if shape.compiled else 12)
-    return [Term("head and loss", each * logits + around),
-            Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches * (job.parallelism.pp > 1))]
-
-
-def _block(shape: Shape) -> list[Term]:
-    """Return the temporaries of one block's backward: residual stream, gathered inputs, attention, feed-forward; and the keys and values
-    that a ring of context-parallel ranks gathers.
+def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
+    """Yield what the head and the loss hold: logits in several forms, or first a chunk of them with the gradients of all, then their
+    scaled copies.
     """
-    job, tp, model = shape.job, shape.job.parallelism.tp, shape.job.model
-    queries, keys = (heads * model.head_width / tp for heads in (model.n_heads, model.n_kv_heads))
-    gathered = 2 * shape.sent * model.dim if tp > 1 else 4 * model.dim
-    width = 8 * model.dim / shape.sequence + gathered + 4 * queries + 4 * keys + 10 * model.ffn_width / tp
-    if not shape.compiled:
-        width += 24 * model.dim / shape.sequence + 4 * model.ffn_width / tp
-    ring = job.parallelism.cp * 12 * keys if job.parallelism.cp > 1 and job.parallelism.cp_rotate == "allgather" else 0
-    part = partial(Term, "block's backward")
-    return [part(shape.tokens * width), Term("gathered keys and values", shape.tokens * ring)]
+    job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
+    tp, dim = job.parallelism.tp > 1, shape.residual
+    waiting = in_flight(job, rank, (0,) * last + (1,)).most
+    around = waiting * shape.used * tokens * (dim + (job.model.dim if tp else dim))
+    if shape.fused_loss:
+        weight = job.model.vocab_size * job.model.dim / job.parallelism.tp
+        gradients = Term("head's gradient", waiting * (4 * weight + shape.used * tokens * job.model.dim))
+        yield [Term("head and loss", 8 * min(job.loss.chunk_tokens, tokens) * shape.vocabulary + around), gradients]
+        yield [Term("head and loss", (4 + shape.used) * weight + around), gradients]
+        return
+    logits = tokens * shape.vocabulary
+    split = tp and job.parallelism.loss_parallel
+    each = constants.logits or (16 if split else 6 if shape.compiled else 12)
+    if last:  # stages keep their outputs
+        softmax = 0 if shape.compiled and not split else 4
+        each += shape.used * bool(softmax) + (waiting - 1) * (shape.used + softmax)
+    yield [Term("head and loss", each * logits + around),
+           Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches * (last > 0))]
+
+
+def _block(shape: Shape) -> Iterator[list[Term]]:
+    """Yield what the backward of one block holds, saved or computed again, with its gradients: in its feed-forward, and in ring attention,
+    which sums gradients of queries, keys and values in float32 while keys and values go round.
+    """
+    layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
+    width = (5 + (not shape.compiled)) * shape.ffn_width
+    feed_forward = used * (4 * shape.residual + _norms(shape) + 2 * queries + 2 * keys + width) + _attention(shape)
+    yield [Term("block's backward", shape.tokens * feed_forward + used * _mask(shape))]
+    if layout.cp > 1 and layout.cp_rotate != "ulysses":
+        attention = used * (3 * shape.residual + _norms(shape) / 2 + 5 * queries + 4 * keys) + _attention(shape)
+        parts = layout.cp if layout.cp_rotate == "allgather" else 1
+        ring = (4 + used) * (queries + 2 * keys) + 2 * used * keys * parts + 24 * keys
+        yield [Term("block's backward", shape.tokens * attention), Term("ring attention", shape.tokens * ring)]

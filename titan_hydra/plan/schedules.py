@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
@@ -121,10 +122,19 @@ STEPS: dict[str, Callable[[int, int, int, int], Iterable[Step]]] = {
 }
 
 
-def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> float:
-    """Return the most that a pipeline rank holds at once if each forward keeps its stage's weight until the backward is done."""
+@dataclass(frozen=True)
+class Held:
+    """What a pipeline rank holds, in the weights of its stages."""
+
+    most: float  # at once, if each microbatch has its stage's weight from its forward until its backward is done
+    at_end: float = 0  # when a forward of the last stage has just run
+    postponed: float = 0  # of `most`, the microbatches whose weights' gradients are still to be computed
+
+
+def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
+    """Return what a pipeline rank holds of microbatches; `weights` are those of all stages. Without a pipeline it is the model's."""
     if job.parallelism.pp == 1:
-        return weights[0]
+        return Held(weights[0], weights[0])
     if job.pp_schedule.name == "csv":
         return _held(actions_of(job)[rank], weights)
     return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, pipeline.microbatches(job), rank,
@@ -132,19 +142,24 @@ def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> float:
 
 
 @cache
-def _held_by(name: str, pp: int, stages: int, number: int, rank: int, weights: tuple[float, ...]) -> float:
+def _held_by(name: str, pp: int, stages: int, number: int, rank: int, weights: tuple[float, ...]) -> Held:
     return _held(actions(name, pp, stages, number)[rank], weights)
 
 
-def _held(order: Iterable[Action], weights: tuple[float, ...]) -> float:
-    held = most = 0.0
+def _held(order: Iterable[Action], weights: tuple[float, ...]) -> Held:
+    held = halfway = most = at_end = postponed = 0.0
     for stage, kind, _ in order:
-        if kind == "F":
-            held += weights[stage]
-            most = max(most, held)
-        elif kind != "I":
-            held -= weights[stage]
-    return most
+        held += weights[stage] * (kind == "F")
+        halfway += weights[stage] * (kind == "I")
+        if held > most:
+            most, postponed = held, 0.0
+        if held == most:
+            postponed = max(postponed, halfway)
+        if (stage, kind) == (len(weights) - 1, "F"):
+            at_end = max(at_end, held)
+        held -= weights[stage] * (kind in "BW")
+        halfway -= weights[stage] * (kind == "W")
+    return Held(most, at_end, postponed)
 
 
 @cache

@@ -80,6 +80,26 @@ class Shape:
         return OPTIMIZERS[self.job.optimizer.name].moments(self.job.optimizer)
 
     @property
+    def residual(self) -> float:
+        """The width of the residual stream of a token, or its share of it."""
+        return self.job.model.dim / self.sequence
+
+    @property
+    def queries(self) -> float:
+        """The numbers of a token's queries on this rank."""
+        return self.job.model.n_heads * self.job.model.head_width / self.job.parallelism.tp
+
+    @property
+    def keys(self) -> float:
+        """The numbers of a token's keys on this rank; it has as many values."""
+        return self.job.model.n_kv_heads * self.job.model.head_width / self.job.parallelism.tp
+
+    @property
+    def ffn_width(self) -> float:
+        """The numbers of a token between the linears of the feed-forward on this rank."""
+        return self.job.model.ffn_width / self.job.parallelism.tp
+
+    @property
     def vocabulary(self) -> float:
         """The logits of a token on this rank."""
         split = self.job.parallelism.tp if self.job.parallelism.loss_parallel or self.fused_loss else 1

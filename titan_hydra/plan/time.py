@@ -10,6 +10,7 @@ from titan_hydra.config.load import all_ranks
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Hardware, Job
 
+from . import messages
 from .schedules import actions_of, idle_time, known
 from .shape import NotPredictable, Shape, shape_of
 
@@ -82,13 +83,11 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     job, tokens, tp = shape.job, shape.tokens, shape.job.parallelism.tp
     again, attention_again, rest_again = recomputed(shape)
     matmuls = sum(2 * tokens * one.inputs * one.outputs / tp / _rate(shape, one) for one in shape.linears)
-    width = job.model.n_heads * job.model.head_width / tp
     ring = factors.ring if job.parallelism.cp > 1 and job.parallelism.cp_rotate != "ulysses" else 1
     hardware = job.hardware
     flash = hardware.flash_tflops if job.model.attention == "flash" and hardware.flash_tflops else hardware.attention_tflops
-    attention = 2 * tokens * job.data.seq_len * width / (flash * 1e12 * ring)
-    keys = job.model.n_kv_heads * job.model.head_width / tp
-    traffic = 2 * tokens * (4 * job.model.dim / shape.sequence + width + keys + 2 * job.model.ffn_width / tp)
+    attention = 2 * tokens * job.data.seq_len * shape.queries / (flash * 1e12 * ring)
+    traffic = 2 * tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
     elements = traffic * (factors.compiled if shape.compiled else factors.eager) / _bandwidth(shape, factors)
     inputs, outputs = (casts * tokens / _bandwidth(shape, factors) for casts in _casts(shape, factors))
     sends = _tensor_parallel(shape, factors)
@@ -159,14 +158,12 @@ def _link(shape: Shape, ranks_inside: int, ranks: int) -> float:
 
 def _tensor_parallel(shape: Shape, factors: Factors) -> tuple[float, float]:
     """Return the seconds of gathers and reduce-scatters of a block, forward and backward, recomputation included."""
-    job, tp = shape.job, shape.job.parallelism.tp
-    if tp == 1:
+    layout = shape.job.parallelism
+    if layout.tp == 1:
         return 0, 0
-    scatter = shape.tokens * job.model.dim * shape.used * (tp - 1) / tp / _link(shape, 1, tp)
-    gather = scatter * shape.sent / shape.used
-    again = {"none": 0, "full": 2 * gather + scatter}.get(job.ac.name, 2 * gather)
-    seen = factors.async_tp if job.parallelism.async_tp else 1
-    return seen * (2 * gather + 2 * scatter), seen * (2 * gather + 2 * scatter + again)
+    seen = factors.async_tp if layout.async_tp else 1
+    forward, backward = (seen * sent * (layout.tp - 1) / layout.tp / _link(shape, 1, layout.tp) for sent in messages.tensor(shape))
+    return forward, backward
 
 
 def _context_parallel(shape: Shape) -> float:
@@ -174,8 +171,7 @@ def _context_parallel(shape: Shape) -> float:
     job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
     if cp == 1:
         return 0
-    keys, queries = (heads * job.model.head_width / tp for heads in (job.model.n_kv_heads, job.model.n_heads))
-    sent = (2 * queries + 2 * keys) / cp if job.parallelism.cp_rotate == "ulysses" else 2 * keys
+    sent = (2 * shape.queries + 2 * shape.keys) / cp if job.parallelism.cp_rotate == "ulysses" else 2 * shape.keys
     return shape.tokens * shape.used * sent * (cp - 1) / _link(shape, tp, cp)
 
 
@@ -196,7 +192,7 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
     job, last, pp = shape.job, len(shape.layers) - 1, len(shape.stages)
     forward, backward = ([layers * block[side] + head[side] * (stage == last) for stage, layers in enumerate(shape.layers)]
                          for side in (0, 1))
-    hop = shape.tokens * shape.used * job.model.dim / shape.sequence / (job.hardware.nic_gbs * 0.8e9)
+    hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     most = max(sum(forward[stage] + backward[stage] for stage in stages) for stages in shape.stages)
     number = min(shape.microbatches, 4 * pp)  # idle time does not grow with more, so the rest costs the slowest rank's work
     if job.pp_schedule.name == "csv":

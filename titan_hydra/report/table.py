@@ -7,6 +7,7 @@ from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import quoted, suggest
+from titan_hydra.plan.predict import Prediction
 from titan_hydra.runs.find import Selection
 
 from . import compare
@@ -31,6 +32,13 @@ class ReportRow:
     doubt: str = ""  # why the difference is not reliable; "" if it is
     change: tuple[float, float | None] | None = None  # of a mean's loss to the baseline's, and its standard error
     band: Band | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def to_prediction(self) -> float | None:
+        """The difference of tokens/s to the predicted rate, as a fraction of it."""
+        known = self.cell.rate and self.prediction and self.prediction.speed
+        return self.cell.rate / self.prediction.speed.tokens_per_second - 1 if known else None
 
     @property
     def rate(self) -> str:
@@ -79,6 +87,15 @@ COLUMNS = (
     ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
     ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
 )
+PREDICTED = (  # with --predicted
+    ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(_predicted_rate(row), ",.0f"),
+     lambda row: _predicted_rate(row)),
+    ("to the prediction", "to_prediction_percent", lambda row: percent(row.to_prediction),
+     lambda row: truncated_percent(row.to_prediction)),
+    ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
+     lambda row: row.prediction and row.prediction.peak.gib),
+)
+SLOW = 0.2  # share by which a run may be slower than predicted
 ALIKE = ("GPUs", "commit", "torch", "device")  # shown once, in the caption, if all cells have the same
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
 
@@ -102,7 +119,12 @@ class Report:
     @cached_property
     def columns(self) -> list[tuple]:
         """The columns that have a value in some row, without those that are the same in all rows."""
-        return [column for column in COLUMNS if any(column[2](row) is not None for row in self.rows) and column[0] not in self.shared]
+        return [column for column in self.every if any(column[2](row) is not None for row in self.rows) and column[0] not in self.shared]
+
+    @property
+    def every(self) -> tuple[tuple, ...]:
+        """All columns, empty ones too."""
+        return (*COLUMNS, *PREDICTED) if any(row.prediction for row in self.rows) else COLUMNS
 
     @cached_property
     def shared(self) -> dict[str, str]:
@@ -124,7 +146,8 @@ class Report:
     def origin(self) -> str:
         """Where the report is from, in one line, for a figure shown elsewhere."""
         sweep = self.selection.sweep
-        command = f"python launch.py {quoted(sweep['command'])}" if sweep else f"titan report {quoted([self.name])}"
+        word = "titan" if sweep and sweep["command"][:1] == ["tune"] else "python launch.py"
+        command = f"{word} {quoted(sweep['command'])}" if sweep else f"titan report {quoted([self.name])}"
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, command)))
 
     @cached_property
@@ -135,7 +158,11 @@ class Report:
     @cached_property
     def notes(self) -> list[str]:
         """The notes below the table."""
-        return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._mixed(), *self._forced()]
+        return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._slow(), *self._mixed(), *self._forced()]
+
+    def _slow(self) -> list[str]:
+        return [f"{row.label}: {-row.to_prediction:.0%} slower than predicted for hardware={row.prediction.job.hardware.name}"
+                for row in self.rows if row.to_prediction is not None and row.to_prediction < -SLOW]
 
     def _states(self) -> list[str]:
         notes = []
@@ -291,6 +318,10 @@ def _members(row: ReportRow) -> int | None:
 
 def _values(cell: ReportCell) -> dict:
     return getattr(cell, "members", {})
+
+
+def _predicted_rate(row: ReportRow) -> float | None:
+    return row.prediction.speed.tokens_per_second if row.prediction and row.prediction.speed else None
 
 
 def _number(value: float | None, form: str) -> str | None:

@@ -6,7 +6,7 @@ import re
 from titan_hydra.base.text import table
 
 from .digits import truncated_percent
-from .table import COLUMNS, WORDS, Report
+from .table import WORDS, Report
 
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{MINUS SIGN}": "$-$", "\N{EN DASH}": "--", "<": r"\textless{}",
@@ -41,10 +41,10 @@ def comma_separated(report: Report) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     further = ("baseline", "state", "partial", "reason", "directory", "doubt", "noise_percent", "load", "cores")
-    writer.writerow([machine for _, machine, *_ in COLUMNS] + [*further])
+    writer.writerow([machine for _, machine, *_ in report.every] + [*further])
     for row in report.rows:
         state, load = row.cell.state, row.cell.load
-        values = [value(row) for *_, value in COLUMNS]
+        values = [value(row) for *_, value in report.every]
         reason = state.failure.line if state.failure else state.damage
         values += [row.baseline, row.cell.word, row.cell.partial, reason, row.cell.directory.name, row.doubt,
                    truncated_percent(row.noise), max(load.get("start", 0), load.get("end", 0)) if load else None, load.get("cores")]

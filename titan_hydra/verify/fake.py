@@ -5,6 +5,8 @@ collectives return at once (torch's fake process group), so that a layout for 51
 """
 import copy
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,14 @@ import torch.distributed as dist
 from titan_hydra.base.private import FakeStore, FakeTensorMode, settle_shapes
 from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
+from titan_hydra.data.batch import Batch
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import write_result
 from titan_hydra.train.trainer import Trainer, assemble
 from titan_hydra.train.world import set_determinism
 
+Watch = Callable[[Trainer, Batch], AbstractContextManager]
 DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch has no CUDA
 
 
@@ -27,7 +31,7 @@ def train_fake(job: Job, run: Run) -> None:
     set_determinism(job)
     dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
     try:
-        trainer = _step(job)
+        trainer = fake_step(job)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())  # whole ones, of this rank's stages
         seconds = time.perf_counter() - began
         print(f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
@@ -41,8 +45,9 @@ def train_fake(job: Job, run: Run) -> None:
         dist.destroy_process_group()
 
 
-def _step(job: Job) -> Trainer:
-    """Return a trainer on this rank of the fake world, after one step. Requires the fake process group.
+def fake_step(job: Job, watch: Watch | None = None) -> Trainer:
+    """Return a trainer on this rank of the fake world, after one step, inside the context that `watch` makes of it and the step's batch.
+    Requires the fake process group.
 
     Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for number formats. Experts
     are balanced, as no router has scores.
@@ -59,6 +64,7 @@ def _step(job: Job) -> Trainer:
             settle_shapes(trainer.step.schedule)
         samples = job.data.global_batch // trainer.mesh.data_ranks
         batch = trainer.objective.example(samples).each(lambda tensor, dims: torch.zeros_like(tensor))
-        share = trainer.forward_backward(batch)
-        trainer.update(trainer.agree(share, trainer.measure()))
+        with watch(trainer, batch) if watch else nullcontext():
+            share = trainer.forward_backward(batch)
+            trainer.update(trainer.agree(share, trainer.measure()))
     return trainer

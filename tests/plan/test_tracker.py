@@ -1,0 +1,45 @@
+"""The formulas of memory and of messages against what a rank of the fake world holds and sends, counted."""
+import pytest
+
+from titan_hydra.config import freeze
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.rules.checks import check
+from titan_hydra.plan import memory, messages
+from titan_hydra.plan.shape import shape_of
+from titan_hydra.verify.count import count_rank
+
+BASE = ("model=llama3_debug", "data=synthetic", "precision=bf16", "data.seq_len=512", "data.local_batch=4", "gpus=4", "comm=fake")
+SMALL = "model.vocab_size=512"  # so that the fullest moment is not at the loss
+LAYOUTS = {
+    "FSDP": (),
+    "FSDP, full": ("ac=full", SMALL),
+    "FSDP, op": ("ac=op", SMALL),
+    "FSDP, lean, accumulated": ("ac=lean", "data.global_batch=32"),
+    "FSDP, chunked loss": ("loss=linear_cross_entropy", "loss.chunk_tokens=512"),
+    "FSDP, documents": ("data=embedded", "data.document_mask=true"),
+    "HSDP, float32": ("parallelism=hsdp", "precision=fp32"),
+    "one rank": ("gpus=1", "parallelism=single", "ac=op"),
+    "TP": ("parallelism=tp", "parallelism.tp=4", "ac=full"),
+    "FSDP and TP": ("parallelism=fsdp_tp", "parallelism.tp=2", "model.n_kv_heads=4", "ac=op"),
+    "TP without its splits of sequence and loss": ("parallelism=fsdp_tp", "parallelism.tp=2", "parallelism.sequence_parallel=false",
+                                                   "parallelism.loss_parallel=false"),
+    "PP, 1F1B": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=1f1b"),
+    "PP, interleaved": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=interleaved_1f1b"),
+    "PP, ZBV": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=zbv", SMALL),
+    "PP and TP, op, chunked loss": ("parallelism=fsdp_tp_pp", "gpus=8", "parallelism.tp=2", "parallelism.pp=2", "ac=op",
+                                    "loss=linear_cross_entropy"),
+    "CP, ring": ("parallelism=fsdp_cp", "parallelism.cp=2", "ac=full", SMALL),
+    "CP, all-to-all": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=alltoall"),
+    "CP, Ulysses": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", SMALL, "ac=op"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_formulas_give_what_is_counted(name):
+    job = freeze(compose_unchecked(*BASE, *LAYOUTS[name]))
+    assert not check(job)
+    shape, peak = shape_of(job), memory.peak(job)
+    counted = count_rank(job, peak.rank)
+    assert peak.live == pytest.approx(counted.live, rel=0.05)
+    sent = messages.of_step(shape, peak.pipeline_rank)
+    assert {dim: size for dim, size in counted.messages.items() if size > 1e5} == pytest.approx(sent, rel=0.02)

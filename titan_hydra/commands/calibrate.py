@@ -1,0 +1,75 @@
+"""Fit the rates of a hardware file to measured runs: `titan plan --calibrate`, and the rounds of `titan tune`."""
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import table
+from titan_hydra.config import Fault
+from titan_hydra.config.compose import CONF
+from titan_hydra.config.files import write_text
+from titan_hydra.config.schema import Hardware
+from titan_hydra.launch.worker import load_job
+from titan_hydra.plan import calibrate as plan
+from titan_hydra.runs import layout
+from titan_hydra.runs.find import RunCell
+from titan_hydra.runs.view import choose
+
+
+def calibrated(targets: list[str], runs: Path, hardware: Hardware, into: str | None) -> int:
+    """Fit, print the rates and the residuals, and write conf/hardware/INTO.yaml."""
+    file = target_file(into) if into else None
+    found = fit_cells([cell for target in targets for cell in choose(target, runs).cells], hardware)
+    show_fit(found, hardware)
+    if file:
+        write_file(found, file)
+    return Exit.DONE
+
+
+def write_file(found: plan.Fit, file: Path) -> None:
+    """Write a hardware file, and print how it is named. Raises ConfigError if it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, plan.as_yaml(found, file.stem))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+    known = ((CONF / "hardware").resolve(), Path("conf/hardware").resolve())
+    where = "" if file.parent.resolve() in known else f"--config-dir {shlex.quote(str(file.parent.parent))} "
+    print(f"{file}: written; plan with {where}hardware={file.stem}")
+
+
+def target_file(into: str) -> Path:
+    """Return the file of an option of conf/hardware that does not exist yet. Raises ConfigError."""
+    if not re.fullmatch(r"\w[\w-]*", into):
+        raise ConfigError(f"--into {into}: cannot be typed as hardware=NAME; letters, digits, _ and - can")
+    file = (Path("conf") if Path("conf").is_dir() else CONF) / "hardware" / f"{into}.yaml"
+    if file.exists():
+        raise ConfigError(str(Fault("--into", into, f"{file} already exists", legal=(f"{into}_2",))))
+    return file
+
+
+def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
+    """Fit rates to those of the runs that have finished. Raises ConfigError if none has."""
+    finished = [run for cell in cells if (run := _measured(cell))]
+    if not finished:
+        names = ", ".join(cell.name for cell in cells[:6])
+        raise ConfigError(f"no finished run with a measured speed among {names or 'no runs at all'}")
+    return plan.fit(finished, hardware)
+
+
+def _measured(cell: RunCell) -> plan.Measured | None:
+    """Return a run's job and its seconds a step; None if it has not finished, or measured no speed."""
+    rate = layout.RESULT.read(cell.directory).get("tokens_per_second")
+    return plan.measured(cell.name, load_job(cell.directory), rate) if rate else None
+
+
+def show_fit(found: plan.Fit, start: Hardware) -> None:
+    """Print the rates before and after, and how far each run is off."""
+    rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.told]
+    print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")
+    rows = [(run.name, f"{run.step_seconds:.3f}", f"{plan.seconds(run, start):.3f}", f"{plan.seconds(run, found.hardware):.3f}",
+             f"{found.residual(run):+.1%}") for run in found.runs]
+    titles = ("run", "seconds a step", f"by {start.name}", "fitted", "residual")
+    print("", *table(titles, rows, titles[1:], ("run",)), *found.notes, sep="\n")

@@ -1,0 +1,110 @@
+"""Fit a device's rates to measured runs, so that the predictions for its other layouts are of this device."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from math import exp, log
+
+from titan_hydra.config.fault import counted
+from titan_hydra.config.load import all_ranks
+from titan_hydra.config.schema import Hardware, Job
+
+from . import time
+from .predict import changed
+
+RATES = ("bf16_tflops", "float8_tflops", "attention_tflops", "flash_tflops", "memory_tbs", "nvlink_gbs", "nic_gbs")
+PULL = 1e-3  # towards the start: a rate that the runs tell little of stays near it
+STEPS = (0.5, 0.2, 0.05, 0.01)  # of the search, in logarithms
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A job, and its seconds a step."""
+
+    name: str
+    job: Job
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rates fitted to runs. `told` are those that the runs depend on; others are as they were."""
+
+    hardware: Hardware
+    told: tuple[str, ...]
+    runs: tuple[Measured, ...]
+    notes: tuple[str, ...] = ()
+
+    def residual(self, run: Measured) -> float:
+        """Return by how much the prediction for a run is off after the fit, as a share."""
+        return seconds(run, self.hardware) / run.step_seconds - 1
+
+
+def seconds(run: Measured, hardware: Hardware) -> float:
+    """Predict the seconds of a run's step on a device."""
+    return time.speed(on(run.job, hardware)).step_seconds
+
+
+def on(job: Job, hardware: Hardware) -> Job:
+    """Return a copy of a job on another device."""
+    return changed(job, hardware=vars(hardware))
+
+
+def measured(name: str, job: Job, tokens_per_second: float) -> Measured:
+    """Return a run by its tokens per second of a device."""
+    return Measured(name, job, job.data.global_batch * job.data.seq_len / all_ranks(job) / tokens_per_second)
+
+
+def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
+    """Fit the rates that the runs depend on, so that the squared logarithms of predicted over measured times are least.
+
+    Attention and matmuls differ in how they grow with the sequence: of a single length only their sum is known, so both change alike.
+    Raises NotPredictable if the start lacks a rate.
+    """
+    runs = tuple(runs)
+    told = tuple(rate for rate in RATES if getattr(start, rate) is not None and _matters(runs, start, rate))
+    together, notes = [[rate] for rate in told], ()
+    lengths = sorted({run.job.data.seq_len for run in runs})
+    if len(lengths) == 1 and "bf16_tflops" in told:
+        attention = [rate for rate in ("attention_tflops", "flash_tflops") if getattr(start, rate) is not None]
+        together = [["bf16_tflops", *attention], *([rate] for rate in told if rate not in ("bf16_tflops", *attention))]
+        told = (*told, *(rate for rate in attention if rate not in told))
+        notes = (f"attention_tflops: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; a run of another "
+                 "length parts them",)
+    best, least = start, _error(runs, start, start)
+    for step in STEPS:
+        moved = True
+        while moved:
+            moved = False
+            for rates in together:
+                for way in (exp(step), exp(-step)):
+                    other = replace(best, **{rate: getattr(best, rate) * way for rate in rates})
+                    if (error := _error(runs, other, start)) < least:
+                        best, least, moved = other, error, True
+                        break
+    return Fit(best, told, runs, notes)
+
+
+def _matters(runs: tuple[Measured, ...], start: Hardware, rate: str) -> bool:
+    """Whether some run would take 1 % longer at two thirds of a rate."""
+    slower = replace(start, **{rate: getattr(start, rate) / 1.5})
+    return any(seconds(run, slower) > 1.01 * seconds(run, start) for run in runs)
+
+
+def _error(runs: tuple[Measured, ...], hardware: Hardware, start: Hardware) -> float:
+    off = sum(log(seconds(run, hardware) / run.step_seconds) ** 2 for run in runs)
+    moved = sum(log(getattr(hardware, rate) / getattr(start, rate)) ** 2 for rate in RATES if getattr(start, rate))
+    return off + PULL * moved
+
+
+def as_yaml(found: Fit, name: str) -> str:
+    """Return the text of a file of conf/hardware, each rate with its origin."""
+    worst = max(abs(found.residual(run)) for run in found.runs)
+    lines = [f"# {name}: calibrated from {counted(len(found.runs), 'run')}, whose times it gives within {worst:.0%}."]
+    for spec in fields(Hardware):
+        value = {"name": name, "measured": True}.get(spec.name, getattr(found.hardware, spec.name))
+        if value is not None:
+            text = f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+            origin = "fitted" if spec.name in found.told else f"as {found.hardware.name}" if spec.name not in ("name", "measured") else ""
+            lines.append(f"{spec.name}: {text}".ljust(28) + f"# {origin}" if origin else f"{spec.name}: {text}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,71 @@
+"""The bytes that a rank sends and receives in a step, by dimension of the mesh: of each collective the whole tensor."""
+from __future__ import annotations
+
+from .shape import Shape
+
+RECOMPUTED = {"none": (0, 0), "full": (2, 1)}  # gathers and reduce-scatters that run again in a block's backward; of others (2, 0)
+
+
+def of_step(shape: Shape, rank: int) -> dict[str, float]:
+    """Return the bytes of a pipeline rank's collectives and messages along each dimension that has several ranks."""
+    layout, stages, last = shape.job.parallelism, shape.stages[rank], len(shape.layers) - 1
+    times = shape.microbatches * shape.rounds
+    blocks, parameters = sum(shape.layers[stage] for stage in stages), sum(map(shape.parameters, stages))
+    ends = (0 in stages) + (last in stages)
+    neighbours = sum(other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1))
+    sent = {
+        "tp": times * (blocks * sum(tensor(shape)) / (1 if layout.sequence_parallel else 2) + ends * _ends(shape) + _logits(shape)
+                       * (last in stages)),
+        "cp": times * blocks * _context(shape),
+        "pp": times * 2 * neighbours * shape.tokens * shape.used * shape.residual,
+        "fsdp": shape.rounds * _shards(shape, parameters) * shape.wrapped,
+        "dp_replicate": parameters / shape.shards * shape.reduced,
+    }
+    degrees = {name: getattr(layout, name, shape.shards) for name in sent}
+    return {name: size for name, size in sent.items() if degrees[name] > 1}
+
+
+def tensor(shape: Shape) -> tuple[float, float]:
+    """Return the bytes that tensor-parallel ranks gather and reduce-scatter in a block, forward and backward. An all-reduce counts as both.
+    """
+    scatter = shape.tokens * shape.job.model.dim * shape.used
+    gather = scatter * shape.sent / shape.used
+    gathers, scatters = RECOMPUTED.get(shape.job.ac.name, (2, 0))
+    once = 2 * gather + 2 * scatter
+    return once, once + gathers * gather + scatters * scatter
+
+
+def _ends(shape: Shape) -> float:
+    """Return the bytes of tensor-parallel collectives around the embedding, or around the head."""
+    return shape.tokens * shape.job.model.dim * shape.used * (2 if shape.job.parallelism.sequence_parallel else 1)
+
+
+def _logits(shape: Shape) -> float:
+    """Return the bytes of the gathered logits, where the loss wants them whole."""
+    whole = not (shape.job.parallelism.loss_parallel or shape.fused_loss)
+    return shape.tokens * shape.job.model.vocab_size * shape.used * whole
+
+
+def _context(shape: Shape) -> float:
+    """Return the bytes that context-parallel ranks exchange in a block: keys and values, and their gradients in float32; or, under Ulysses,
+    all heads' inputs and outputs.
+    """
+    job, cp = shape.job, shape.job.parallelism.cp
+    if job.parallelism.cp_rotate == "ulysses":
+        return shape.tokens * shape.used * 2 * (shape.queries + shape.keys) * (2 + (job.ac.name != "none"))
+    rounds = cp if job.parallelism.cp_rotate == "allgather" else cp - 1
+    return shape.tokens * 2 * shape.keys * (shape.used * rounds * (2 + (job.ac.name == "full")) + 4 * cp)
+
+
+def _shards(shape: Shape, parameters: float) -> float:
+    """Return the bytes of a local batch's gathers of weights and reductions of gradients. ZeRO-3 gathers twice, but not what the backward
+    begins with.
+    """
+    reshard, pp = shape.job.parallelism.reshard_after_forward, len(shape.stages) > 1
+    if reshard == "always":
+        gathers = 2 * parameters * shape.microbatches
+    elif reshard == "never" or pp:
+        gathers = parameters
+    else:
+        gathers = 2 * parameters - (shape.head or shape.embedding)
+    return shape.gathered * gathers + shape.reduced * parameters

@@ -1,0 +1,42 @@
+"""What was to be expected of the runs of a report: the columns of `titan report --predicted`."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.load import from_dict
+from titan_hydra.config.schema import Hardware, Job
+from titan_hydra.plan.calibrate import on
+from titan_hydra.plan.predict import Prediction, predict
+from titan_hydra.plan.shape import NotPredictable
+from titan_hydra.runs import layout
+
+from .table import Report
+
+
+def with_predictions(report: Report) -> Report:
+    """Return a report whose rows have predictions, for the rates that `titan tune` left in the sweep's folder, else for each run's own
+    hardware. Raises ConfigError if nothing can be predicted.
+    """
+    rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
+    found = [prediction(row.cell.directory, rates) for row in report.rows]
+    if not any(isinstance(one, Prediction) for one in found):
+        raise ConfigError(f"--predicted: {found[0]}")
+    rows = [replace(row, prediction=one if isinstance(one, Prediction) else None) for row, one in zip(report.rows, found, strict=True)]
+    return replace(report, rows=rows)
+
+
+def prediction(directory: Path, rates: dict) -> Prediction | str:
+    """Predict a run from its config.json; the reason if that cannot be done."""
+    content = layout.CONFIG.read(directory)
+    if not content:
+        return f"{directory.name} has no config.json that can be read"
+    try:
+        job = from_dict(Job, content)
+        found = predict(on(job, Hardware(**rates)) if rates else job)
+    except (KeyError, TypeError):
+        return f"{directory.name} was written by another version of titan_hydra"
+    except NotPredictable as error:
+        return str(error)
+    return found.reason if found.reason and found.capacity_gib is None else found

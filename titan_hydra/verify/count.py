@@ -1,0 +1,103 @@
+"""Count what a rank of a layout would hold and send, by stepping it in the fake world: `titan plan --prove`."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from titan_hydra.base.private import FakeStore
+from titan_hydra.config import world_size
+from titan_hydra.config.load import data_parallel
+from titan_hydra.config.rules import pipeline
+from titan_hydra.config.schema import Job
+from titan_hydra.data.batch import Batch
+from titan_hydra.train.trainer import Trainer
+from titan_hydra.train.world import set_determinism
+
+from .fake import fake_step
+from .tracker import MemoryTracker, tracking
+
+DEPTHS = (2, 4)  # blocks of a stage
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank holds at its fullest moment, and what it sends in a step."""
+
+    live: float  # bytes
+    messages: dict[str, float]  # bytes by dimension of the mesh
+
+
+def eager(job: Job) -> Job:
+    """Return a job as the fake world runs it: not compiled, and without a number format, which would be emulated with copies."""
+    job = copy.deepcopy(job)
+    job.compile.name, job.parallelism.async_tp, job.precision.converter, job.precision.float8_all_gather = "off", False, None, False
+    return job
+
+
+def count_rank(job: Job, rank: int) -> Counted:
+    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks a stage: every further one adds as much."""
+    whole = job.data.local_batch * data_parallel(job)
+    if (rounds := job.data.global_batch // whole) > 2:  # each local batch after the second sends as much again
+        job = copy.deepcopy(job)
+        job.data.global_batch = 2 * whole
+        found = count_rank(job, rank)
+        return Counted(found.live, {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()})
+    stages = pipeline.stage_count(job) if job.parallelism.pp > 1 else 1
+    if job.model.n_layers <= DEPTHS[-1] * stages:
+        return _count(job, rank)
+    few, more = (_count(_cut(job, depth, stages), rank) for depth in DEPTHS)
+    further = (_blocks(job, rank) - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+
+    def extrapolated(a: float, b: float) -> float:
+        return a + (b - a) * further
+
+    return Counted(extrapolated(few.live, more.live),
+                   {name: extrapolated(sent, more.messages[name]) for name, sent in few.messages.items()})
+
+
+def _cut(job: Job, depth: int, stages: int) -> Job:
+    """Return a job with so many blocks in every stage."""
+    job = copy.deepcopy(job)
+    job.model.n_layers, job.pp_schedule.layers_per_stage, job.pp_schedule.split = depth * stages, depth, []
+    return job
+
+
+def _blocks(job: Job, rank: int) -> float:
+    """Return the blocks of a rank's average stage."""
+    if job.parallelism.pp == 1:
+        return job.model.n_layers
+    stages = pipeline.stages_of_ranks(job)[rank // (world_size(job) // job.parallelism.pp)]
+    modules = pipeline.modules_of_stages(job)
+    return sum("." in name for stage in stages for name in modules[stage]) / len(stages)
+
+
+def _count(job: Job, rank: int) -> Counted:
+    """Step a rank once. The optimizer's state, which the first step makes at its end, counts from the start, as in all later steps."""
+    job = copy.deepcopy(job)
+    job.comm.rank = rank
+    found: list[Counted] = []
+
+    @contextmanager
+    def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
+        tracker = MemoryTracker(trainer.mesh)
+        for tensor in (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.masters.weights.parameters(),
+                       *batch.tensors.values()):
+            tracker.hold(tensor)
+        before, peaks = tracker.live, []
+        trainer.optimizers[0].register_step_pre_hook(lambda *_: peaks.append(tracker.restart()))
+        with tracking(tracker):
+            yield
+        state = tracker.live - before
+        found.append(Counted(max(peaks[0] + state, tracker.peak), dict(tracker.messages)))
+
+    set_determinism(job)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(job))
+    try:
+        fake_step(job, watch)
+    finally:
+        dist.destroy_process_group()
+    return found[0]
