@@ -3,12 +3,15 @@
 Both directions stream: an export holds one file's tensors in memory, an import one tensor. The file that marks completeness is written last
 (config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for a complete one.
 """
+from __future__ import annotations
+
 import json
 import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,7 +24,7 @@ from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import families
 from titan_hydra.config.files import read_json
-from titan_hydra.config.schema import Model, Tokenizer
+from titan_hydra.config.schema import Model, Source, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import HuggingFace, hf_of, parameter_shapes
 from titan_hydra.runs import layout
@@ -29,6 +32,9 @@ from titan_hydra.runs.checkpoints import newest
 
 from . import safe
 from .tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    from titan_hydra.data.template import Template
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -63,6 +69,8 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
+        if find_section("train", checkpoint, config_file)[1].get("objective") == "sft":
+            (target / "chat_template.jinja").write_text(read_template(checkpoint, config_file).source)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
@@ -151,6 +159,15 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
         started = layout.ENV.read(file.parent).get("folder", "")
         config.path = str(Path(started, Path(config.path).expanduser()))
     return config
+
+
+def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
+    """Load the chat template of the run that wrote a checkpoint. Raises ConfigError if there is none."""
+    from titan_hydra.data import template
+
+    _, section = find_section("data", checkpoint, config_file)
+    source = Source(name="chat", chat_template=section.get("chat_template"))
+    return template.load("data", source, read_tokenizer_config(checkpoint, config_file))
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:

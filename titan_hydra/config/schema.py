@@ -117,14 +117,19 @@ class Loss:
 @dataclass
 class Source:
     name: str = key(..., "source of the tokens", choices=Names(DATA_SOURCES))
-    path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf", PATH,
+    path: str | None = key(None, "files (globs allowed) of text_files, tokens and chat; dataset name of hf", PATH,
                            only=Names(DATA_SOURCES, "path"))
     subset: str | None = key(None, "hf: configuration of the dataset, for example `en`", only=Names(DATA_SOURCES, "subset"))
     split: str = key("train", "hf: split of the dataset", only=Names(DATA_SOURCES, "split"))
     text_key: str = key("text", "name of the column that holds the text", only=Names(DATA_SOURCES, "text_key"))
-    validation_path: str | None = key(None, "files held out for validation (text_files, tokens)", PATH,
+    validation_path: str | None = key(None, "files held out for validation (text_files, tokens, chat)", PATH,
                                       only=Names(DATA_SOURCES, "validation_path"))
     validation_split: str = key("validation", "hf: split used for validation", only=Names(DATA_SOURCES, "validation_split"))
+    chat_template: str | None = key(None, "chat: how a conversation becomes text: a Jinja file, or one of the package's, chatml, gemma, "
+                                    "llama3, mistral, phi or qwen3; null: the tokenizer's own", PATH,
+                                    only=Names(DATA_SOURCES, "chat_template"), late=True)
+    train_on: str = key("assistant", "chat: the tokens that are learned: what the assistant says, its last message alone, or all",
+                        choices=("assistant", "last", "all"), only=Names(DATA_SOURCES, "train_on"), late=True)
 
 
 @dataclass
@@ -147,8 +152,8 @@ class Data(Source):
                                    only=("mixture",), late=True)
     shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", NATURAL,
                               late=True)
-    max_bad_shards: int = key(0, "files or shards that may be left out, with a warning, as they are missing or damaged", NATURAL,
-                              identity=False)
+    max_bad_shards: int = key(0, "files or shards (of chat: rows) that may be left out, with a warning, as they are missing or damaged",
+                              NATURAL, identity=False)
 
 
 @dataclass
