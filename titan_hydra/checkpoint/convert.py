@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from titan_hydra.base.errors import CheckpointError, ConfigError
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import families
 from titan_hydra.config.files import read_json
@@ -30,13 +29,13 @@ from titan_hydra.models.hf import HuggingFace, hf_of, parameter_shapes
 from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import newest
 
-from . import safe
+from . import initial
+from .reader import PREFIX, HuggingFaceReader, Merged, Reader, weight_files
 from .tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     from titan_hydra.data.template import Template
 
-PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -45,10 +44,11 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
     hf, shapes = hf_of(config), parameter_shapes(config)
-    reader = Reader(checkpoint)
-    _check_stored(reader.metadata, shapes, checkpoint)
+    reader = reader_of(checkpoint, config_file)
+    if isinstance(reader, Reader):
+        _check_stored(reader.metadata, shapes, checkpoint)
     shards = _plan_shards({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_shard_gb * 1e9)
-    _make_target(target)
+    make_target(target)
     files = [_shard_name(i, len(shards)) for i in range(len(shards))]
     for file, names in zip(files, shards, strict=True):
         tensors = {hf.name(name): reader.tensor(name, shapes[name], dtype) for name in names}
@@ -93,7 +93,7 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
     except KeyError as error:
         raise ConfigError(f"{config_file}: lacks {error}") from error
     shapes = parameter_shapes(config)
-    files = _weight_files(source)
+    files = weight_files(source)
     state = {PREFIX + name: _meta_tensor(hf.name(name), shape, dtype, files, source) for name, shape in shapes.items()}
 
     def read(key: str) -> Tensor:
@@ -101,7 +101,7 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
         with safe_open(files[name], framework="pt") as file:
             return file.get_tensor(name).to(state[key].dtype)
 
-    _make_target(target)
+    make_target(target)
     words = source / "tokenizer.json"
     tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
     _write_json(target / "config.json", {"model": to_dict(config), "train": {"imports": list(imports)}} | tokenizer)
@@ -156,9 +156,27 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
         raise ConfigError(f"{file}: names no tokenizer")
     config = from_dict(Tokenizer, section)
     if config.path:
-        started = layout.ENV.read(file.parent).get("folder", "")
-        config.path = str(Path(started, Path(config.path).expanduser()))
+        config.path = _as_started(file, config.path)
     return config
+
+
+def _as_started(config_file: Path, path: str) -> str:
+    """Resolve a path of a run's configuration against the folder in which the run was started."""
+    started = layout.ENV.read(config_file.parent).get("folder", "")
+    return str(Path(started, Path(path).expanduser()))
+
+
+def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
+    """Return what reads the weights of a checkpoint; adapters are merged into the weights that the run has started from."""
+    _, adapter = find_section("adapter", checkpoint, config_file)
+    if adapter.get("name", "none") == "none":
+        return Reader(checkpoint)
+    file, section = find_section("checkpoint", checkpoint, config_file)
+    if not section.get("initial_load_path"):
+        raise ConfigError(f"{file}: checkpoint.initial_load_path=null: the adapters stand beside weights that were drawn and not kept")
+    base = initial.find(_as_started(file, section["initial_load_path"]))
+    beside = HuggingFaceReader(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
+    return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
 
 
 def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
@@ -167,7 +185,7 @@ def read_template(checkpoint: Path, config_file: Path | None = None) -> Template
 
     _, section = find_section("data", checkpoint, config_file)
     source = Source(name="chat", chat_template=section.get("chat_template"))
-    return template.load("data", source, read_tokenizer_config(checkpoint, config_file))
+    return template.load_template("data", source, read_tokenizer_config(checkpoint, config_file))
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
@@ -180,23 +198,6 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
     candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in folders]
     found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
     return next(((file, section) for file, section in found if section), (candidates[-1], {}))
-
-
-class Reader:
-    """Reads single tensors of a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
-
-    def __init__(self, checkpoint: Path):
-        self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
-        self.metadata = self.reader.index
-
-    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
-        state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
-        try:
-            dcp.load(state, storage_reader=self.reader, planner=safe.Planner(), no_dist=True)
-        except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
-        return state[PREFIX + name]
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):
@@ -235,19 +236,6 @@ def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _weight_files(source: Path) -> dict[str, Path]:
-    """Return the file of a Hugging Face folder that holds each tensor."""
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: source / file for name, file in _read_json(index)["weight_map"].items()}
-    single = source / "model.safetensors"
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
-
-
 def _meta_tensor(theirs: str, shape: torch.Size, dtype: torch.dtype | None, files: dict[str, Path], source: Path) -> Tensor:
     """Return a meta tensor of a checkpoint's shape and dtype. Raises ConfigError if the folder holds something else."""
     if theirs not in files:
@@ -266,7 +254,8 @@ def _meta_tensor(theirs: str, shape: torch.Size, dtype: torch.dtype | None, file
     return torch.empty(shape, dtype=dtype or dtypes[stored], device="meta")
 
 
-def _make_target(target: Path) -> None:
+def make_target(target: Path) -> None:
+    """Make a folder to export to. Raises ConfigError if it holds anything or cannot be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())

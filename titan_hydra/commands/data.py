@@ -1,6 +1,4 @@
 """`titan data`: show what a run with chat data would learn from, before it is started."""
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -15,10 +13,10 @@ from titan_hydra.base.text import COLOURS, table
 from titan_hydra.config import Fault, Job, freeze
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules import checks
-from titan_hydra.config.rules.data import sources
+from titan_hydra.config.rules.data import data_sources
 from titan_hydra.config.schema import Source
 from titan_hydra.data import chat, tokenizer
-from titan_hydra.data.chat import Reader, Turns
+from titan_hydra.data.chat import ConversationReader, Turns
 from titan_hydra.data.shards import BadShard, BadShards
 
 BAR = 40  # characters of the longest bar
@@ -38,19 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print one conversation and what all of them hold, for each chat source of the job."""
     job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
-    found = {key: source for key, source in sources(job.data).items() if source.name in ("chat", "embedded_chat")}
+    found = {key: source for key, source in data_sources(job.data).items() if source.name in ("chat", "embedded_chat")}
     if not found:
         raise ConfigError(str(Fault("data.name", job.data.name, "only conversations are shown", legal=("chat", "embedded_chat"))))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.RECIPE, checks.PLACE)):
         raise ConfigError("\n".join(map(str, faults)))
     for key, source in found.items():
-        show(key, source, job, args.split, args.row)
+        _show(key, source, job, args.split, args.row)
     return Exit.DONE
 
 
-def show(key: str, source: Source, job: Job, split: str, row: int) -> None:
+def _show(key: str, source: Source, job: Job, split: str, row: int) -> None:
     """Print one source."""
-    reader = chat.reader_of(key, source, job, split, tokenizer.load(job.tokenizer), BadShards(job.data.max_bad_shards))
+    reader = chat.open_conversations(key, source, job, split, tokenizer.load(job.tokenizer), BadShards(job.data.max_bad_shards))
     if not 1 <= row <= len(reader.lines):
         nearest = (max(1, min(row, len(reader.lines))),)
         raise ConfigError(str(Fault("--row", row, f"there are {len(reader.lines):,} conversations", legal=nearest)))
@@ -63,7 +61,7 @@ def show(key: str, source: Source, job: Job, split: str, row: int) -> None:
             turns.append(reader.turns(number))
         except BadShard as error:
             bad.append(str(error))
-    print(*summary(job, reader, turns, bad), sep="\n")
+    print(*_summary(job, reader, turns, bad), sep="\n")
 
 
 def coloured() -> bool:
@@ -71,7 +69,7 @@ def coloured() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def marked(reader: Reader, turns: Turns) -> str:
+def marked(reader: ConversationReader, turns: Turns) -> str:
     """Return the text of a conversation with marks around what is learned, or in green."""
     before, behind = (f"\x1b[{COLOURS['green']}m", "\x1b[0m") if coloured() else (">>>", "<<<")
     edges = [0, *(np.flatnonzero(np.diff(turns.trained)) + 1).tolist(), len(turns.tokens)]
@@ -79,7 +77,7 @@ def marked(reader: Reader, turns: Turns) -> str:
     return "".join(f"{before}{text}{behind}" if trained else text for text, trained in pieces)
 
 
-def summary(job: Job, reader: Reader, turns: list[Turns], bad: list[str]) -> Iterator[str]:
+def _summary(job: Job, reader: ConversationReader, turns: list[Turns], bad: list[str]) -> Iterator[str]:
     """Yield lines about all conversations: their number, lengths and shares, and the samples that they fill."""
     data, size = job.data, job.data.seq_len + 1
     short = [one for one in turns if len(one.tokens) <= size]

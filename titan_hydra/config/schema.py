@@ -75,6 +75,15 @@ class Precision:
 
 
 @dataclass
+class Adapter:
+    name: str = key("none", "what is trained beside a model that stays as it is", choices=("none", "lora"), late=True)
+    rank: int = key(16, "lora: width of the two thin matrices of a linear", Interval(1, 65_536), only=("lora",), late=True)
+    alpha: float = key(32.0, "lora: their product counts alpha / rank times", POSITIVE, only=("lora",), late=True)
+    linears: list[str] = key(list, "lora: names of the linears that get one, as [wq,wv]; empty: all of a block", WORD, only=("lora",),
+                             late=True)
+
+
+@dataclass
 class Compile:
     name: str = key("off", "what torch.compile sees", choices=("off", "block"))
     backend: str = key("inductor", "torch.compile back end", WORD, only=("block",))
@@ -355,6 +364,7 @@ class Job:
     pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work")
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing")
     precision: Precision = key(Precision, "number formats")
+    adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", late=True)
     compile: Compile = key(Compile, "torch.compile, block by block")
     optimizer: Optimizer = key(Optimizer, "how gradients change the weights")
     lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time")

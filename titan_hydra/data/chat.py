@@ -22,7 +22,7 @@ from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import ASSETS, expand
 
 from . import files, template
-from .conversations import Conversation, Lines, parse
+from .conversations import Conversation, ConversationFiles, parse
 from .permutation import permute
 from .shards import UNLIMITED, BadShard, BadShards
 from .tokenizer import Tokenizer
@@ -42,10 +42,10 @@ class Turns:
     trained: np.ndarray
 
 
-class Reader:
+class ConversationReader:
     """Conversations by number, encoded."""
 
-    def __init__(self, lines: Lines, template: template.Template, tokenizer: Tokenizer, train_on: str):
+    def __init__(self, lines: ConversationFiles, template: template.Template, tokenizer: Tokenizer, train_on: str):
         self.lines, self.template, self.tokenizer, self.train_on = lines, template, tokenizer, train_on
         self.special = re.compile("|".join(map(re.escape, tokenizer.special)) or "(?!)")
 
@@ -81,7 +81,7 @@ class Chat:
 
     separators = (None, None)  # documents are numbered
 
-    def __init__(self, key: str, reader: Reader, slots: range, seq_len: int, seed: int | None, bad: BadShards):
+    def __init__(self, key: str, reader: ConversationReader, slots: range, seq_len: int, seed: int | None, bad: BadShards):
         """Open the conversations. `seed` None keeps them in order."""
         self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, seq_len, seed, bad
         self.tokenizer = reader.tokenizer.sha256
@@ -161,17 +161,18 @@ def first_fit(turns: list[Turns], size: int) -> list[list[Turns]]:
 def open_chat(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the conversations of data=chat or data=embedded_chat."""
     data, job = wanted.job.data, wanted.job
-    reader = reader_of(key, source, job, wanted.split, wanted.tokenizer, wanted.bad)
+    reader = open_conversations(key, source, job, wanted.split, wanted.tokenizer, wanted.bad)
     return Chat(key, reader, wanted.slots, data.seq_len, seed if data.shuffle else None, wanted.bad)
 
 
-def reader_of(key: str, source: schema.Source, job: schema.Job, split: str, tokenizer: Tokenizer, bad: BadShards) -> Reader:
+def open_conversations(key: str, source: schema.Source, job: schema.Job, split: str, tokenizer: Tokenizer,
+                       bad: BadShards) -> ConversationReader:
     """Open the conversations of one split. Raises ConfigError if there are none."""
     place = path_of(key, source, split)
-    lines = Lines(files.require(*place, SUFFIXES), bad)
+    lines = ConversationFiles(files.require(*place, SUFFIXES), bad)
     if not len(lines):
         raise ConfigError("{}={}: no conversation in it".format(*place))
-    return Reader(lines, template.load(key, source, job.tokenizer), tokenizer, source.train_on)
+    return ConversationReader(lines, template.load_template(key, source, job.tokenizer), tokenizer, source.train_on)
 
 
 def path_of(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
@@ -188,8 +189,8 @@ def faults(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
         return  # another rule tells
     value = source.chat_template
     try:
-        own = template.load(key, source, job.tokenizer)
-        lines = Lines([file for file in found if file.stat().st_size][:1], BadShards(job.data.max_bad_shards))
+        own = template.load_template(key, source, job.tokenizer)
+        lines = ConversationFiles([file for file in found if file.stat().st_size][:1], BadShards(job.data.max_bad_shards))
         own.spans(parse(lines.row(0)[1]), source.train_on)
     except ConfigError as error:
         yield Fault(f"{key}.chat_template", value, str(error).removeprefix(f"{key}.chat_template={value}: "))

@@ -1,6 +1,4 @@
 """Conversations in files of JSON lines: where each row begins, and what a row must hold. Imports no torch."""
-from __future__ import annotations
-
 import functools
 import gzip
 import json
@@ -33,7 +31,7 @@ class Conversation:
         return json.dumps([self.messages, self.tools], ensure_ascii=False)
 
 
-class Lines:
+class ConversationFiles:
     """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, one in .gz is unpacked."""
 
     def __init__(self, files: list[Path], bad: BadShards):

@@ -4,8 +4,6 @@ A template is a Jinja program that comes with a tokenizer, from whoever made tha
 with {% generation %} tags. For one without tags the text decides: a conversation up to the answer and the prompt for it must begin the
 conversation with the answer. Tokens are never compared: those of a beginning need not be the first tokens of the whole.
 """
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -142,7 +140,7 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def load(key: str, source: schema.Source, tokenizer: schema.Tokenizer) -> Template:
+def load_template(key: str, source: schema.Source, tokenizer: schema.Tokenizer) -> Template:
     """Load the template of a source: a built-in one, a file, or the tokenizer's own. Raises ConfigError if there is none."""
     name = source.chat_template or ("llama3" if tokenizer.name == "embedded" else None)
     if name is None:

@@ -17,7 +17,8 @@ class Masters:
     """A rank's parameters as the optimizer holds them, under their plain names, and the copies that the modules compute with.
 
     The casts are those of FSDP2's mixed precision: weights once a step; each microbatch's gradient, which is in the compute dtype, to the
-    masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, `weights` is the model and there are no copies.
+    masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, there are no copies and `weights` is the model;
+    under adapters it is a tree of what is trained.
     """
 
     weights: nn.Module
@@ -37,25 +38,42 @@ class Masters:
 
 
 def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
-    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast."""
+    """Give the modules copies of their trained parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast.
+    Frozen parameters, which an adapter leaves, are in the compute dtype already; the optimizer does not see them.
+    """
     dtype = getattr(torch, precision.compute_dtype)
-    if mesh.fsdp is not None or precision.compute_dtype == precision.param_dtype:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    copied = mesh.fsdp is None and precision.compute_dtype != precision.param_dtype
+    if not copied and not frozen:
         return Masters(model)
-    masters = Masters(nn.Module())
-    for name, parameter in model.named_parameters():
-        *path, leaf = name.split(".")
-        place = masters.weights
-        for part in path:
-            if part not in dict(place.named_children()):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
-        place.register_parameter(leaf, parameter)
-    copies = {parameter: copy_of(parameter, dtype) for parameter in model.parameters()}
+    masters = Masters(Tree(trained, Tree(frozen) if frozen else None))
+    if not copied:
+        return masters
+    copies = {parameter: copy_of(parameter, dtype) for parameter in trained.values()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            module.register_parameter(name, copies[parameter])
+            module.register_parameter(name, copies.get(parameter, parameter))
     masters.pairs = list(copies.items())
     return masters
+
+
+class Tree(nn.Module):
+    """Parameters under their names, in modules that cannot be run. `frozen` is the tree of those that are not trained; it is no part of
+    this one.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], frozen: Tree | None = None):
+        super().__init__()
+        self.__dict__["frozen"] = frozen
+        for name, parameter in parameters.items():
+            *path, leaf = name.split(".")
+            place: nn.Module = self
+            for part in path:
+                if part not in dict(place.named_children()):
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            place.register_parameter(leaf, parameter)
 
 
 def copy_of(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

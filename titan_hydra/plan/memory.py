@@ -73,10 +73,11 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     stages, job = shape.stages[rank], shape.job
     parameters = sum(map(shape.parameters, stages))
     last = len(shape.layers) - 1 in stages
-    always = _states(shape, parameters)
+    trained = shape.trained(stages)
+    always = _states(shape, parameters, trained)
     kept = _kept(shape, rank)
-    at_loss = [*kept, *_unsharded(shape, parameters, at_loss=True), *(_head(shape, rank, constants) if last else ())]
-    in_backward = [*kept, *_unsharded(shape, parameters, at_loss=False), *_block(shape)]
+    at_loss = [*kept, *_unsharded(shape, parameters, trained, at_loss=True), *(_head(shape, rank, constants) if last else ())]
+    in_backward = [*kept, *_unsharded(shape, parameters, trained, at_loss=False), *_block(shape)]
     moving = max(at_loss, in_backward, key=lambda terms: sum(term.bytes for term in terms))
     if not shape.compiled:
         moving.append(Term("eager temporaries", constants.eager * shape.tokens * job.model.dim / shape.sequence, "fitted"))
@@ -86,14 +87,17 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
                 tuple(term for term in (*always, *moving, reserve) if term.bytes or term.name == "reserve"))
 
 
-def _states(shape: Shape, parameters: float) -> list[Term]:
-    """Return what lives from step to step: weights, gradients, the optimizer's moments, copies in the compute dtype without FSDP."""
-    share = parameters * shape.stored / shape.shards
-    copies = 0 if shape.wrapped or shape.used == shape.stored else parameters * shape.used
-    return [Term("weights", share), Term("gradients", share), Term("optimizer", share * shape.moments), Term("weight copies", copies)]
+def _states(shape: Shape, parameters: float, trained: float) -> list[Term]:
+    """Return what lives from step to step: weights, gradients, the optimizer's moments, copies in the compute dtype without FSDP. Under
+    adapters the model's own weights are in the compute dtype, and have no more than that.
+    """
+    share, frozen = trained * shape.stored / shape.shards, parameters * shape.used / shape.shards if shape.adapter else 0
+    copies = 0 if shape.wrapped or shape.used == shape.stored else trained * shape.used
+    return [Term("weights", share + frozen), Term("gradients", share), Term("optimizer", share * shape.moments),
+            Term("weight copies", copies)]
 
 
-def _unsharded(shape: Shape, parameters: float, at_loss: bool) -> list[Term]:
+def _unsharded(shape: Shape, parameters: float, trained: float, at_loss: bool) -> list[Term]:
     """Return gathered parameters and gradients that are not reduced yet.
 
     ZeRO-3 holds two blocks; a pipeline (ZeRO-2) holds all weights, and gradients of all microbatches in float32.
@@ -102,14 +106,15 @@ def _unsharded(shape: Shape, parameters: float, at_loss: bool) -> list[Term]:
     if not shape.wrapped:
         return []
     edge = max(shape.embedding, shape.head) * shape.used
+    block = sums * (shape.adapter or shape.block)
     if job.parallelism.pp > 1:
-        gradients = shape.reduced * parameters * (shape.microbatches > 1) + sums * shape.block
+        gradients = shape.reduced * trained * (shape.microbatches > 1) + block
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients)]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
     weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.block + edge
     if at_loss:
         return [Term("gathered weights", weights + edge)]
-    return [Term("gathered weights", weights), Term("unsharded gradients", sums * shape.block + edge)]
+    return [Term("gathered weights", weights), Term("unsharded gradients", block + (0 if shape.adapter else edge))]
 
 
 def saved(shape: Shape) -> float:

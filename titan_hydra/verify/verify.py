@@ -147,7 +147,8 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
-    return sum(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients.values())
+    moving = [gradient for gradient in gradients.values() if gradient.any()]  # those of an adapter's A are 0 at first
+    return sum(torch.equal(gradient, gradient.bfloat16().float()) for gradient in moving)
 
 
 def drift(trainer: Trainer) -> int:

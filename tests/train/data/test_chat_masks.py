@@ -10,7 +10,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import tokenizer as export
 from titan_hydra.config import schema
 from titan_hydra.data import template, tokenizer
-from titan_hydra.data.chat import Reader
+from titan_hydra.data.chat import ConversationReader
 from titan_hydra.data.conversations import parse
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<start_of_turn>", "<end_of_turn>", "[INST]",
@@ -66,7 +66,7 @@ def hf(tmp_path_factory):
 
 def reader(config, name, train_on="assistant", change=lambda text: text):
     own = template.Template(name, change(template.BUILT_IN[name].read_text()), tokenizer.special_names(config))
-    return Reader([], own, tokenizer.load(config), train_on)
+    return ConversationReader([], own, tokenizer.load(config), train_on)
 
 
 def without_tags(text):
@@ -181,16 +181,16 @@ def test_a_template_that_is_broken_or_breaks_out_is_refused(source, line):
 def test_the_template_comes_from_the_tokenizers_own_files(hf, tmp_path):
     source = schema.Data(name="chat")
     with pytest.raises(ConfigError, match=r"data.chat_template=null: no template came with .*nearest legal: chatml or gemma or"):
-        template.load("data", source, hf)
+        template.load_template("data", source, hf)
     config = tmp_path / "tokenizer_config.json"
     own = schema.Tokenizer(name="hf", path=str(tmp_path / "tokenizer.json"))
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "a {{ bos_token }}"}]
     config.write_text(json.dumps({"chat_template": several, "bos_token": {"content": "<s>"}}))
-    assert template.load("data", source, own).render(read(PLAIN[0])) == "a <s>"
+    assert template.load_template("data", source, own).render(read(PLAIN[0])) == "a <s>"
     (tmp_path / "chat_template.jinja").write_text("b {{ eos_token }}{{ strftime_now('%d %b %Y') }}")
-    assert template.load("data", source, own).render(read(PLAIN[0])) == "b 26 Jul 2024"
+    assert template.load_template("data", source, own).render(read(PLAIN[0])) == "b 26 Jul 2024"
     source.chat_template = str(tmp_path / "chat_template.jinjo")
     with pytest.raises(ConfigError, match=r"data.chat_template=.*jinjo: No such file or directory; nearest legal: .*chat_template.jinja"):
-        template.load("data", source, own)
+        template.load_template("data", source, own)
     source.chat_template = "phi"
-    assert template.load("data", source, own).render(read(PLAIN[0])).startswith("<|user|>\nHi<|end|>")
+    assert template.load_template("data", source, own).render(read(PLAIN[0])).startswith("<|user|>\nHi<|end|>")

@@ -1,6 +1,4 @@
 """Supervised fine-tuning: of packed conversations, only the marked tokens are predicted."""
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
