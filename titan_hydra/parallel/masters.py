@@ -9,6 +9,7 @@ from torch import nn
 from titan_hydra.base.private import foreach_copy
 from titan_hydra.config.schema import Precision
 
+from .lora import LoraLinear
 from .mesh import Mesh, local_part
 
 
@@ -38,19 +39,22 @@ class Masters:
 
 
 def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
-    """Give the modules copies of their trained parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast.
-    Frozen parameters, which an adapter leaves, are in the compute dtype already; the optimizer does not see them.
+    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast.
+
+    What adapters leave frozen is in the compute dtype already, and the optimizers do not see it.
     """
     dtype = getattr(torch, precision.compute_dtype)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    parameters = dict(model.named_parameters())
+    adapted = any(isinstance(module, LoraLinear) for module in model.modules())
+    frozen = {name: parameter for name, parameter in parameters.items() if adapted and not parameter.requires_grad}
+    held = {name: parameter for name, parameter in parameters.items() if name not in frozen}
     copied = mesh.fsdp is None and precision.compute_dtype != precision.param_dtype
     if not copied and not frozen:
         return Masters(model)
-    masters = Masters(Tree(trained, Tree(frozen) if frozen else None))
+    masters = Masters(Tree(held, Tree(frozen) if frozen else None))
     if not copied:
         return masters
-    copies = {parameter: copy_of(parameter, dtype) for parameter in trained.values()}
+    copies = {parameter: copy_of(parameter, dtype) for parameter in held.values()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             module.register_parameter(name, copies.get(parameter, parameter))
