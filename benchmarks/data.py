@@ -22,10 +22,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text, tokens = write_corpus(Path(folder))
         measure(make_job(args, name="synthetic"), 0)  # imports torch
-        print(f"\n{'source':<12} {'first batch, s':>15} {'tokens/s':>12}")
-        for name, keys in [("embedded", {}), ("text_files", {"path": text}), ("tokens", {"path": tokens}), ("synthetic", {})]:
+        print(f"\n{'source':<13} {'first batch, s':>14} {'tokens/s':>12}")
+        sources = {"embedded": {}, "text_files": {"path": text}, "tokens": {"path": tokens}, "synthetic": {}, "embedded_chat": {}}
+        for name, keys in sources.items():
             first, speed = measure(make_job(args, name=name, **keys), args.seconds)
-            print(f"{name:<12} {first:>15.3f} {speed:>12,.0f}")
+            print(f"{name:<13} {first:>14.3f} {speed:>12,.0f}")
 
 
 def write_corpus(folder: Path) -> tuple[str, str]:
@@ -41,6 +42,7 @@ def write_corpus(folder: Path) -> tuple[str, str]:
 def make_job(args: argparse.Namespace, **keys) -> schema.Job:
     job = schema.Job()
     job.model.vocab_size = 4096
+    job.train.objective = "sft" if keys["name"] == "embedded_chat" else "language"
     job.data = schema.Data(seq_len=args.seq_len, global_batch=args.global_batch, prefetch=0, **keys)
     return job
 

@@ -3,6 +3,7 @@ import pytest
 
 from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.rules.adapter import adapter_parameters
 from titan_hydra.config.rules.checks import check
 from titan_hydra.plan import memory, predict, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
@@ -24,6 +25,15 @@ def test_states_are_sixteen_bytes_for_each_parameter_over_the_shards():
     assert states == pytest.approx(16 * 8_030_261_248 / 8 / 2**30, rel=1e-4)
     sgd = terms(job_of("optimizer=sgd"))
     assert "optimizer" not in sgd and sgd["weights"] == terms(job)["weights"]
+
+
+def test_adapters_leave_two_bytes_for_each_parameter_of_the_model():
+    job, split = job_of("adapter=lora"), job_of("adapter=lora", "parallelism.dp_shard=2", "parallelism.tp=4")
+    adapters = adapter_parameters(job)
+    assert adapters == 32 * 16 * sum(one + other for one, other in [(4096, 4096)] * 2 + [(4096, 1024)] * 2 + [(4096, 14336)] * 3)
+    states = sum(terms(job)[name] for name in ("weights", "gradients", "optimizer"))
+    assert states == pytest.approx((2 * 8_030_261_248 + 16 * adapters) / 8 / 2**30, rel=1e-4)
+    assert terms(job)["gradients"] < terms(split)["gradients"] < 4 * terms(job)["gradients"], "one of two matrices is whole on every rank"
 
 
 def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():

@@ -30,6 +30,7 @@ from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 
 from . import initial, safe, state
+from .convert import read_model_config
 from .writer import Writer
 
 TRIES = 4  # consecutive failures that stop a run: two saves that were due, each tried twice
@@ -75,6 +76,11 @@ class Checkpointer:
     def _new_stager(self) -> DefaultStager:
         pinned = self.config.name == "async_pinned" and torch.cuda.is_available()
         return DefaultStager(StagingOptions(pinned, False, True, pinned))
+
+    @property
+    def base(self) -> nn.Module:
+        """The parameters that initial_load_path gives: all of them, or those that are frozen under adapters."""
+        return getattr(self.model, "frozen", None) or self.model
 
     @property
     def folder(self) -> Path:
@@ -210,7 +216,9 @@ class Checkpointer:
         path = self._newest_intact()
         if path is None:
             return 0, None
-        self._load(path, {"model", "optimizer", "outer"})
+        if self.base is not self.model and self.config.initial_load_path:  # the step holds adapters alone
+            self.start_from(self.config.initial_load_path, read_model_config(path))
+        self._load(path, {"model", "optimizer", "outer"}, self.model)
         self.saved = checkpoints.step_of(path)
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
@@ -220,11 +228,11 @@ class Checkpointer:
         dist.broadcast_object_list(found, src=0, group=self.group)  # the other run may be writing its next step just now
         source, left_out = found[0], set(self.config.exclude_from_loading)
         if initial.is_hf(source):
-            initial.load_hf(self.model, model, source)
+            initial.load_hf(self.base, model, source)
             return 0, None
         if problems := self._problems(source) if layout.MANIFEST.of(source).exists() else []:
             raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}")
-        self._load(source, {"model", "optimizer"} - left_out)
+        self._load(source, {"model", "optimizer"} - left_out, self.base)
         data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
         return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
 
@@ -242,8 +250,8 @@ class Checkpointer:
                 writer.abandon()
             raise CheckpointError(f"{path} could not be written: {reason_of(error)}") from error
 
-    def _load(self, path: Path, parts: set[str]) -> None:
-        content: dict[str, Any] = {"model": state.weights(self.model)} if "model" in parts else {}
+    def _load(self, path: Path, parts: set[str], model: nn.Module) -> None:
+        content: dict[str, Any] = {"model": state.weights(model)} if "model" in parts else {}
         if "optimizer" in parts:
             content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
         if "outer" in parts and self.outer:
@@ -253,7 +261,7 @@ class Checkpointer:
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
         if "model" in parts:
-            set_model_state_dict(self.model, content["model"])
+            set_model_state_dict(model, content["model"])
         if "optimizer" in parts:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 

@@ -4,12 +4,14 @@ Both directions stream: an export holds one file's tensors in memory, an import 
 that marks completeness is written last (config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for
 a complete one.
 """
+from __future__ import annotations
+
 import json
 import os
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,20 +19,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from titan_hydra.base.errors import CheckpointError, ConfigError
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.files import read_json
-from titan_hydra.config.schema import Model, Tokenizer
+from titan_hydra.config.schema import Model, Source, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import newest
 
-from . import safe
+from . import initial
 from .folder import Folder, content_of
+from .reader import PREFIX, HuggingFaceReader, Merged, Reader
 from .tokenizer import write_tokenizer
 
-PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
+if TYPE_CHECKING:
+    from titan_hydra.data.template import Template
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -41,11 +46,12 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     hf, state = hf_of(config), meta_state(config)
     dtypes = {name: in_dtype(tensor, dtype) for name, tensor in state.items()}
     content = hf.to_config(config, dtype)
-    reader = Reader(checkpoint)
-    _check_stored(reader.metadata, {name: tensor.shape for name, tensor in state.items()}, checkpoint)
+    reader = reader_of(checkpoint, config_file)
+    if isinstance(reader, Reader):
+        _check_stored(reader.metadata, {name: tensor.shape for name, tensor in state.items()}, checkpoint)
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
     shards = _plan_shards(sizes, max_shard_gb * 1e9)
-    _make_target(target)
+    make_target(target)
     files = [_shard_name(i, len(shards)) for i in range(len(shards))]
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
@@ -68,6 +74,8 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
+        if find_section("train", checkpoint, config_file)[1].get("objective") == "sft":
+            (target / "chat_template.jinja").write_text(read_template(checkpoint, config_file).source)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
@@ -95,7 +103,7 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
         folder.read(key.removeprefix(PREFIX), whole.shape, [0] * whole.dim(), whole)
         return whole
 
-    _make_target(target)
+    make_target(target)
     words = source / "tokenizer.json"
     tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
     _write_json(target / "config.json", {"model": to_dict(folder.config), "train": {"imports": list(imports)}} | tokenizer)
@@ -140,9 +148,36 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
         raise ConfigError(f"{file}: names no tokenizer")
     config = from_dict(Tokenizer, section)
     if config.path:
-        started = layout.ENV.read(file.parent).get("folder", "")
-        config.path = str(Path(started, Path(config.path).expanduser()))
+        config.path = _as_started(file, config.path)
     return config
+
+
+def _as_started(config_file: Path, path: str) -> str:
+    """Resolve a path of a run's configuration against the folder in which the run was started."""
+    started = layout.ENV.read(config_file.parent).get("folder", "")
+    return str(Path(started, Path(path).expanduser()))
+
+
+def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
+    """Return what reads the weights of a checkpoint; adapters are merged into the weights that the run has started from."""
+    _, adapter = find_section("adapter", checkpoint, config_file)
+    if adapter.get("name", "none") == "none":
+        return Reader(checkpoint)
+    file, section = find_section("checkpoint", checkpoint, config_file)
+    if not section.get("initial_load_path"):
+        raise ConfigError(f"{file}: checkpoint.initial_load_path=null: the adapters stand beside weights that were drawn and not kept")
+    base = initial.find(_as_started(file, section["initial_load_path"]))
+    beside = HuggingFaceReader(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
+    return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
+
+
+def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
+    """Load the chat template of the run that wrote a checkpoint. Raises ConfigError if there is none."""
+    from titan_hydra.data import template
+
+    _, section = find_section("data", checkpoint, config_file)
+    source = Source(name="chat", chat_template=section.get("chat_template"))
+    return template.load_template("data", source, read_tokenizer_config(checkpoint, config_file))
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
@@ -155,23 +190,6 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
     candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in folders]
     found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
     return next(((file, section) for file, section in found if section), (candidates[-1], {}))
-
-
-class Reader:
-    """Reads single tensors of a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
-
-    def __init__(self, checkpoint: Path):
-        self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
-        self.metadata = self.reader.index
-
-    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
-        state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
-        try:
-            dcp.load(state, storage_reader=self.reader, planner=safe.Planner(), no_dist=True)
-        except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
-        return state[PREFIX + name]
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):
@@ -210,7 +228,8 @@ def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _make_target(target: Path) -> None:
+def make_target(target: Path) -> None:
+    """Make a folder to export to. Raises ConfigError if it holds anything or cannot be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())

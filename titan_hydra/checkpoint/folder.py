@@ -46,9 +46,9 @@ class Folder:
         self.block = block_of(content.get("quantization_config"), config_file)
         self.files = weight_files(source)
 
-    def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
+    def dtypes(self, state: dict[str, Tensor], others: bool = False) -> dict[str, torch.dtype]:
         """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if one is not there or has
-        another shape, or if the folder has weights that the model has no place for.
+        another shape, or, unless there may be `others`, if the folder has weights that the model has no place for.
         """
         found, seen = {}, set()
         for fqn, tensor in state.items():
@@ -58,7 +58,7 @@ class Folder:
                 seen |= wanted.keys()
         tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
         for name in self.files.keys() - seen - tied:
-            if not name.startswith(self.unused) and not name.endswith(UNUSED):
+            if not others and not name.startswith(self.unused) and not name.endswith(UNUSED):
                 raise ConfigError(f"{self.files[name]}: {name} has no place in the model")
         return found
 

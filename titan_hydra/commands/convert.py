@@ -10,7 +10,7 @@ from titan_hydra.runs.view import add_runs, place_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder")
     direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--to", choices=["hf"], help="export to this format")
+    direction.add_argument("--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft has them alone")
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
     parser.add_argument("target", type=Path, help="folder to write; new or empty")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="number format; default bfloat16 (--to), unchanged (--from)")
@@ -25,7 +25,12 @@ def main(args: argparse.Namespace) -> int:
     from titan_hydra.checkpoint import convert
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    if args.to:
+    if args.to == "peft":
+        from titan_hydra.checkpoint.adapters import export_peft
+
+        number = export_peft(place_of(args.source, args.runs), args.target, convert.DTYPES[args.dtype or "float32"], args.config)
+        print(f"{args.target}: the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained")
+    elif args.to:
         source = place_of(args.source, args.runs)
         files = convert.export_hf(source, args.target, convert.DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
         print(f"{args.target}: {counted(len(files), 'file')} of weights; load with AutoModelForCausalLM.from_pretrained")

@@ -11,6 +11,8 @@ from titan_hydra.runs.view import add_runs, place_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a question: it goes through the run's chat template, and the "
+                        "answer alone is printed")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="end after N tokens, if the text does not before (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (1)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (0)")
@@ -32,9 +34,9 @@ def main(args: argparse.Namespace) -> int:
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     checkpoint = find_checkpoint(place_of(args.cell, args.runs))
-    pieces = generate(checkpoint, args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype)
+    pieces = generate(checkpoint, args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype, args.chat)
     first = next(pieces)  # report errors before the prompt is printed
-    print(args.prompt, first, sep="", end="", flush=True)
+    print("" if args.chat else args.prompt, first, sep="", end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

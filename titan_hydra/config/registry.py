@@ -32,6 +32,8 @@ class DataSourceKind:
     needs_path: bool = False
     suffixes: tuple[str, ...] = ()  # of the files that `path` and `validation_path` name; () if they name no files
     gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
+    encodes: bool = False  # the job's tokenizer encodes its text, as it does all documents
+    faults: Reference | None = None  # (key, Source, Job): yields what is wrong with its files, on the launcher; imports no torch
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ PIPELINE_SCHEDULES = Registry(
     PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
     PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
 )
+CHAT = "titan_hydra.data.chat"
+TURNS = ("tokens", "trained", "documents")
 DATA_SOURCES = Registry(
     "data.name",
     DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
@@ -196,10 +200,15 @@ DATA_SOURCES = Registry(
     DataSourceKind("c4", "titan_hydra.data:open_hub", reads=HUB),
     DataSourceKind("hf", "titan_hydra.data:open_hub", reads=HUB, needs_path=True),
     DataSourceKind("synthetic", "titan_hydra.data:draw_tokens", documents=False),
+    DataSourceKind("chat", f"{CHAT}:open_chat", documents=False, reads=("path", "validation_path", "chat_template", "train_on"),
+                   needs_path=True, suffixes=(".jsonl", ".json"), gives=TURNS, encodes=True, faults=f"{CHAT}:faults"),
+    DataSourceKind("embedded_chat", f"{CHAT}:open_chat", documents=False, reads=("chat_template", "train_on"), gives=TURNS, encodes=True,
+                   faults=f"{CHAT}:faults"),
 )
 OBJECTIVES = Registry(
     "train.objective",
     ObjectiveKind("language", "titan_hydra.train.objectives.language:Language", head_loss=True, split_logits=True),
+    ObjectiveKind("sft", "titan_hydra.train.objectives.sft:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True),
 )
 ADAM = ("beta1", "beta2", "eps")
 OPTIMIZERS = Registry(

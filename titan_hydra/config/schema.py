@@ -75,6 +75,15 @@ class Precision:
 
 
 @dataclass
+class Adapter:
+    name: str = key("none", "what is trained beside a model that stays as it is", choices=("none", "lora"), late=True)
+    rank: int = key(16, "lora: width of the two thin matrices of a linear", Interval(1, 65_536), only=("lora",), late=True)
+    alpha: float = key(32.0, "lora: their product counts alpha / rank times", POSITIVE, only=("lora",), late=True)
+    linears: list[str] = key(list, "lora: names of the linears that get one, as [wq,wv]; empty: all of a block", WORD, only=("lora",),
+                             late=True)
+
+
+@dataclass
 class Compile:
     name: str = key("off", "what torch.compile sees", choices=("off", "block"))
     backend: str = key("inductor", "torch.compile back end", WORD, only=("block",))
@@ -117,14 +126,19 @@ class Loss:
 @dataclass
 class Source:
     name: str = key(..., "source of the tokens", choices=Names(DATA_SOURCES))
-    path: str | None = key(None, "files (globs allowed) of text_files and tokens; dataset name of hf", PATH,
+    path: str | None = key(None, "files (globs allowed) of text_files, tokens and chat; dataset name of hf", PATH,
                            only=Names(DATA_SOURCES, "path"))
     subset: str | None = key(None, "hf: configuration of the dataset, for example `en`", only=Names(DATA_SOURCES, "subset"))
     split: str = key("train", "hf: split of the dataset", only=Names(DATA_SOURCES, "split"))
     text_key: str = key("text", "name of the column that holds the text", only=Names(DATA_SOURCES, "text_key"))
-    validation_path: str | None = key(None, "files held out for validation (text_files, tokens)", PATH,
+    validation_path: str | None = key(None, "files held out for validation (text_files, tokens, chat)", PATH,
                                       only=Names(DATA_SOURCES, "validation_path"))
     validation_split: str = key("validation", "hf: split used for validation", only=Names(DATA_SOURCES, "validation_split"))
+    chat_template: str | None = key(None, "chat: how a conversation becomes text: a Jinja file, or one of the package's, chatml, gemma, "
+                                    "llama3, mistral, phi or qwen3; null: the tokenizer's own", PATH,
+                                    only=Names(DATA_SOURCES, "chat_template"), late=True)
+    train_on: str = key("assistant", "chat: the tokens that are learned: what the assistant says, its last message alone, or all",
+                        choices=("assistant", "last", "all"), only=Names(DATA_SOURCES, "train_on"), late=True)
 
 
 @dataclass
@@ -147,8 +161,8 @@ class Data(Source):
                                    only=("mixture",), late=True)
     shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", NATURAL,
                               late=True)
-    max_bad_shards: int = key(0, "files or shards that may be left out, with a warning, as they are missing or damaged", NATURAL,
-                              identity=False)
+    max_bad_shards: int = key(0, "files or shards (of chat: rows) that may be left out, with a warning, as they are missing or damaged",
+                              NATURAL, identity=False)
 
 
 @dataclass
@@ -352,6 +366,7 @@ class Job:
     pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work")
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing")
     precision: Precision = key(Precision, "number formats")
+    adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", late=True)
     compile: Compile = key(Compile, "torch.compile, block by block")
     optimizer: Optimizer = key(Optimizer, "how gradients change the weights")
     lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time")

@@ -3,16 +3,21 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.files import LLAMA3_SPECIALS, size_of_hf, tokenizer_file
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # How Llama 3 cuts text into words before it merges bytes.
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -27,6 +32,15 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 
 
 @dataclass(frozen=True)
+class Located:
+    """Tokens, and the range of characters that each of them covers; bytes of one character cover all of it."""
+
+    ids: list[int]
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True)
 class Tokenizer:
     """encode treats names of special tokens in the text as plain text and adds none; bos_id is None if documents have only an end token."""
 
@@ -36,6 +50,8 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int
     sha256: str
+    locate: Callable[[str], Located]  # encodes the text of a chat template, in which names of special tokens are the tokens
+    special: dict[str, int] = field(default_factory=dict)  # the ids of the special tokens by name
 
     def document(self, text: str) -> list[int]:
         """Return a document as the model sees it: begin-of-text, the text, end-of-text."""
@@ -60,6 +76,7 @@ def read_content(config: schema.Tokenizer) -> tuple[Path, bytes]:
 
 
 def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
+    import numpy as np
     import tiktoken
 
     ranks = read_ranks(path, content)
@@ -71,8 +88,18 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
             return encoding.encode_ordinary(text)
         return [token for part in LONG_RUN.split(text) for token in encoding.encode_ordinary(part)]
 
+    sizes = np.array([*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)])  # bytes of each id
+
+    def locate(text: str) -> Located:
+        if LONG_RUN.search(text):
+            raise ValueError(f"{MANY_BLANKS:,} blanks in a row")
+        ids = encoding.encode(text, allowed_special="all")
+        ends = np.cumsum(sizes[ids])
+        characters = np.cumsum(np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80)  # begun up to each byte
+        return Located(ids, characters[np.concatenate([[0], ends[:-1]])] - 1, characters[ends - 1])
+
     return Tokenizer(encode, encoding.decode, len(ranks) + len(specials), bos_id=specials["<|begin_of_text|>"],
-                     eos_id=specials["<|end_of_text|>"], sha256=hashlib.sha256(content).hexdigest())
+                     eos_id=specials["<|end_of_text|>"], sha256=hashlib.sha256(content).hexdigest(), locate=locate, special=specials)
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
@@ -89,6 +116,7 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _load_hf(path: Path, content: bytes) -> Tokenizer:
+    import numpy as np
     import tokenizers
 
     spec = _json(path, content)
@@ -99,6 +127,20 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     tokenizer.encode_special_tokens = True  # `</s>` in a text is text, not the end of a document
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    @functools.cache
+    def for_templates() -> tokenizers.Tokenizer:
+        other = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        other.encode_special_tokens = False
+        other.post_processor = None  # it may cut blanks from the ranges of tokens
+        return other
+
+    def locate(text: str) -> Located:
+        found = for_templates().encode(text, add_special_tokens=False)
+        begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
+        return Located(found.ids, begins, ends)
+
     bos, eos = (_special(tokenizer, names, path, key) for names, key in ((BOS_NAMES, "bos_token"), (EOS_NAMES, "eos_token")))
     if eos is None:
         raise ConfigError(f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
@@ -107,7 +149,20 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
                      lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
                      size_of_hf(spec),
                      bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
-                     eos_id=eos, sha256=hashlib.sha256(content).hexdigest())
+                     eos_id=eos, sha256=hashlib.sha256(content).hexdigest(), locate=locate, special=special)
+
+
+def special_names(config: schema.Tokenizer) -> dict[str, str]:
+    """Return the names of the special tokens as chat templates know them: `bos_token`, `eos_token` and others."""
+    if config.name != "hf":
+        return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
+    beside = tokenizer_file(config).with_name("tokenizer_config.json")
+    if beside.is_file():
+        named = {key: value for key, value in json.loads(beside.read_text(encoding="utf-8")).items() if key.endswith("_token") and value}
+        return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    added = {token["content"] for token in json.loads(tokenizer_file(config).read_text(encoding="utf-8")).get("added_tokens", [])}
+    usual = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
+    return {key: name for key, names in usual.items() if (name := next((name for name in names if name in added), None))}
 
 
 def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:

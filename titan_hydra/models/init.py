@@ -30,8 +30,10 @@ class Normal:
 def init_weights(module: nn.Module, config: Model, seed: int) -> None:
     """Fill a model or pipeline stage, already on its device, with its initial weights (DTensors included) and recompute its buffers."""
     for name, parameter in module.named_parameters():
-        fqn = clean_name(name)
-        fill(parameter, module.initial_distribution(fqn, config), key_of_parameter(seed, fqn))
+        fqn, (owner, _, leaf) = clean_name(name), name.rpartition(".")
+        own = getattr(module.get_submodule(owner), "initial_std", {})  # of an adapter, which no family knows
+        distribution = (Normal(own[leaf]) if own[leaf] else 0.0) if leaf in own else module.initial_distribution(fqn, config)
+        fill(parameter, distribution, key_of_parameter(seed, fqn))
     for part in module.modules():
         if hasattr(part, "reset_buffers"):
             part.reset_buffers()

@@ -175,7 +175,7 @@ class Metrics:
                 self.trackers.remove(tracker)
 
     def _mfu(self, rate: float | None) -> float | None:
-        if self.peak is None or rate is None or self.flops is None or self.job.precision.converter:
+        if self.peak is None or rate is None or self.flops is None or self.job.precision.converter or self.job.adapter.name != "none":
             return None
         return self.flops * rate / self.peak
 

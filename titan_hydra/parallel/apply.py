@@ -6,7 +6,7 @@ from torch import nn
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
-from . import activation_checkpoint, compile, context, data, experts, formats, simple_fsdp, tensor
+from . import activation_checkpoint, compile, context, data, experts, formats, lora, simple_fsdp, tensor
 from .mesh import Mesh
 
 SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by parallelism.backend
@@ -21,6 +21,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     blocks = family_of(job.model).blocks(module)
     tensor.apply(module, mesh, job, formats.linears(job))
     experts.apply(module, mesh, job)
+    lora.apply(module, job)  # the adapters of a split linear are split as it is
     context.apply(module, mesh, job)
     activation_checkpoint.apply(blocks, job.ac)
     compile.apply(blocks, mesh, job.compile)

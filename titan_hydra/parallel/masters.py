@@ -1,8 +1,8 @@
 """Mixed precision without FSDP: the optimizer's weights, and copies of them in the compute dtype for the modules."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from titan_hydra.base.private import foreach_copy
 from titan_hydra.config.schema import Precision
 
+from .lora import LoraLinear
 from .mesh import Mesh, local_part
 
 
@@ -18,7 +19,8 @@ class Masters:
     """A rank's parameters as the optimizer holds them, under their plain names, and the copies that the modules compute with.
 
     The casts are those of FSDP2's mixed precision: weights once a step; each microbatch's gradient, which is in the compute dtype, to the
-    masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, `weights` is the model and there are no copies.
+    masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, there are no copies and `weights` is the model;
+    under adapters it is a tree of what is trained.
     """
 
     weights: nn.Module
@@ -38,27 +40,50 @@ class Masters:
 
 
 def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
-    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast."""
+    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast.
+
+    What adapters leave frozen is in the compute dtype already, and the optimizers do not see it.
+    """
     dtype = getattr(torch, precision.compute_dtype)
-    if mesh.fsdp is not None or precision.compute_dtype == precision.param_dtype:
-        return Masters(model)
-    masters = Masters(nn.Module())
     parameters = dict(model.named_parameters())
-    for name, tensor in (parameters | {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}).items():
-        *path, leaf = name.split(".")
-        place = masters.weights
-        for part in path:
-            if part not in dict(place.named_children()):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
-        register: Any = place.register_parameter if name in parameters else place.register_buffer
-        register(leaf, tensor)
-    copies = {parameter: copy_of(parameter, dtype) for parameter in model.parameters()}
+    adapted = any(isinstance(module, LoraLinear) for module in model.modules())
+    frozen = {name: parameter for name, parameter in parameters.items() if adapted and not parameter.requires_grad}
+    held = {name: parameter for name, parameter in parameters.items() if name not in frozen}
+    copied = mesh.fsdp is None and precision.compute_dtype != precision.param_dtype
+    if not copied and not frozen:
+        return Masters(model)
+    stored = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    masters = Masters(Tree(held | buffers, Tree(frozen) if frozen else None))
+    if not copied:
+        return masters
+    copies = {parameter: copy_of(parameter, dtype) for parameter in held.values()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            module.register_parameter(name, copies[parameter])
+            module.register_parameter(name, copies.get(parameter, parameter))
     masters.pairs = list(copies.items())
     return masters
+
+
+class Tree(nn.Module):
+    """Parameters and buffers under their names, in modules that cannot be run. `frozen` is the tree of what is not trained; it is no part
+    of this one.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], frozen: Tree | None = None):
+        super().__init__()
+        self.__dict__["frozen"] = frozen
+        for name, tensor in tensors.items():
+            *path, leaf = name.split(".")
+            place: nn.Module = self
+            for part in path:
+                if part not in dict(place.named_children()):
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            if isinstance(tensor, nn.Parameter):
+                place.register_parameter(leaf, tensor)
+            else:
+                place.register_buffer(leaf, tensor)
 
 
 def copy_of(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

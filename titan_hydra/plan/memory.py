@@ -74,16 +74,17 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
 def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     """Return the terms of one pipeline rank at the largest of its moments."""
     world, parameters = shape.job.parallelism, sum(map(shape.parameters, shape.stages[rank]))
-    share = shape.stored / shape.shards
-    copies = 0 if shape.wrapped or shape.used == shape.stored else parameters * shape.used
-    always = [Term("weights", parameters * share), Term("optimizer", parameters * share * shape.moments), Term("weight copies", copies)]
+    trained, share = shape.trained(shape.stages[rank]), shape.stored / shape.shards
+    copies = 0 if shape.wrapped or shape.used == shape.stored else trained * shape.used
+    frozen = parameters * shape.used / shape.shards if shape.adapter else 0  # in the compute dtype, and with nothing else
+    always = [Term("weights", trained * share + frozen), Term("optimizer", trained * share * shape.moments), Term("weight copies", copies)]
     moments = [*_moments(shape, rank, parameters, constants)]
     sizes = [sum(term.bytes for term in moving) for _, moving in moments]
-    live = max(having * share + size for (having, _), size in zip(moments, sizes, strict=True))
+    live = max(having * share * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
     # The allocator gives the blocks of last step's gradients to nothing else, so that all count, at whatever moment.
     size = max(sizes)
     reserve = Term("reserve", (constants.reserve - 1) * size, "fitted")
-    terms = [*always, Term("gradients", parameters * share), *moments[sizes.index(size)][1]]
+    terms = [*always, Term("gradients", trained * share), *moments[sizes.index(size)][1]]
     return Peak(rank * world.dp_replicate * world.dp_shard * world.cp * world.tp, rank, (*(term for term in terms if term.bytes), reserve),
                 live + sum(term.bytes for term in always))
 
@@ -118,11 +119,11 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     ZeRO-3 holds two blocks, and the gradient of `reduced` parameters on their way to other ranks. A pipeline (ZeRO-2) holds all weights,
     and, if `summed`, gradients of earlier microbatches.
     """
-    job, own = shape.job, shape.used * shape.block
+    job, own = shape.job, shape.used * shape.block * shape.learned
     if not shape.wrapped:
         return []
     if job.parallelism.pp > 1:
-        gradients = shape.reduced * parameters * (shape.microbatches > 1 and summed)
+        gradients = shape.reduced * parameters * shape.learned * (shape.microbatches > 1 and summed)
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients + own * (reduced is not None))]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
     tied = shape.used * shape.embedding * (not shape.head)  # with the root's other parameters, which stay
@@ -130,7 +131,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
         weights = shape.used * shape.head * (1 + shape.fused_loss) + tied  # the fused loss runs while the gather's buffer is still there
         return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
     weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.block + tied
-    return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced + own)]
+    return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced * shape.learned + own)]
 
 
 def saved(shape: Shape) -> float:

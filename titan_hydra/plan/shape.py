@@ -7,6 +7,7 @@ from titan_hydra.config.family import Linear, family_of
 from titan_hydra.config.load import data_parallel
 from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.rules import pipeline
+from titan_hydra.config.rules.adapter import adapted
 from titan_hydra.config.rules.memory import SIZE
 from titan_hydra.config.rules.precision import has_one_scale
 from titan_hydra.config.schema import Job
@@ -119,6 +120,22 @@ class Shape:
         """Return the parameters of a stage on a tensor-parallel rank."""
         last = len(self.layers) - 1
         return self.layers[stage] * self.block + self.embedding * (stage == 0) + self.head * (stage == last)
+
+    @property
+    def adapter(self) -> float:
+        """The trained parameters of a block's adapters on a tensor-parallel rank; 0 without adapters, where all are trained."""
+        tp = self.job.parallelism.tp
+        return self.job.adapter.rank * sum(one.inputs / (1 if one.column else tp) + one.outputs / (tp if one.column else 1)
+                                           for one in adapted(self.job))
+
+    @property
+    def learned(self) -> float:
+        """The share of a block's parameters that have gradients."""
+        return self.adapter / self.block if self.adapter else 1.0
+
+    def trained(self, stages: list[int]) -> float:
+        """Return the parameters of some stages that are trained, on a tensor-parallel rank."""
+        return sum(self.layers[stage] * self.adapter if self.adapter else self.parameters(stage) for stage in stages)
 
     def columns(self, what: str) -> float:
         """Return the summed widths of the `inputs` or `outputs` of a block's linears that a tensor-parallel rank holds."""

@@ -7,24 +7,32 @@ from torch import Tensor, nn
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import DTYPES, Reader, read_model_config, read_tokenizer_config
+from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_template, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.reader import Merged, Reader
 from titan_hydra.config.schema import Model
 from titan_hydra.data import tokenizer
 
 
-def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str) -> Iterator[str]:
-    """Yield the continuation of a prompt, at most `max_tokens` tokens, in pieces of whole characters."""
+def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str,
+             chat: bool = False) -> Iterator[str]:
+    """Yield the continuation of a prompt, at most `max_tokens` tokens, in pieces of whole characters. With `chat` the prompt is a message
+    of the user's, and the answer to it ends with the first special token.
+    """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
-    ids = words.document(prompt)[:-1] or [words.eos_id]  # without begin-of-text, the end of a document stands before the next
+    if chat:
+        ids = words.locate(read_template(checkpoint).prompt([{"role": "user", "content": prompt}])).ids
+    else:
+        ids = words.document(prompt)[:-1] or [words.eos_id]  # without begin-of-text, the end of a document stands before the next
+    ends = {words.eos_id, *(words.special.values() if chat else ())}
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
-    model = _load(config, seq_len, DTYPES[dtype], Reader(checkpoint))
+    model = _load(config, seq_len, DTYPES[dtype], reader_of(checkpoint))
     new: list[int] = []
     text = ""
     for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
-        if token == words.eos_id:
+        if token in ends:
             break
         new.append(token)
         if not (longer := words.decode(new)).endswith("\ufffd"):  # else its last character lacks bytes
@@ -33,7 +41,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     yield words.decode(new)[len(text):]
 
 
-def _load(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader) -> nn.Module:
+def _load(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader | Merged) -> nn.Module:
     """Build the whole model in `dtype` with a checkpoint's weights, on the GPU if there is one, in eval mode."""
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):

@@ -161,7 +161,8 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
     alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None  # the gradient of a single rank
-    return sum(torch.equal(gradient, gradient.bfloat16().float()) for name, gradient in gradients.items() if not alone or alone not in name)
+    moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}  # those of an adapter's A are 0 at first
+    return sum(torch.equal(gradient, gradient.bfloat16().float()) for name, gradient in moving.items() if not alone or alone not in name)
 
 
 def drift(trainer: Trainer) -> int:

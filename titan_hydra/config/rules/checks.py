@@ -18,7 +18,7 @@ from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dic
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
 
-from . import checkpoint, cluster, data, experts, memory, objective, pipeline, precision, replicas
+from . import adapter, checkpoint, cluster, data, experts, memory, objective, pipeline, precision, replicas
 
 Rule = Callable[[Job], Iterator[Fault]]
 BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")  # of torch.compile
@@ -235,7 +235,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
                     legal=("off",))
 
 
-RECIPE.extend(objective.RULES + precision.RULES + replicas.RULES + experts.RECIPE)
+RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE)
 
 
 @rule(RECIPE)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import expand, home, kind, missing, similar, tokenizer_file, vocabulary_size
-from titan_hydra.config.registry import DATA_SOURCES
+from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.config.schema import Data, Job, Source
 
 PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to this
@@ -95,7 +95,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
     """Every token id has a row in the embedding. A larger embedding is fine: vocabularies are often padded."""
-    if not any(DATA_SOURCES[source.name].documents for source in data_sources(job.data).values()):
+    if not any(DATA_SOURCES[source.name].documents or DATA_SOURCES[source.name].encodes for source in data_sources(job.data).values()):
         return  # no text is encoded; the .bin is checked against its own header when it is opened
     file = tokenizer_file(job.tokenizer)
     if job.tokenizer.name != "embedded" and not job.tokenizer.path:
@@ -113,5 +113,12 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
             yield Fault("model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,))
 
 
+def sources_find_nothing_wrong(job: Job) -> Iterator[Fault]:
+    """Sources with checks of their own pass them, as chat data, whose template is tried on the first conversation."""
+    for key, source in data_sources(job.data).items():
+        if record_faults := resolve(DATA_SOURCES[source.name].faults):
+            yield from record_faults(key, source, job)
+
+
 VALUES = [mixture_has_weighted_sources, shuffle_buffer_shuffles]
-PLACE = [data_files_are_there, tokenizer_fits_the_vocabulary]
+PLACE = [data_files_are_there, tokenizer_fits_the_vocabulary, sources_find_nothing_wrong]

@@ -14,6 +14,7 @@ from titan_hydra.config.load import data_parallel, devices_here, processes
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job, Model
 
+from .adapter import adapter_parameters
 from .pipeline import microbatches
 
 GIB = 2**30
@@ -32,11 +33,11 @@ def of_a_rank(job: Job) -> dict[str, float]:
     """Return a rank's least bytes by the key that each part grows with: data.global_batch those of the host, the others the device's."""
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments = OPTIMIZERS[job.optimizer.name].moments(job.optimizer)
-    ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
+    ranks, whole, adapters = layout.dp_shard * layout.cp * layout.tp * layout.pp, _parameters(model) or 0, adapter_parameters(job)
     tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / (max(microbatches(job), 1) if layout.pp > 1 else 1)
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
     return {
-        "model.name": (_parameters(model) or 0) * stored * (2 + moments) / ranks,
+        "model.name": ((adapters * stored * (2 + moments) + whole * used) if adapters else whole * stored * (2 + moments)) / ranks,
         "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
         "data.global_batch": job.data.global_batch / data_parallel(job) / job.fault_tolerance.replicas * job.data.seq_len * 16,
     }

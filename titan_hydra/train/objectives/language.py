@@ -26,7 +26,10 @@ class Language(Objective):
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         tokens = np.stack([sample["tokens"] for sample in samples]).astype(np.int64)
-        arrays = cut(tokens, separators if self.job.data.document_mask else None)
+        return self.assembled(cut(tokens, separators if self.job.data.document_mask else None))
+
+    def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """Return arrays as a batch, with positions where context parallelism asks for them."""
         if self.job.parallelism.cp > 1 and "positions" not in arrays:  # the model would count the positions of a part from 0
             arrays["positions"] = np.broadcast_to(np.arange(self.job.data.seq_len), arrays["tokens"].shape).copy()
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, self.dims)
@@ -60,11 +63,15 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
         return {"tokens": inputs.copy(), "labels": labels}
     begins = _begins(tokens, *separators)
     labels[begins[:, 1:]] = IGNORED
-    place = np.arange(inputs.shape[1])
-    positions = place - np.maximum.accumulate(np.where(begins[:, :-1], place, 0), axis=1)
     documents = begins[:, :-1].cumsum(axis=1)
     documents -= documents[:, :1]  # a sample's first document is number 0, whether or not it begins there
-    return {"tokens": inputs.copy(), "labels": labels, "documents": documents, "positions": positions}
+    return {"tokens": inputs.copy(), "labels": labels, "documents": documents, "positions": positions(begins[:, :-1])}
+
+
+def positions(begins: np.ndarray) -> np.ndarray:
+    """Return the position of each token in its document, from where documents begin."""
+    place = np.arange(begins.shape[1])
+    return place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
 
 
 def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:

@@ -1,0 +1,155 @@
+"""Supervised fine-tuning: the same on every layout, packed or not, resumed or not; only what the assistant says is learned."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_hydra import cli, data, models
+from titan_hydra.config import compose_job, freeze
+from titan_hydra.config.registry import OBJECTIVES
+from titan_hydra.models.init import init_weights
+from titan_hydra.runs.checkpoints import newest
+from titan_hydra.train.objectives import build_objective
+from titan_hydra.train.objectives.language import IGNORED
+from titan_hydra.verify.matrix import case
+from titan_hydra.verify.verify import verify
+
+from .test_resume import cut_back, tensors
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("data=embedded_chat", "data.seq_len=96", "validation=off", "model.vocab_size=4096")
+LAYOUTS = {
+    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"), "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=4"),
+    "cp 2": (2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16"),
+    "tp 2": (2, "parallelism=tp", "data.local_batch=16"), "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
+    "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
+    "fused loss": (2, "parallelism=fsdp", "data.local_batch=8", "loss=linear_cross_entropy"),
+}
+RECORDING = '''
+from titan_hydra.config.registry import ObjectiveKind, register
+
+register(ObjectiveKind("recording", "recording_on_ranks:Recording", needs=("tokens", "trained", "documents")))
+'''
+RECORDING_ON_RANKS = '''
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titan_hydra.train.objectives.language import IGNORED
+from titan_hydra.train.objectives.sft import SupervisedFineTuning
+
+
+class Recording(SupervisedFineTuning):
+    """Writes the loss of every element that a validation measures, in the order in which microbatches come."""
+
+    def measure(self, output, batch):
+        losses = F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=IGNORED)
+        files = Path(self.job.paths.runs).glob(f"losses_{dist.get_rank()}_*")
+        torch.save(losses.view_as(batch["labels"]), Path(self.job.paths.runs) / f"losses_{dist.get_rank()}_{len([*files])}")
+        return super().measure(output, batch)
+'''
+
+
+def test_every_layout_learns_what_one_process_learns():
+    cases = [case(name, ranks, *words, base=SMALL, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()]
+    cases.append(case("against float64", 1, "parallelism=single", "data.local_batch=16", base=SMALL, reference="float64"))
+    for outcome in verify(cases, steps=2):
+        assert outcome.passed, outcome
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recording")
+    (folder / "recording.py").write_text(RECORDING)
+    (folder / "recording_on_ranks.py").write_text(RECORDING_ON_RANKS)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+    OBJECTIVES.pop("recording")
+
+
+def alone(job, batch):
+    """The loss of every label, with each conversation in a batch of its own."""
+    model = models.build(job.model, job.data.seq_len)
+    init_weights(model, job.model, job.seed)
+    losses = torch.zeros(batch["labels"].shape)
+    for row in range(batch.samples):
+        for document in range(batch["documents"][row].max() + 1):
+            places = batch["documents"][row] == document
+            with torch.no_grad():
+                logits = model(batch["tokens"][row, places][None])[0]
+            losses[row, places] = F.cross_entropy(logits, batch["labels"][row, places], reduction="none", ignore_index=IGNORED)
+    return losses
+
+
+@pytest.mark.parametrize("words", [
+    ("parallelism=single", "data.local_batch=8"), ("parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2", "data.local_batch=8"),
+    ("parallelism=pp", "gpus=2", "data.local_batch=8"),
+    ("parallelism=pp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", "gpus=4", "data.local_batch=4"),
+], ids=["one", "cp", "pp", "pp and cp"])
+def test_packed_is_unpacked_token_by_token(tiny, run_job, recording, tmp_path, words):
+    job = tiny("data=embedded_chat", "train.imports=[recording]", "train.objective=recording", "validation=on", "validation.steps=1",
+               "data.seq_len=128", "steps=1", "optimizer.lr=0", "data.global_batch=8", "model.n_layers=4", f"paths.runs={tmp_path}", *words)
+    run_job(job)
+    batch = data.build(job, 0, 1, "validation").next()
+    cp, last = job.parallelism.cp, (job.parallelism.pp - 1) * job.parallelism.cp
+    parts = []
+    for rank in range(last, last + cp):
+        files = sorted(tmp_path.glob(f"losses_{rank}_*"), key=lambda file: int(file.name.rpartition("_")[2]))
+        parts.append(torch.cat([torch.load(file) for file in files]))
+    found = torch.cat(parts, dim=1)
+    assert (batch["labels"] != IGNORED).sum() > 100 and batch["documents"].max() > 3
+    assert found.shape == batch["labels"].shape
+    torch.testing.assert_close(found, alone(job, batch), rtol=1e-6, atol=2e-6)
+
+
+def test_a_resumed_run_goes_on_bitwise(tiny, run_job, tmp_path):
+    job = tiny("data=embedded_chat", "validation=off", "data.seq_len=64", "steps=8", "checkpoint.interval=4", "checkpoint.keep_latest_k=0",
+               "data.global_batch=64", "data.local_batch=16", "parallelism=fsdp", "gpus=2")
+    whole = run_job(job)
+    same = run_job(job, cut_back(whole, tmp_path / "same", 4))
+    assert run_job.losses(same) == run_job.losses(whole)
+    before, after = tensors(newest(whole / "checkpoints")), tensors(newest(same / "checkpoints"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_masked_labels_give_no_gradient():
+    job = freeze(compose_job("debug=tiny", "data=embedded_chat", "data.seq_len=128"))
+    objective, batch = build_objective(job), data.build(job, 0, 1).next()
+    logits = torch.randn(*batch["labels"].shape, job.model.vocab_size, requires_grad=True)
+    objective.loss(logits, batch.tensors).backward()
+    moved, counts = logits.grad.abs().sum(-1) > 0, batch["labels"] != IGNORED
+    assert torch.equal(moved, counts) and 0 < counts.sum() < counts.numel() and objective.count(batch.tensors) == counts.sum()
+
+
+def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
+    """After some steps the held-out loss of what the assistant says has fallen far; that of the questions has not, as nobody asked."""
+    words = ("data=embedded_chat", "validation=on", "validation.interval=40", "validation.steps=2", "steps=40", "optimizer.lr=5e-3",
+             "data.global_batch=8", "data.local_batch=8", "data.seq_len=128")
+    directory = run_job(tiny(*words))
+    held_out = run_job.losses(directory, "validation_loss")
+    assert held_out[40] < 0.5 * run_job.losses(directory)[1]
+    other = tiny(*words, "data.train_on=all", f"checkpoint.initial_load_path={directory}")
+    other.steps, other.optimizer.lr, other.validation.interval = 1, 0.0, 1
+    everything = run_job.losses(run_job(other), "validation_loss")[1]
+    assert everything > 2 * held_out[40]
+
+
+def test_from_the_command_line_to_an_answer(tmp_path, capsys):
+    words = ["experiment=sft_laptop", "steps=30", "gpus=1", f"paths.runs={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, ROOT / "launch.py", *words], capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    directory = next(path for path in tmp_path.iterdir() if not path.name.startswith("_"))
+    capsys.readouterr()
+    assert cli.main(["generate", str(directory), "--chat", "--prompt", "What is 3 + 4?", "--temperature", "0", "--max-tokens", "30"]) == 0
+    answer = capsys.readouterr().out
+    assert answer.strip() and "<|" not in answer and "What is 3 + 4?" not in answer
+    assert cli.main(["convert", str(directory), "--to", "hf", str(tmp_path / "exported")]) == 0
+    assert "<|start_header_id|>" in (tmp_path / "exported/chat_template.jinja").read_text()

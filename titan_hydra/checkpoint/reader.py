@@ -1,0 +1,65 @@
+"""Read single tensors of a checkpoint, of a Hugging Face folder, or of adapters merged into the weights beside which they were trained."""
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titan_hydra.base.errors import CheckpointError
+from titan_hydra.models.hf import HuggingFace
+
+from . import safe
+from .folder import Folder
+
+PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
+
+
+class Reader:
+    """Reads a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
+        self.metadata = self.reader.index
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
+        state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
+        try:
+            dcp.load(state, storage_reader=self.reader, planner=safe.Planner(), no_dist=True)
+        except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
+        return state[PREFIX + name]
+
+
+class HuggingFaceReader:
+    """Reads the weights of a Hugging Face folder under our names."""
+
+    def __init__(self, source: Path, hf: HuggingFace):
+        self.folder = Folder(source, hf)
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole parameter and convert it to `dtype`."""
+        found = torch.empty(shape, dtype=dtype)
+        self.folder.dtypes({name: nn.Parameter(found.to("meta"))}, others=True)
+        self.folder.read(name, shape, [0] * found.dim(), found)
+        return found
+
+
+class Merged:
+    """Reads weights with the products of their adapters added, in float32: w + factor * B A."""
+
+    def __init__(self, base: Reader | HuggingFaceReader, adapters: Reader, factor: float):
+        self.base, self.adapters, self.factor = base, adapters, factor
+
+    def adapter(self, weight: str) -> dict[str, Tensor]:
+        """Return the matrices lora_a and lora_b beside a weight; {} if it has none."""
+        stem, stored = weight.removesuffix("weight"), self.adapters.metadata.state_dict_metadata
+        return {part: self.adapters.tensor(stem + part, entry.size, torch.float32)
+                for part in ("lora_a", "lora_b") if isinstance(entry := stored.get(f"{PREFIX}{stem}{part}"), TensorStorageMetadata)}
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole parameter, merge it, and convert it to `dtype`."""
+        weight, found = self.base.tensor(name, shape, torch.float32), self.adapter(name)
+        return (weight.addmm_(found["lora_b"], found["lora_a"], alpha=self.factor) if found else weight).to(dtype)

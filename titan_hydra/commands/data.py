@@ -1,0 +1,107 @@
+"""`titan data`: show what a run with chat data would learn from, before it is started."""
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import COLOURS, table
+from titan_hydra.config import Fault, Job, freeze
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.rules import checks
+from titan_hydra.config.rules.data import data_sources
+from titan_hydra.config.schema import Source
+from titan_hydra.data import chat, tokenizer
+from titan_hydra.data.chat import ConversationReader, Turns
+from titan_hydra.data.shards import BadShard, BadShards
+
+BAR = 40  # characters of the longest bar
+SHOWN = 5  # rows that cannot be used
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands and options of `titan data`."""
+    commands = parser.add_subparsers(dest="data_command", required=True)
+    show = commands.add_parser("show", help="print a conversation with what is learned of it, lengths, shares, and the samples of an epoch")
+    show.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=...")
+    show.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
+    show.add_argument("--row", type=int, default=1, metavar="N", help="show the N-th conversation (1)")
+    show.add_argument("--split", choices=("train", "validation"), default="train", help="of what is trained on, or held out (train)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print one conversation and what all of them hold, for each chat source of the job."""
+    job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
+    found = {key: source for key, source in data_sources(job.data).items() if source.name in ("chat", "embedded_chat")}
+    if not found:
+        raise ConfigError(str(Fault("data.name", job.data.name, "only conversations are shown", legal=("chat", "embedded_chat"))))
+    if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.RECIPE, checks.PLACE)):
+        raise ConfigError("\n".join(map(str, faults)))
+    for key, source in found.items():
+        _show(key, source, job, args.split, args.row)
+    return Exit.DONE
+
+
+def _show(key: str, source: Source, job: Job, split: str, row: int) -> None:
+    """Print one source."""
+    reader = chat.open_conversations(key, source, job, split, tokenizer.load(job.tokenizer), BadShards(job.data.max_bad_shards))
+    if not 1 <= row <= len(reader.lines):
+        nearest = (max(1, min(row, len(reader.lines))),)
+        raise ConfigError(str(Fault("--row", row, f"there are {len(reader.lines):,} conversations", legal=nearest)))
+    where = reader.lines.row(row - 1)[0]
+    print(f"{where}: what is learned is {'green' if coloured() else 'between >>> and <<<'}")
+    print(marked(reader, reader.turns(row - 1)), end="\n\n")
+    turns, bad = [], []
+    for number in range(len(reader.lines)):
+        try:
+            turns.append(reader.turns(number))
+        except BadShard as error:
+            bad.append(str(error))
+    print(*_summary(job, reader, turns, bad), sep="\n")
+
+
+def coloured() -> bool:
+    """Whether the terminal shows colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def marked(reader: ConversationReader, turns: Turns) -> str:
+    """Return the text of a conversation with marks around what is learned, or in green."""
+    before, behind = (f"\x1b[{COLOURS['green']}m", "\x1b[0m") if coloured() else (">>>", "<<<")
+    edges = [0, *(np.flatnonzero(np.diff(turns.trained)) + 1).tolist(), len(turns.tokens)]
+    pieces = [(reader.tokenizer.decode(turns.tokens[begin:end].tolist()), turns.trained[begin]) for begin, end in pairwise(edges)]
+    return "".join(f"{before}{text}{behind}" if trained else text for text, trained in pieces)
+
+
+def _summary(job: Job, reader: ConversationReader, turns: list[Turns], bad: list[str]) -> Iterator[str]:
+    """Yield lines about all conversations: their number, lengths and shares, and the samples that they fill."""
+    data, size = job.data, job.data.seq_len + 1
+    short = [one for one in turns if len(one.tokens) <= size]
+    long = f"{len(turns) - len(short):,} have more than data.seq_len + 1 = {size:,} tokens"
+    yield f"{len(reader.lines):,} conversations: {len(bad):,} cannot be used, {long}"
+    yield from (f"  {line}" for line in bad[:SHOWN])
+    if not short:
+        shortest = min((len(one.tokens) for one in turns), default=0)
+        raise ConfigError(f"data.seq_len={data.seq_len}: no conversation is left, the shortest has {shortest} tokens")
+    tokens, trained = (sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True))
+    windows = [short[begin:begin + chat.WINDOW] for begin in range(0, len(short), chat.WINDOW)]
+    samples = sum(len(chat.first_fit(window, size)) for window in windows)
+    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned (data.train_on={reader.train_on})"
+    steps = f"{samples / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
+    yield f"about {samples:,} samples an epoch, {tokens / samples / size:.1%} full: {steps}"
+    yield ""
+    yield from histogram("tokens", np.array([len(one.tokens) for one in turns]))
+    yield ""
+    yield from histogram("learned, %", np.array([100 * one.trained.mean() for one in turns]))
+
+
+def histogram(title: str, values: np.ndarray) -> list[str]:
+    """Return the lines of a histogram in ten steps."""
+    counts, edges = np.histogram(values, bins=10)
+    rows = [(f"{edges[place]:,.0f} to {edges[place + 1]:,.0f}", f"{count:,}", "#" * -(-BAR * count // counts.max()))
+            for place, count in enumerate(counts)]
+    return table((title, "conversations", ""), rows, (title, "conversations"))

@@ -1,0 +1,51 @@
+"""The rules of adapters: which linears can have one, and what they cannot be combined with."""
+from collections.abc import Iterator
+
+from titan_hydra.config.family import Linear, family_of
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.schema import Job
+
+
+def adapted(job: Job) -> list[Linear]:
+    """Return the linears of a block that get an adapter; none without adapters."""
+    if job.adapter.name == "none":
+        return []
+    wanted = job.adapter.linears
+    return [linear for linear in family_of(job.model).linears(job.model) if not wanted or linear.name in wanted]
+
+
+def adapter_parameters(job: Job) -> int:
+    """Return the number of trained parameters of the adapters."""
+    return job.model.n_layers * sum(job.adapter.rank * (linear.inputs + linear.outputs) for linear in adapted(job))
+
+
+def adapted_linears_exist(job: Job) -> Iterator[Fault]:
+    """Every name is that of a linear of the family's blocks."""
+    known = [linear.name for linear in family_of(job.model).linears(job.model)]
+    if wrong := [name for name in job.adapter.linears if name not in known]:
+        yield Fault("adapter.linears", job.adapter.linears, f"{job.model.family} has no linear {wrong[0]}", legal=(f"[{','.join(known)}]",))
+
+
+def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
+    """Adapters stand beside plain weights that FSDP2 shards, and leave them as they are."""
+    if job.adapter.name == "none":
+        return
+    adapter = f"adapter={job.adapter.name}"
+    if job.precision.converter:
+        yield Fault("precision.converter", job.precision.converter, f"{adapter} stands beside plain linears", legal=("null",))
+    if job.parallelism.backend != "fsdp2":
+        yield Fault("parallelism.backend", job.parallelism.backend, f"{adapter} has frozen weights, which it does not shard",
+                    legal=("fsdp2",))
+    if job.loss.name == "linear_cross_entropy":
+        yield Fault("loss.name", job.loss.name, f"it computes the gradient of the head, which {adapter} freezes", legal=("cross_entropy",))
+    if job.fault_tolerance.name != "off":
+        yield Fault("fault_tolerance.name", job.fault_tolerance.name, f"replica groups exchange whole models, not those of {adapter}",
+                    legal=("off",))
+    if job.checkpoint.export_dtype:
+        yield Fault("checkpoint.export_dtype", job.checkpoint.export_dtype, f"{adapter} is exported by titan convert", legal=("null",))
+    if not set(job.checkpoint.exclude_from_loading) >= {"optimizer", "data", "lr_scheduler"}:
+        yield Fault("checkpoint.exclude_from_loading", job.checkpoint.exclude_from_loading,
+                    f"{adapter} takes its base from initial_load_path, and nothing else", legal=("[optimizer,data,lr_scheduler]",))
+
+
+RULES = [adapted_linears_exist, adapters_go_with_plain_weights]

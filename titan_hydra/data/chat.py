@@ -1,0 +1,199 @@
+"""Conversations as samples: a template makes text of each, one tokenization its tokens, and short ones share a sample.
+
+The conversations of an epoch, in its order, are cut into windows of WINDOW. Those of a window are packed into samples by first-fit
+decreasing, none of them split; the samples of all windows are one sequence, whose numbers the slots share out. So nothing depends on the
+layout, and where a slot is consists of a window and the number of its first sample. Every rank encodes all conversations, as it must know
+how long they are.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import ASSETS, expand
+
+from . import files, template
+from .conversations import Conversation, ConversationFiles, parse
+from .permutation import permute
+from .shards import UNLIMITED, BadShard, BadShards
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from . import Wanted
+
+WINDOW = 1000  # conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
+SUFFIXES = (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The tokens of a conversation, and which of them are to be learned."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+
+
+class ConversationReader:
+    """Conversations by number, encoded."""
+
+    def __init__(self, lines: ConversationFiles, template: template.Template, tokenizer: Tokenizer, train_on: str):
+        self.lines, self.template, self.tokenizer, self.train_on = lines, template, tokenizer, train_on
+        self.special = re.compile("|".join(map(re.escape, tokenizer.special)) or "(?!)")
+
+    def turns(self, number: int) -> Turns:
+        """Return a conversation. Raises BadShard with its file and line if it cannot be used."""
+        where, line = self.lines.row(number)
+        try:
+            return self.encode(parse(line))
+        except ValueError as error:
+            raise BadShard(where, f"{where}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({where})") from error
+
+    def encode(self, conversation: Conversation) -> Turns:
+        """Encode a conversation. A token that lies only partly in what is learned is learned. Raises ValueError if it cannot be used."""
+        if name := self.special.search(conversation.everything):
+            raise ValueError(f"it holds {name[0]}, which would become the special token of that name")
+        text, spans = self.template.spans(conversation, self.train_on)
+        try:
+            found = self.tokenizer.locate(text)
+        except UnicodeEncodeError as error:
+            raise ValueError("it holds half a character (a surrogate), which has no form in UTF-8") from error
+        trained = np.zeros(len(found.ids), dtype=bool)
+        for begin, end in spans:
+            trained |= (found.begins < end) & (found.ends > begin)
+        if not trained[1:].any():
+            raise ValueError("nothing to learn in it: no token of the assistant's")
+        return Turns(np.array(found.ids, dtype=np.int32), trained)
+
+
+class Chat:
+    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places that are left over are a document of end-of-text tokens."""
+
+    separators = (None, None)  # documents are numbered
+
+    def __init__(self, key: str, reader: ConversationReader, slots: range, seq_len: int, seed: int | None, bad: BadShards):
+        """Open the conversations. `seed` None keeps them in order."""
+        self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, seq_len, seed, bad
+        self.tokenizer = reader.tokenizer.sha256
+        self.windows = -(-len(reader.lines) // WINDOW)  # of an epoch
+        self.places = dict.fromkeys(slots, (0, 0))  # the window of a slot's last sample, and the number of that window's first sample
+        self.packed = functools.lru_cache(4)(self._pack)
+        source = hashlib.sha256(reader.template.source.encode()).hexdigest()
+        self.signature = {"conversations": len(reader.lines), "tokenizer": self.tokenizer, "chat_template": source,
+                          "train_on": reader.train_on}
+
+    def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
+        window, first = self.places[slot]
+        empty = 0
+        while number >= first + len(found := self.packed(window)):
+            empty = 0 if found else empty + 1
+            if empty == self.windows:
+                raise ConfigError(f"{self.key}: no conversation in it that can be used")
+            window, first = window + 1, first + len(found)
+        self.places[slot] = window, first
+        return self._filled(found[number - first])
+
+    def state(self, slot: int) -> dict[str, int]:
+        window, first = self.places[slot]
+        return {"window": window, "first": first}
+
+    def load(self, slot: int, state: dict[str, int]) -> None:
+        self.places[slot] = state["window"], state["first"]
+
+    def _pack(self, window: int) -> list[list[Turns]]:
+        """Return the samples of a window. What is too long is left out, and counted in the first epoch."""
+        epoch, place = divmod(window, self.windows)
+        first, rows = place * WINDOW, len(self.reader.lines)
+        turns, long = [], []
+        for number in range(first, min(first + WINDOW, rows)):
+            index = number if self.seed is None else permute(number, rows, self.seed, epoch)
+            try:
+                found = self.reader.turns(index)
+            except BadShard as error:
+                self.bad.add(error)
+                continue
+            if len(found.tokens) <= self.seq_len + 1:
+                turns.append(found)
+            else:
+                long.append((self.reader.lines.row(index)[0], len(found.tokens)))
+        if long and epoch == 0:
+            where, tokens = long[0]
+            name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
+            self.bad.add(BadShard(name, f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens, as {where} with "
+                                        f"{tokens:,}"))
+        packed = first_fit(turns, self.seq_len + 1)
+        return [packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)] for index in range(len(packed))]
+
+    def _filled(self, together: list[Turns]) -> dict[str, np.ndarray]:
+        """Return conversations as one sample."""
+        room = self.seq_len + 1 - sum(len(turns.tokens) for turns in together)
+        rest = Turns(np.full(room, self.reader.tokenizer.eos_id, dtype=np.int32), np.zeros(room, dtype=bool))
+        parts = [*together, rest]
+        documents = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part.tokens) for part in parts])
+        return {"tokens": np.concatenate([part.tokens for part in parts]), "trained": np.concatenate([part.trained for part in parts]),
+                "documents": documents}
+
+
+def first_fit(turns: list[Turns], size: int) -> list[list[Turns]]:
+    """Pack conversations, the longest first, each into the first sample with room for it; equally long ones keep their order."""
+    room, packed = np.zeros(len(turns), dtype=np.int64), []
+    for one in sorted(turns, key=lambda one: -len(one.tokens)):
+        sample = int(np.argmax(room[:len(packed)] >= len(one.tokens))) if packed else 0
+        if not packed or room[sample] < len(one.tokens):
+            sample = len(packed)
+            room[sample] = size
+            packed.append([])
+        packed[sample].append(one)
+        room[sample] -= len(one.tokens)
+    return packed
+
+
+def open_chat(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
+    """Open the conversations of data=chat or data=embedded_chat."""
+    data, job = wanted.job.data, wanted.job
+    reader = open_conversations(key, source, job, wanted.split, wanted.tokenizer, wanted.bad)
+    return Chat(key, reader, wanted.slots, data.seq_len, seed if data.shuffle else None, wanted.bad)
+
+
+def open_conversations(key: str, source: schema.Source, job: schema.Job, split: str, tokenizer: Tokenizer,
+                       bad: BadShards) -> ConversationReader:
+    """Open the conversations of one split. Raises ConfigError if there are none."""
+    place = path_of(key, source, split)
+    lines = ConversationFiles(files.require(*place, SUFFIXES), bad)
+    if not len(lines):
+        raise ConfigError("{}={}: no conversation in it".format(*place))
+    return ConversationReader(lines, template.load_template(key, source, job.tokenizer), tokenizer, source.train_on)
+
+
+def path_of(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
+    """Return the key that gives the files of a split, and its value."""
+    if source.name == "embedded_chat":
+        return f"{key}.name", str(ASSETS / "chat" / f"{split}.jsonl")
+    return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
+
+
+def faults(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation. Imports no torch."""
+    _, path = path_of(key, source, "train")
+    if not path or not (found := expand(path)):
+        return  # another rule tells
+    value = source.chat_template
+    try:
+        own = template.load_template(key, source, job.tokenizer)
+        lines = ConversationFiles([file for file in found if file.stat().st_size][:1], BadShards(job.data.max_bad_shards))
+        own.spans(parse(lines.row(0)[1]), source.train_on)
+    except ConfigError as error:
+        yield Fault(f"{key}.chat_template", value, str(error).removeprefix(f"{key}.chat_template={value}: "))
+    except ValueError as error:
+        if not job.data.max_bad_shards:
+            yield Fault(f"{key}.path", path, f"its first conversation: {error}")

@@ -1,0 +1,177 @@
+"""Chat templates: how a conversation becomes text, and which characters of it the assistant has generated.
+
+A template is a Jinja program that comes with a tokenizer, from whoever made that, so it runs in a sandbox. It marks what the assistant says
+with {% generation %} tags. For one without tags the text decides: a conversation up to the answer and the prompt for it must begin the
+conversation with the answer. Tokens are never compared: those of a beginning need not be the first tokens of the whole.
+"""
+import json
+import re
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+from titan_hydra.config.files import ASSETS, home, similar, tokenizer_file
+
+from .conversations import Conversation
+from .tokenizer import special_names
+
+BUILT_IN = {file.stem: file for file in sorted((ASSETS / "chat_templates").glob("*.jinja"))}
+BEGIN, END = "\ufdd0", "\ufdd1"  # around what is generated; Unicode keeps them out of texts
+TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TODAY = date(2024, 7, 26)  # for templates that ask: what a run learns must not depend on its day. Llama 3's takes this one by default
+
+Spans = list[tuple[int, int]]
+
+
+class Generation(Extension):
+    """The tag {% generation %} ... {% endgeneration %}: its text is put between two marks."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+    def marked(self, caller: Callable[[], str]) -> str:
+        """Return the text of the block between the marks."""
+        return BEGIN + caller() + END
+
+
+class Template:
+    """A chat template with the names of its tokenizer's special tokens."""
+
+    def __init__(self, where: str, source: str, names: dict[str, str]):
+        """Compile it. `where` is its key and value, for errors. Raises ConfigError if it is no Jinja template."""
+        self.where, self.source, self.names, self.tagged = where, source, names, bool(TAG.search(source))
+        extensions = [Generation, "jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
+        try:
+            self.compiled = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"{where}: line {error.lineno}: {error.message}") from error
+
+    def render(self, conversation: Conversation, prompt: bool = False) -> str:
+        """Return the text of a conversation, with the marks of the tags; with `prompt` it ends where the assistant is to answer.
+
+        Raises ValueError if the template does not accept the conversation, ConfigError if it reaches out of the sandbox.
+        """
+        try:
+            return self.compiled.render(messages=conversation.messages, tools=conversation.tools or None, add_generation_prompt=prompt,
+                                        **self.names)
+        except jinja2.sandbox.SecurityError as error:
+            raise ConfigError(f"{self.where}: it does what no template may: {error}") from error
+        except Exception as error:  # a template is a program, and fails as programs do
+            raise ValueError(f"the template does not take it: {error or type(error).__name__}") from error
+
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """Return the text after which the assistant answers."""
+        return _plain(self.render(Conversation(messages, []), prompt=True))
+
+    def spans(self, conversation: Conversation, train_on: str) -> tuple[str, Spans]:
+        """Return the text of a conversation and the ranges of characters to learn. Raises ValueError if the conversation cannot be used,
+        ConfigError if the template tells nothing of who says what.
+        """
+        if BEGIN in conversation.everything or END in conversation.everything:
+            raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
+        marked = self.render(conversation)
+        text = _plain(marked)
+        if train_on == "all":
+            return text, [(0, len(text))]
+        turns = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if not turns:
+            raise ValueError("no message of the assistant's in it")
+        if self.tagged:
+            before = _spans(self.render(_beginning(conversation, turns[-1]))) if train_on == "last" else []
+            return text, _spans(marked)[len(before):]
+        return text, [self._difference(conversation, turn, text) for turn in (turns[-1:] if train_on == "last" else turns)]
+
+    def _difference(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
+        """Return where the message of a turn stands in the text of the conversation, without the blanks behind its end mark."""
+        messages = conversation.messages
+        before = self.render(_beginning(conversation, turn), prompt=True)
+        through = text if turn == len(messages) - 1 else self.render(_beginning(conversation, turn + 1))
+        if not (text.startswith(through) and through.startswith(before)):
+            built_in = ", ".join(BUILT_IN)
+            raise ConfigError(
+                f"{self.where}: it has no {{% generation %}} tags, and the conversation does not begin with its part before "
+                f"message {turn + 1}, as where a template drops earlier reasoning: which tokens are the assistant's is unknown. "
+                f"Take train_on=last or all, or a template with the tags; the package has {built_in}")
+        return len(before), len(through.rstrip())
+
+
+def _beginning(conversation: Conversation, messages: int) -> Conversation:
+    return Conversation(conversation.messages[:messages], conversation.tools)
+
+
+def _plain(marked: str) -> str:
+    return marked.replace(BEGIN, "").replace(END, "")
+
+
+def _spans(marked: str) -> Spans:
+    """Return the ranges between marks, as they are in the text without marks."""
+    spans, place = [], 0
+    for part in re.split(f"({BEGIN}.*?{END})", marked, flags=re.S):
+        end = place + len(_plain(part))
+        if part.startswith(BEGIN):
+            spans.append((place, end))
+        place = end
+    return spans
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+             sort_keys: bool = False) -> str:
+    """Format JSON as transformers does for templates: keys in their order, nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def load_template(key: str, source: schema.Source, tokenizer: schema.Tokenizer) -> Template:
+    """Load the template of a source: a built-in one, a file, or the tokenizer's own. Raises ConfigError if there is none."""
+    name = source.chat_template or ("llama3" if tokenizer.name == "embedded" else None)
+    if name is None:
+        name, text = _of_tokenizer(key, tokenizer_file(tokenizer))
+    else:
+        text = _read(key, name)
+    return Template(f"{key}.chat_template={name}", text, special_names(tokenizer))
+
+
+def _read(key: str, name: str) -> str:
+    file = BUILT_IN.get(name, home(name))
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        near = similar(name) or tuple(BUILT_IN)
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(f"{key}.chat_template={name}: {reason}; nearest legal: {' or '.join(near)}") from error
+
+
+def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
+    """Return the name and the text of the template that came with a tokenizer."""
+    own, config = file.with_name("chat_template.jinja"), file.with_name("tokenizer_config.json")
+    if own.is_file():
+        return str(own), _read(key, str(own))
+    try:
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{key}.chat_template=null: {config} cannot be read: {error}") from error
+    if isinstance(found, list):  # several, by name
+        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise ConfigError(f"{key}.chat_template=null: no template came with {file}: neither {own.name} nor one in {config.name} is "
+                          f"beside it; nearest legal: {' or '.join(BUILT_IN)}")
+    return str(config), found

@@ -1,0 +1,79 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): linears whose weight stays as it is, plus the product of two thin matrices that are trained.
+
+An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal and B [outputs, rank] at zero, so the model starts
+as it was. The weight keeps its name: checkpoints, Hugging Face names and the family's plan for tensor parallelism hold as without adapters.
+"""
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.family import family_of
+from titan_hydra.config.rules.adapter import adapted
+from titan_hydra.config.schema import Job
+
+
+class LoraLinear(nn.Linear):
+    """A linear with an adapter; `apply` makes one of a plain linear."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    factor: float
+    reduce_dtype: torch.dtype  # in which gradients are summed over the tensor-parallel ranks
+    initial_std: dict[str, float]  # of A and B (models/init.py)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = F.linear(x, self.weight)
+        if not isinstance(x, DTensor):
+            return base + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        # On plain tensors: of a column linear, x is whole and each rank's part of B gives its part of the output; of a row linear, each
+        # rank's parts of x and A give a summand of the whole output, as its part of the weight does.
+        whole = x.placements[0].is_replicate()
+        part = x.to_local(grad_placements=[Partial()] if whole else None)
+        product = self.factor * F.linear(F.linear(part, self._here(self.lora_a)), self._here(self.lora_b))
+        return base + DTensor.from_local(product, x.device_mesh, [Shard(-1) if whole else Partial()], run_check=False)
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a matrix. Of one that all ranks hold, each gives a part of the gradient."""
+        if parameter.placements[0].is_shard():
+            return parameter.to_local()
+        return parameter.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])
+
+
+def apply(module: nn.Module, job: Job) -> None:
+    """Freeze a meta-device stage, in the dtype that it computes in, and add adapters to linears of its blocks, in place.
+
+    It comes after tensor parallelism: the matrices are split as the weight is. A and B of a column linear are whole and split by rows,
+    those of a row linear split by columns and whole. Frozen weights in the compute dtype are what every forward would round them to.
+    """
+    if job.adapter.name == "none":
+        return
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(getattr(torch, job.precision.compute_dtype))
+    wanted = {linear.name for linear in adapted(job)}
+    for block in family_of(job.model).blocks(module).values():
+        found = [linear for name, linear in block.named_modules() if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in wanted]
+        if not found:
+            raise ConfigError(f"adapter={job.adapter.name}: a block of {job.model.family} has no linear {' or '.join(sorted(wanted))}")
+        for linear in found:
+            _adapt(linear, job)
+
+
+def _adapt(linear: nn.Linear, job: Job) -> None:
+    """Make a linear an adapted one, in place."""
+    rank, dtype = job.adapter.rank, getattr(torch, job.precision.param_dtype)
+    outputs, inputs = linear.weight.shape
+    linear.__class__ = LoraLinear
+    made = cast(LoraLinear, linear)
+    made.factor, made.reduce_dtype = job.adapter.alpha / rank, getattr(torch, job.precision.reduce_dtype)
+    made.initial_std = {"lora_a": inputs**-0.5, "lora_b": 0.0}
+    for name, shape, split in (("lora_a", (rank, inputs), 1), ("lora_b", (outputs, rank), 0)):
+        matrix = torch.empty(shape, dtype=dtype, device="meta")
+        if isinstance(linear.weight, DTensor):
+            placement = Shard(split) if linear.weight.placements[0].is_shard(split) else Replicate()
+            matrix = distribute_tensor(matrix, linear.weight.device_mesh, [placement], src_data_rank=None)
+        linear.register_parameter(name, nn.Parameter(matrix))

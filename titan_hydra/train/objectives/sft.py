@@ -1,0 +1,28 @@
+"""Supervised fine-tuning: of packed conversations, only the marked tokens are predicted."""
+from collections.abc import Sequence
+
+import numpy as np
+
+from titan_hydra.data.batch import Batch
+from titan_hydra.data.loader import Sample
+
+from .language import IGNORED, Language, positions
+
+
+class SupervisedFineTuning(Language):
+    """Samples are {tokens, trained, documents}, each [seq_len + 1]. A label counts if its token is trained and the token before it is of
+    the same conversation.
+    """
+
+    def blank_sample(self) -> Sample:
+        length = self.job.data.seq_len + 1
+        return {"tokens": np.zeros(length, np.int32), "trained": np.zeros(length, bool), "documents": np.zeros(length, np.int32)}
+
+    def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
+        tokens, trained, documents = (np.stack([sample[name] for sample in samples]) for name in ("tokens", "trained", "documents"))
+        begins = np.diff(documents, axis=1, prepend=-1) != 0
+        labels = np.where(trained & ~begins, tokens, IGNORED)[:, 1:]
+        arrays = {"tokens": tokens[:, :-1].astype(np.int64), "labels": labels.astype(np.int64)}
+        if self.job.data.document_mask:
+            arrays |= {"documents": documents[:, :-1].astype(np.int64), "positions": positions(begins[:, :-1])}
+        return self.assembled(arrays)
