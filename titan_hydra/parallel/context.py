@@ -92,6 +92,11 @@ def as_wide(v: Tensor, q: Tensor) -> Tensor:
     return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
 
 
+def cut_to(x: Tensor, width: int) -> Tensor:
+    """Return the first columns of x; x itself if it has no more, as the gradient of a slice is a copy."""
+    return x if x.shape[-1] == width else x[..., :width]
+
+
 class Ring(nn.Module):
     """Causal attention on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
 
@@ -119,7 +124,7 @@ class Ring(nn.Module):
         q, k, v = (DTensor.from_local(x, self.mesh, [Shard(2)], run_check=False) for x in (q, k, v))
         with sdpa_kernel(self.kernels, set_priority=True):
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return h.to_local()[..., :width]
+        return cut_to(h.to_local(), width)
 
 
 class Ulysses(nn.Module):
@@ -137,7 +142,7 @@ class Ulysses(nn.Module):
         # Data for one rank is contiguous, so that one exchange serves q, k and v.
         qkv = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2).flatten(1, 2)
         q, k, v = self.exchange(qkv, scatter=1, gather=2).split(heads, dim=1)
-        return self.exchange(self.sdpa(q, k, v[..., :width], mask), scatter=2, gather=1)
+        return self.exchange(self.sdpa(q, k, cut_to(v, width), mask), scatter=2, gather=1)
 
     def exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
         """All-to-all: split dimension `scatter` over the ranks and concatenate along `gather` (the two dimensions are adjacent)."""
