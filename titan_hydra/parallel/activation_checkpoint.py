@@ -19,6 +19,8 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.config.schema import ActivationCheckpoint
 
+from .experts import sparse_layers
+
 MATMULS = ("aten.mm", "aten._scaled_mm", "aten._grouped_mm")
 SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
@@ -28,10 +30,9 @@ SAVED = (  # results that are expensive to recompute, or need communication
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_reduce",
-    "_c10d_functional.all_to_all_single",
-    "aten.topk",  # a choice of experts must not change in the recomputation
     "aten.max",  # Float8's amax: one number that costs a pass over a whole tensor
 )
+SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single", "aten.topk")  # a choice of experts must not change in the recomputation
 
 
 def apply(blocks: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None:
@@ -45,7 +46,8 @@ def apply(blocks: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if config.name in ("op", "lean"):
-        saved = operators(config.save_ops or SAVED)
+        sparse = any(True for block in blocks.values() for _ in sparse_layers(block))
+        saved = operators(config.save_ops or SAVED + SAVED_OF_EXPERTS * sparse)
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
     # One class for all equal blocks: the compiler compiles once for each class.
     classes = {kind: checkpointed(kind, options) for kind in set(map(type, blocks.values()))}
