@@ -49,7 +49,7 @@ ROWS = dict.fromkeys(template.BUILT_IN, PLAIN) | {
 def exported(tmp_path_factory):
     """The embedded tokenizer as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported")
-    export.write(EMBEDDED, folder, 4096)
+    export.write_tokenizer(EMBEDDED, folder, 4096)
     return schema.Tokenizer(name="hf", path=str(folder / "tokenizer.json"))
 
 
@@ -57,7 +57,7 @@ def exported(tmp_path_factory):
 def hf(tmp_path_factory):
     """The same with the marks of all templates as special tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    export.write(EMBEDDED, folder, 4096)
+    export.write_tokenizer(EMBEDDED, folder, 4096)
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     words.add_special_tokens([*MARKS])
     words.save(str(folder / "tokenizer.json"))
