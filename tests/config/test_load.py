@@ -169,6 +169,14 @@ def test_identity_does_not_depend_on_how_a_value_was_given():
     assert identity(compose_job("gpus=1")) == identity(compose_job())
 
 
+def test_a_key_of_a_familys_section_that_its_option_leaves_out_is_enough():
+    """The option says nothing of YaRN, so that the section has its defaults."""
+    yarn = compose_job("model=deepseek_v3_debug", "model.yarn.factor=8").model.yarn
+    assert (yarn.factor, yarn.beta_fast, yarn.original_max_seq_len) == (8.0, 32.0, 4096)
+    with pytest.raises(ConfigError, match=r"model\.yarn\.beta_fats: no such key or group; did you mean model\.yarn\.beta_fast"):
+        compose_job("model=deepseek_v3_debug", "model.yarn.beta_fats=1")
+
+
 def test_a_job_for_other_programs_is_checked_too():
     with pytest.raises(ConfigError, match="no such key or group"):
         compose_job("modle=x")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint import convert
+from titan_hydra.checkpoint import convert, initial
 from titan_hydra.checkpoint.folder import Folder
 from titan_hydra.commands import convert as convert_command
 from titan_hydra.config import to_dict
@@ -277,6 +277,13 @@ def test_imports_that_cannot_be_are_refused(config, changed, tensors, message, t
         titan_convert(folder, "--from", "hf", tmp_path / "checkpoint")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_biases_there_need_a_model_that_has_them(tmp_path):
+    _, folder = exported(deepseek(), tmp_path)
+    unbiased = deepseek(balance_rate=0.0)
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path=.*e_score_correction_bias has no place in the model"):
+        initial.load_hf(build(unbiased, 128), unbiased, folder)
 
 
 @pytest.mark.parametrize(("config", "message"), [

@@ -79,7 +79,8 @@ def test_an_export_is_the_last_weights_and_a_start(whole, run_job, tmp_path):
     assert [fault.key for fault in check(job)] == ["checkpoint.exclude_from_loading"]
 
 
-@pytest.mark.parametrize("layout", [("parallelism=single",), ("parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4"), ("parallelism=pp",)])
+@pytest.mark.parametrize("layout", [("parallelism=single",), ("parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4"), ("parallelism=pp",),
+                                    ("parallelism=fsdp", "parallelism.backend=simple_fsdp", "gpus=2"), ("precision=bf16",)])
 def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path, layout):
     source = tmp_path / "hf"
     assert cli.main(["convert", str(whole), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
@@ -87,6 +88,39 @@ def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path
     job = compose_job(*BASE, *layout, "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={source}")
     assert check(job) == []
     assert same(weights(checkpoints.newest(run_job(job) / "checkpoints")), weights(checkpoints.newest(whole / "checkpoints")))
+
+
+SPARSE = {  # six experts over two ep ranks, which two others share: three are sharded by their width
+    "qwen": ("model=qwen3_moe_debug", "model.dim=64", "model.n_layers=2", "model.n_experts=6", "model.expert_dim=32"),
+    "deepseek": ("model=deepseek_v3_debug", "model.dim=64", "model.n_layers=2", "model.n_kv_heads=4", "model.n_experts=8",
+                 "model.expert_dim=32"),
+}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    return tmp_path_factory.mktemp("sparse")
+
+
+@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("layout", [("parallelism=single",), ("parallelism=fsdp", "parallelism.ep=2", "gpus=4"),
+                                    ("parallelism=fsdp_tp", "parallelism.tp=2", "parallelism.ep=2", "gpus=4"),
+                                    ("parallelism=pp", "gpus=2")], ids=["single", "ep 2", "tp 2, ep 2", "pp 2"])
+def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_job, family, layout):
+    """A folder without biases of routers starts a model that has them at zero."""
+    run, source = sparse / family, sparse / f"{family} hf"
+    if not run.exists():
+        run_job(compose_job(*BASE, *SPARSE[family], "steps=2"), run)
+        assert cli.main(["convert", str(run), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
+    job = compose_job(*BASE, *SPARSE[family], *layout, "steps=1", "optimizer.lr=0", "model.balance_rate=1e-12",
+                      f"checkpoint.initial_load_path={source}")
+    assert check(job) == []
+    there, here = weights(checkpoints.newest(run / "checkpoints")), weights(checkpoints.newest(run_job(job) / "checkpoints"))
+    biases = {name: here.pop(name) for name in list(here) if name.endswith("router.bias")}
+    assert len(biases) == (2 if family == "qwen" else 1)
+    for name, bias in biases.items():
+        assert torch.allclose(bias, there.pop(name, torch.zeros(bias.shape)), rtol=0, atol=1e-11)
+    assert same(here, there)
 
 
 def test_a_hugging_face_folder_of_another_model_is_refused(whole, run_job, tmp_path):

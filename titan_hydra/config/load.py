@@ -287,7 +287,9 @@ def _entry(kind: Any) -> Any:
 
 
 def _key_faults(cls: type, data: dict, prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
-    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value."""
+    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value. Only the keys of
+    `needed` must be there, if it is given: then the others, and those of sections within, get their defaults later.
+    """
     hints = _hints(cls)
     for name, value in data.items():
         if name not in hints:
@@ -295,7 +297,7 @@ def _key_faults(cls: type, data: dict, prefix: str, needed: dict[str, Any] | Non
             yield Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, own if issubclass(cls, Model) else known_keys()))
         elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
             inner = families()[value["family"]].config if hints[name] is Model else hints[name]
-            yield from _key_faults(inner, value, f"{prefix}{name}.")
+            yield from _key_faults(inner, value, f"{prefix}{name}.", None if needed is None else {})
         elif dataclasses.is_dataclass(hints[name]):
             yield Fault(prefix + name, value, "needs its keys; it cannot be a single value")
         elif (entry := _entry(hints[name])) and isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""An independent reference in float64: Llama 3 and Qwen3, loss, clipping, optimizers and learning rate, written from their papers alone.
+"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, from their papers alone.
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,38 +15,67 @@ from titan_hydra.data.batch import Batch
 Weights = dict[str, Tensor]
 
 
-def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) -> tuple[list[float], list[float], Weights, Weights]:
-    """Return losses and gradient norms of all steps, the first gradients and the last weights, from `start` and the batches."""
+@dataclass
+class Record:
+    """What a run is compared with: `verify.Trace`, but for the initial weights."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: Weights
+    weights: Weights
+    loads: list[dict[str, list[float]]]
+    biases: Weights
+
+
+def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) -> Record:
+    """Train all steps of a job from the weights `start` and each step's batch."""
     weights = {name: value.double().requires_grad_() for name, value in start.items()}
-    state: dict[str, Weights] = {name: {} for name in weights}
-    losses, norms, first = [], [], {}
+    state: dict[str, dict] = {name: {} for name in weights}
+    record = Record([], [], {}, {}, [], first_biases(start, job.model))
     for step in range(1, job.steps + 1):
-        loss = mean_loss(weights, batches(step), job.model)
-        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
-        first = first or gradients
+        loss, imbalance, loads = mean_loss(weights | record.biases, batches(step), job.model)
+        gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))
+        record.gradients = record.gradients or gradients
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
         clip = min(1.0, job.optimizer.max_norm / norm) if job.optimizer.max_norm else 1.0
         factor = _rate(step, job.steps, job.lr_scheduler)
         with torch.no_grad():
             for name, weight in weights.items():
                 update(name, weight, gradients[name] * clip, state[name], step, factor, job.optimizer)
-        losses.append(loss.item())
-        norms.append(norm)
-    return losses, norms, first, {name: weight.detach() for name, weight in weights.items()}
+        for name, bias in record.biases.items():
+            load = loads[name.removesuffix(".router.bias")]
+            bias += job.model.balance_rate * (load.mean() - load).sign().float()
+        record.losses.append(loss.item())
+        record.norms.append(norm)
+        record.loads.append({name: load.tolist() for name, load in loads.items()})
+    record.weights = {name: weight.detach() for name, weight in weights.items()}
+    return record
+
+
+def first_biases(start: Weights, model: Model) -> Weights:
+    """Return the biases of the routers (arXiv 2408.15664), all zero. They are float32 in every run, and are compared bit by bit."""
+    routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
+    return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.balance_rate}
 
 
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.13245 ----------
 
-def mean_loss(weights: Weights, batch: Batch, model: Model) -> Tensor:
-    """Return the cross-entropy of the labels that count, divided by their number."""
-    logits = forward(weights, batch, model).log_softmax(-1)
+def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Tensor, Weights]:
+    """Return the cross-entropy of the labels that count and the loss of balance, divided by their number; and how many tokens each layer's
+    experts had.
+    """
+    routed: dict[str, tuple[Tensor, Tensor]] = {}
+    logits = forward(weights, batch, model, routed).log_softmax(-1)
     counts = batch["labels"] >= 0
     picked = logits.gather(-1, batch["labels"].where(counts, 0).unsqueeze(-1)).squeeze(-1)
-    return -(picked * counts).sum() / max(int(counts.sum()), 1)
+    number = max(int(counts.sum()), 1)
+    imbalance = sum((_unbalanced(*layer, model) for layer in routed.values()), torch.zeros(()))
+    loads = {name: chosen.sum((0, 1)).double() for name, (chosen, _) in routed.items()}
+    return -(picked * counts).sum() / number, imbalance / number, loads
 
 
-def forward(weights: Weights, batch: Batch, model: Model) -> Tensor:
-    """Return logits [batch, seq, vocab]."""
+def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """Return logits [batch, seq, vocab]. What each layer's router chose, and its shares, are put into `routed`."""
     size, length = batch["tokens"].shape
     places = torch.arange(length)
     positions = batch.tensors.get("positions", places.expand(size, length))
@@ -55,12 +85,22 @@ def forward(weights: Weights, batch: Batch, model: Model) -> Tensor:
     x = weights["tok_embeddings.weight"][batch["tokens"]]
     for layer in range(model.n_layers):
         block = {name.removeprefix(f"layers.{layer}."): value for name, value in weights.items() if name.startswith(f"layers.{layer}.")}
-        x = x + attention(block, rms_norm(x, block["attention_norm.weight"], model.norm_eps), positions, sees, model)
+        attend = latent_attention if "attention.wkv_a.weight" in block else attention
+        x = x + attend(block, rms_norm(x, block["attention_norm.weight"], model.norm_eps), positions, sees, model)
         h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
-        gate = h @ block["feed_forward.w1.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * (h @ block["feed_forward.w3.weight"].T)) @ block["feed_forward.w2.weight"].T
+        if "feed_forward.router.weight" in block:
+            y, *routed[f"layers.{layer}.feed_forward"] = _experts(block, h, model)
+        else:
+            y = swiglu(h, *(block[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
+        x = x + y
     head = weights["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
     return rms_norm(x, weights["norm.weight"], model.norm_eps) @ head.T
+
+
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Compute a feed-forward with a gate."""
+    gate = x @ w1.T
+    return (gate * torch.sigmoid(gate) * (x @ w3.T)) @ w2.T
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,6 +122,94 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
         outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ v)
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
 
+
+# --- experts and latent attention: arXiv 2412.19437, section 2.1; 2505.09388, section 2 -------------------------------------------------
+
+def _experts(block: Weights, x: Tensor, model: Model) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute every expert for every token, and add up those that its router chose. Returns that, what was chosen [batch, seq, experts],
+    and the share of each expert in a token's scores.
+    """
+    logits = x @ block["feed_forward.router.weight"].T
+    scores = logits.softmax(-1) if model.router == "softmax" else 1 / (1 + torch.exp(-logits))
+    chosen = _choice(scores.detach() + block.get("feed_forward.router.bias", 0), model)
+    gates = scores * chosen
+    if model.normalize_scores:
+        gates = gates / gates.sum(-1, keepdim=True)
+    w1, w2, w3 = (block[f"feed_forward.experts.{name}"] for name in ("w1", "w2", "w3"))
+    y = torch.zeros_like(x)
+    for expert in range(model.n_experts):
+        y = y + model.score_scale * gates[..., expert, None] * swiglu(x, w1[expert], w2[expert], w3[expert])
+    if model.n_shared_experts:
+        y = y + swiglu(x, *(block[f"feed_forward.shared_experts.{name}.weight"] for name in ("w1", "w2", "w3")))
+    return y, chosen, scores / scores.sum(-1, keepdim=True)
+
+
+def _choice(scores: Tensor, model: Model) -> Tensor:
+    """Return which experts a token passes: the best of those in the groups whose two best experts are best together."""
+    width = model.n_experts // model.expert_groups
+    groups = scores.unflatten(-1, (model.expert_groups, width))
+    strength = groups.sort(-1, descending=True).values[..., :2].sum(-1)
+    allowed = (_place(strength) < model.groups_per_token).repeat_interleave(width, -1)
+    return _place(scores.masked_fill(~allowed, -math.inf)) < model.experts_per_token
+
+
+def _place(x: Tensor) -> Tensor:
+    """Return the place of each element when its row is sorted, the largest first."""
+    return x.argsort(-1, descending=True).argsort(-1)
+
+
+def _unbalanced(chosen: Tensor, shares: Tensor, model: Model) -> Tensor:
+    """Return the loss of balance in sequences, summed over tokens: each expert's tokens, relative to an even number, times its shares."""
+    tokens = chosen.double().sum(1, keepdim=True)
+    even = chosen.shape[1] * model.experts_per_token / model.n_experts
+    return model.sequence_balance * (tokens / even * shares).sum()
+
+
+def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model) -> Tensor:
+    """Compute attention from latents head by head; all heads share the rotated part of the key. Latents are normalized with an epsilon of
+    1e-6 in every DeepSeek-V3.
+    """
+    plain, value, width = model.plain_dim, model.value_dim, model.plain_dim + model.rope_dim
+    down = x @ block["attention.wkv_a.weight"].T
+    latent = rms_norm(down[..., : model.kv_rank], block["attention.kv_norm.weight"], 1e-6)
+    shared = rotate_pairs(down[..., model.kv_rank :], positions, model)
+    source, matrix = x, "wq"
+    if model.q_rank:
+        source, matrix = rms_norm(x @ block["attention.wq_a.weight"].T, block["attention.q_norm.weight"], 1e-6), "wq_b"
+    sharpness = (1 + 0.1 * model.yarn.temperature * math.log(model.yarn.factor)) ** 2 / math.sqrt(width)
+    outputs = []
+    for head in range(model.n_heads):
+        q = source @ block[f"attention.{matrix}.weight"][head * width : (head + 1) * width].T
+        kv = latent @ block["attention.wkv_b.weight"][head * (plain + value) : (head + 1) * (plain + value)].T
+        scores = q[..., :plain] @ kv[..., :plain].transpose(1, 2)
+        scores = scores + rotate_pairs(q[..., plain:], positions, model) @ shared.transpose(1, 2)
+        outputs.append((scores * sharpness).masked_fill(~sees, -math.inf).softmax(-1) @ kv[..., plain:])
+    return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
+
+
+def rotate_pairs(x: Tensor, positions: Tensor, model: Model) -> Tensor:
+    """Apply rotary positions to one head [batch, seq, width], whose neighbours are pairs: complex numbers that are turned."""
+    half = x.shape[-1] // 2
+    angles = positions.double().unsqueeze(-1) * torch.tensor([yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64)
+    turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def yarn_frequency(i: int, half: int, model: Model) -> float:
+    """Return the radians per position of the i-th pair, with YaRN's stretch (arXiv 2309.00071, section 3.2): none for pairs that turn more
+    often than `beta_fast` over the original length, full for those that turn less often than `beta_slow`, and a ramp between them.
+    """
+    value, yarn = model.rope_theta ** (-i / half), model.yarn
+    if yarn.factor == 1:
+        return value
+    fast, slow = (half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta)
+                  for turns in (yarn.beta_fast, yarn.beta_slow))  # the pairs that turn so often
+    fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
+    stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
+    return value * (1 - stretched + stretched / yarn.factor)
+
+
+# --- rotary positions of the others -----------------------------------------------------------------------------------------------------
 
 def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
     """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimension i is paired with i + width / 2."""
@@ -120,15 +248,16 @@ def _rate(step: int, steps: int, config: LrSchedule) -> float:
     return config.min_factor + (1 - config.min_factor) * left
 
 
-def update(name: str, weight: Tensor, gradient: Tensor, state: Weights, step: int, factor: float, config: Optimizer) -> None:
+def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, factor: float, config: Optimizer) -> None:
     """Apply one step of the parameter's optimizer, in place."""
     decays = weight.dim() > 1 or not config.decay_matrices_only
     if config.name == "sgd":
         gradient = gradient + config.weight_decay * decays * weight
         state["momentum"] = state["momentum"] * config.sgd_momentum + gradient if state else gradient
         weight -= config.lr * factor * state["momentum"]
-    elif config.name == "muon" and name.startswith("layers.") and weight.dim() == 2:
-        _muon(weight, gradient, state, factor * config.muon_lr, config)
+    elif config.name == "muon" and name.startswith("layers.") and weight.dim() > 1:
+        for matrix in range(len(weight)) if weight.dim() > 2 else (...,):  # of a stack, or the only one
+            _muon(weight[matrix], gradient[matrix], state.setdefault(matrix, {}), factor * config.muon_lr, config)
     else:
         _adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)
 

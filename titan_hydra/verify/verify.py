@@ -203,10 +203,10 @@ def exact(job: Job, case: Case) -> Trace:
     init_weights(model, job.model, job.seed)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = data.build(job, 0, 1)
-    losses, norms, gradients, weights = reference.train_in_float64(
+    record = reference.train_in_float64(
         job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
     loader.close()
-    return Trace(losses, norms, gradients, start, weights, [], {})
+    return Trace(start=start, **vars(record))
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
@@ -243,9 +243,7 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
 
 
 def misrouted(run: Trace, reference: Trace) -> int:
-    """Count the experts that had another number of tokens in a step than in the reference, and the biases that differ at the end. An exact
-    reference in float64 has neither.
-    """
+    """Count the experts that had another number of tokens in a step than in the reference, and the biases that differ at the end."""
     steps = zip(run.loads, reference.loads, strict=False)
     tokens = sum(one != other for ours, theirs in steps for layer in theirs for one, other in zip(ours[layer], theirs[layer], strict=True))
     return tokens + sum(not torch.equal(run.biases[name], bias) for name, bias in reference.biases.items())
