@@ -5,6 +5,7 @@ It shares no arithmetic with the trainer: only the initial weights, the batches 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from titan_hydra.config.schema import Job, LrSchedule, Model, Optimizer
 from titan_hydra.data.batch import Batch
 
 Weights = dict[str, Tensor]
+Sparse = Any  # the section of a model with experts, whose keys are its family's
 
 
 @dataclass
@@ -31,6 +33,7 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
     """Train all steps of a job from the weights `start` and each step's batch."""
     weights = {name: value.double().requires_grad_() for name, value in start.items()}
     state: dict[str, dict] = {name: {} for name in weights}
+    model: Sparse = job.model
     record = Record([], [], {}, {}, [], first_biases(start, job.model))
     for step in range(1, job.steps + 1):
         loss, imbalance, loads = mean_loss(weights | record.biases, batches(step), job.model)
@@ -44,7 +47,7 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
                 update(name, weight, gradients[name] * clip, state[name], step, factor, job.optimizer)
         for name, bias in record.biases.items():
             load = loads[name.removesuffix(".router.bias")]
-            bias += job.model.balance_rate * (load.mean() - load).sign().float()
+            bias += model.balance_rate * (load.mean() - load).sign().float()
         record.losses.append(loss.item())
         record.norms.append(norm)
         record.loads.append({name: load.tolist() for name, load in loads.items()})
@@ -52,7 +55,7 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
     return record
 
 
-def first_biases(start: Weights, model: Model) -> Weights:
+def first_biases(start: Weights, model: Sparse) -> Weights:
     """Return the biases of the routers (arXiv 2408.15664), all zero. They are float32 in every run, and are compared bit by bit."""
     routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
     return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.balance_rate}
@@ -89,7 +92,8 @@ def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tupl
         x = x + attend(block, rms_norm(x, block["attention_norm.weight"], model.norm_eps), positions, sees, model)
         h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
         if "feed_forward.router.weight" in block:
-            y, *routed[f"layers.{layer}.feed_forward"] = _experts(block, h, model)
+            y, chosen, shares = _experts(block, h, model)
+            routed[f"layers.{layer}.feed_forward"] = chosen, shares
         else:
             y = swiglu(h, *(block[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
         x = x + y
@@ -125,7 +129,7 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
 
 # --- experts and latent attention: arXiv 2412.19437, section 2.1; 2505.09388, section 2 -------------------------------------------------
 
-def _experts(block: Weights, x: Tensor, model: Model) -> tuple[Tensor, Tensor, Tensor]:
+def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, Tensor]:
     """Compute every expert for every token, and add up those that its router chose. Returns that, what was chosen [batch, seq, experts],
     and the share of each expert in a token's scores.
     """
@@ -144,7 +148,7 @@ def _experts(block: Weights, x: Tensor, model: Model) -> tuple[Tensor, Tensor, T
     return y, chosen, scores / scores.sum(-1, keepdim=True)
 
 
-def _choice(scores: Tensor, model: Model) -> Tensor:
+def _choice(scores: Tensor, model: Sparse) -> Tensor:
     """Return which experts a token passes: the best of those in the groups whose two best experts are best together."""
     width = model.n_experts // model.expert_groups
     groups = scores.unflatten(-1, (model.expert_groups, width))
@@ -158,14 +162,14 @@ def _place(x: Tensor) -> Tensor:
     return x.argsort(-1, descending=True).argsort(-1)
 
 
-def _unbalanced(chosen: Tensor, shares: Tensor, model: Model) -> Tensor:
+def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
     """Return the loss of balance in sequences, summed over tokens: each expert's tokens, relative to an even number, times its shares."""
     tokens = chosen.double().sum(1, keepdim=True)
     even = chosen.shape[1] * model.experts_per_token / model.n_experts
     return model.sequence_balance * (tokens / even * shares).sum()
 
 
-def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model) -> Tensor:
+def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse) -> Tensor:
     """Compute attention from latents head by head; all heads share the rotated part of the key. Latents are normalized with an epsilon of
     1e-6 in every DeepSeek-V3.
     """
@@ -187,7 +191,7 @@ def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor,
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
 
 
-def rotate_pairs(x: Tensor, positions: Tensor, model: Model) -> Tensor:
+def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
     """Apply rotary positions to one head [batch, seq, width], whose neighbours are pairs: complex numbers that are turned."""
     half = x.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * torch.tensor([yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64)
@@ -195,7 +199,7 @@ def rotate_pairs(x: Tensor, positions: Tensor, model: Model) -> Tensor:
     return torch.view_as_real(turned).flatten(-2)
 
 
-def yarn_frequency(i: int, half: int, model: Model) -> float:
+def yarn_frequency(i: int, half: int, model: Sparse) -> float:
     """Return the radians per position of the i-th pair, with YaRN's stretch (arXiv 2309.00071, section 3.2): none for pairs that turn more
     often than `beta_fast` over the original length, full for those that turn less often than `beta_slow`, and a ramp between them.
     """
