@@ -43,7 +43,7 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
     if not job.data.shuffle:
         yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,))
     if not any(DATA_SOURCES[source.name].documents for source in data_sources(job.data).values()):
-        names = " and ".join(name for name, record in DATA_SOURCES.items() if not record.documents)
+        names = ", ".join(name for name, record in DATA_SOURCES.items() if not record.documents)
         yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, f"{names} are shuffled as a whole", legal=(0,))
 
 
