@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("model_type", "mistral", "model_type=mistral: only llama, qwen3, qwen3_moe, deepseek_v3 can be"),
+    ("model_type", "mistral", "model_type=mistral: only llama, qwen3, qwen3_moe, deepseek_v3"),
     ("attention_bias", True, "attention_bias=True"),
     ("head_dim", 32, r"q_proj.weight is \(64, 64\); the model needs \(128, 64\)"),
     ("rope_scaling", {"rope_type": "yarn"}, "rope_type=yarn: only llama3 or default"),
