@@ -31,6 +31,8 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
     if job.adapter.name == "none":
         return
     adapter = f"adapter={job.adapter.name}"
+    if job.model.sparse:
+        yield Fault("adapter.name", job.adapter.name, f"experts of {job.model.family} have no adapters", legal=("none",))
     if job.precision.converter:
         yield Fault("precision.converter", job.precision.converter, f"{adapter} stands beside plain linears", legal=("null",))
     if job.parallelism.backend != "fsdp2":
