@@ -29,8 +29,8 @@ MOMENTS = {  # where launch.py is killed while it submits two cells: module, who
     "first cell claimed": ("runs.rundir", "module", "claim", 1, False),
     "all cells claimed": ("launch.submit", "module", "hand_over", 1, True),
     "one cell knows its array": ("runs.rundir", "module", "note", 1, False),
-    "right before sbatch": ("launch.sbatch", "module.Batch", "submit_all", 1, True),
-    "right after sbatch": ("launch.sbatch", "module.Batch", "submit_all", 1, False),
+    "right before sbatch": ("launch.sbatch", "module.SlurmBatch", "submit_all", 1, True),
+    "right after sbatch": ("launch.sbatch", "module.SlurmBatch", "submit_all", 1, False),
     "one cell knows its job": ("runs.rundir", "module", "note", 3, False),
 }
 
