@@ -145,7 +145,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"cluster__executor": "slurm", "cluster__gpus_per_node": 8, "cluster__device_memory_gib": 0.01}, "data.local_batch", "has 0.01"),
     ({"optimizer__name": "muon", "precision__param_dtype": "bfloat16"}, "precision.param_dtype", "float32"),
     ({**ZBV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
-    ({**ZBV, "ac__name": "op"}, "ac.name", "full"),
+    ({**ZBV, "ac__name": "full"}, "ac.name", "recompute a block for each of its weights; nearest legal: none"),
     ({**ZBV, "compile__name": "block"}, "compile.name", "off"),
     ({"parallelism__tp": 2, "parallelism__async_tp": True}, "compile.name", "nearest legal: block"),
     ({"parallelism__async_tp": True, "compile__name": "block"}, "parallelism.async_tp", "nearest legal: false"),

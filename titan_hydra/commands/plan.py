@@ -112,7 +112,9 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
 
 def show(rows: list[Row], points: int) -> None:
     """Print the layouts as a table, and each as a line of overrides."""
-    titles = ("", "dp", "cp", "tp", "pp", "schedule", "ac", "local batch", "tokens/s/device", "GiB", "fits", "GiB to spare", "limited by")
+    degrees = ("cp", "tp", "pp", *["ep"] * rows[0].prediction.job.model.sparse)
+    numbers = ("local batch", "tokens/s/device", "GiB")
+    titles = ("", "dp", *degrees, "schedule", "ac", *numbers, "fits", "GiB to spare", "limited by")
     cells = []
     for number, row in enumerate(rows, start=1):
         job, found = row.prediction.job, row.prediction
@@ -120,14 +122,14 @@ def show(rows: list[Row], points: int) -> None:
         dp = f"{layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 else layout.dp_shard
         order = f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if layout.pp > 1 else "-"
         spare = predict.FITS * found.capacity_gib - found.peak.gib
-        cells.append((f"{number}{'*' * row.front}", dp, layout.cp, layout.tp, layout.pp, order, job.ac.name, job.data.local_batch,
-                      f"{found.speed.tokens_per_second:,.0f}", f"{found.peak.gib:.1f}", found.fits, f"{spare:+.1f}",
+        cells.append((f"{number}{'*' * row.front}", dp, *(getattr(layout, name) for name in degrees), order, job.ac.name,
+                      job.data.local_batch, f"{found.speed.tokens_per_second:,.0f}", f"{found.peak.gib:.1f}", found.fits, f"{spare:+.1f}",
                       f"{found.speed.limit}; {found.peak.largest.name}"))
     first = rows[0].prediction
     world = world_size(first.job)
     print(f"{points:,} legal points on {world:,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB, global batch "
           f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}")
-    print(*table(titles, cells, ("dp", "cp", "tp", "pp", *titles[7:10], titles[11])), sep="\n")
+    print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
     print("* none faster takes less memory. `limited by`: the most time beside matmuls and attention; the most memory.\n")
     for number, row in enumerate(rows, start=1):
         print(f"{number:>2}  {row.overrides}")

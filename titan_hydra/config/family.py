@@ -45,20 +45,35 @@ def decoder_parameters(config: Model) -> int:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a block, as its widths. Under tensor parallelism a column linear has part of the outputs, another part of the inputs."""
+    """A linear of a block, as its widths. Under tensor parallelism a rank has part of the outputs if it is a column linear, else part of
+    the inputs, or, if it is `whole`, all.
+    """
 
     name: str
     inputs: int
     outputs: int
     column: bool = True
+    whole: bool = False
+
+    def size(self, tp: int) -> float:
+        """Return the product of its widths that one of `tp` ranks computes."""
+        return self.inputs * self.outputs / (1 if self.whole else tp)
+
+    def share(self, what: str, tp: int) -> float:
+        """Return the `inputs` or `outputs` that one of `tp` ranks has."""
+        split = not self.whole and self.column is (what == "outputs")
+        return getattr(self, what) / (tp if split else 1)
 
 
-def decoder_linears(config: Model) -> tuple[Linear, ...]:
-    """Return the linears of a decoder's block in running order: attention with grouped queries, then a gated feed-forward."""
+def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ...]:
+    """Return the linears of a decoder's block in running order: attention with grouped queries, then a gated feed-forward, whose width is
+    the model's unless given.
+    """
+    width = config.ffn_width if width is None else width
     queries, keys = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
     return (Linear("wq", config.dim, queries), Linear("wk", config.dim, keys), Linear("wv", config.dim, keys),
-            Linear("wo", queries, config.dim, column=False), Linear("w1", config.dim, config.ffn_width),
-            Linear("w3", config.dim, config.ffn_width), Linear("w2", config.ffn_width, config.dim, column=False))
+            Linear("wo", queries, config.dim, column=False), Linear("w1", config.dim, width),
+            Linear("w3", config.dim, width), Linear("w2", width, config.dim, column=False))
 
 
 def place_in_order(name: str, modules: list[str]) -> int | None:

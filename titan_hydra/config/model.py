@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .fault import Fault
 from .field import key
@@ -26,6 +26,7 @@ class Model:
     max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
     attention: str = key("auto", "SDPA back end", choices=("auto", "cudnn", "flash", "efficient", "math"))
+    qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized: a family's choice
 
     @property
     def sparse(self) -> bool:
@@ -36,6 +37,11 @@ class Model:
     def head_width(self) -> int:
         """The width of a head."""
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value."""
+        return self.head_width
 
     @property
     def ffn_width(self) -> int:

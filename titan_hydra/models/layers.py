@@ -21,11 +21,11 @@ from .init import Normal
 class Decoder(nn.Module):
     """Decoder-only transformer: token ids [batch, seq] to logits [batch, seq, vocab] in the compute dtype (the loss up-casts)."""
 
-    def __init__(self, config: Model, seq_len: int, qk_norm: bool = False):
+    def __init__(self, config: Model, seq_len: int):
         super().__init__()
         self.config, self.seq_len = config, seq_len
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config, qk_norm) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         if config.tie_embeddings:
             self.output: nn.Module = TiedOutput(self.tok_embeddings)
@@ -92,9 +92,9 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
-    def __init__(self, config: Model, qk_norm: bool = False):
+    def __init__(self, config: Model):
         super().__init__()
-        self.attention = Attention(config, qk_norm)
+        self.attention = Attention(config)
         self.feed_forward = FeedForward(config.dim, config.ffn_width)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -110,18 +110,18 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head. With `qk_norm` each query and key
-    is normalized over its head's width before it is rotated.
+    """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head. If the family has `qk_norm`, each
+    query and key is normalized over its head's width before it is rotated.
     """
 
-    def __init__(self, config: Model, qk_norm: bool = False):
+    def __init__(self, config: Model):
         super().__init__()
         self.head_dim = config.head_width
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm, self.k_norm = (HeadNorm(self.head_dim, eps=config.norm_eps) if qk_norm else None for _ in "qk")
+        self.q_norm, self.k_norm = (HeadNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk")
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:

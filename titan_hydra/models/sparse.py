@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from titan_hydra.config.family import Linear, decoder_linears
 from titan_hydra.config.fault import Fault, divisors
 from titan_hydra.config.ranges import NATURAL, NOT_NEGATIVE, POSITIVE, WIDTH, Interval
 from titan_hydra.config.schema import Model, key
@@ -69,6 +70,12 @@ def feed_forward_parameters(config: SparseModel) -> int:
     shared = 3 * config.dim * config.expert_dim * config.n_shared_experts
     return (config.n_dense_layers * 3 * config.dim * config.ffn_width + sparse * (config.n_experts * config.dim + shared)
             + expert_parameters(config))
+
+
+def shared_linears(config: SparseModel) -> tuple[Linear, ...]:
+    """Return the linears of a sparse block's shared experts; none without them."""
+    width = config.expert_dim * config.n_shared_experts
+    return decoder_linears(config, width)[4:] if width else ()
 
 
 def active_parameters(config: SparseModel, parameters: int) -> int:

@@ -96,18 +96,19 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     there. In a pipeline all microbatches in flight may be there, or, when the last one runs, all gradients.
     """
     stages, pp, end = shape.stages[rank], len(shape.stages) > 1, len(shape.layers) - 1
+    whole = shape.gathered_parameters(stages)
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
     late = shape.job.pp_schedule.name in ("gpipe", "looped_bfs")  # no backward before the last forward
     if end in stages:
         for head in _head(shape, rank, constants):
-            yield before, [*_kept(shape, rank, flying.at_end), *_unsharded(shape, parameters, None, not late), *head]
-    of_block = shape.used * (shape.tokens * shape.columns("outputs") + shape.block)  # of the linears' outputs, and of the weights
+            yield before, [*_kept(shape, rank, flying.at_end), *_unsharded(shape, whole, None, not late), *head]
+    of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)  # of the linears' outputs, and of the weights
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
         block.append(postponed)
-        first = [*_kept(shape, rank, flying.most - 1), *_unsharded(shape, parameters, shape.head, not late), *block]
-        last = [*_kept(shape, rank, 0), *_unsharded(shape, parameters, shape.block, True), *block]
+        first = [*_kept(shape, rank, flying.most - 1), *_unsharded(shape, whole, shape.head, not late), *block]
+        last = [*_kept(shape, rank, 0), *_unsharded(shape, whole, shape.whole, True), *block]
         yield before or (0 if pp else shape.head), first
         yield before or (0 if pp else parameters - shape.block - shape.embedding), last
     yield parameters, []  # the update
@@ -119,7 +120,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     ZeRO-3 holds two blocks, and the gradient of `reduced` parameters on their way to other ranks. A pipeline (ZeRO-2) holds all weights,
     and, if `summed`, gradients of earlier microbatches.
     """
-    job, own = shape.job, shape.used * shape.block * shape.learned
+    job, own = shape.job, shape.used * shape.whole * shape.learned
     if not shape.wrapped:
         return []
     if job.parallelism.pp > 1:
@@ -130,7 +131,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     if reduced is None:
         weights = shape.used * shape.head * (1 + shape.fused_loss) + tied  # the fused loss runs while the gather's buffer is still there
         return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
-    weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.block + tied
+    weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.whole + tied
     return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced * shape.learned + own)]
 
 
@@ -138,15 +139,16 @@ def saved(shape: Shape) -> float:
     """Return the bytes that the forward of one block keeps for one microbatch, by the mode of activation checkpointing."""
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, ac = shape.residual, shape.ffn_width, job.ac
-    everything = used * (2 * dim + _norms(shape) + 2 * shape.queries + 2 * shape.keys + 3 * width) + _attention(shape)
+    everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
     if shape.compiled and shape.format:  # the compiler keeps the casts of both norms and of w2's input
         everything -= (2 * dim + width) * (used - shape.format.bytes) * (tp == 1)
     if not shape.compiled:  # the compiler computes the activation and the float mask again
         everything += used * (width + _mask(shape) / shape.tokens)
+    everything += shape.experts.everything if shape.experts else 0
     # Of a row linear the sum over ranks is kept; eager, its own output too.
     both = tp > 1 and not shape.compiled
-    outputs = [one.outputs / (tp if one.column else 1 if both else shape.sequence) for one in shape.linears]
-    chosen = used * (dim + shape.queries + 2 * dim * both) + 4 * job.model.n_heads / tp
+    outputs = shape.outputs(1 if both else shape.sequence)
+    chosen = used * (dim + shape.values + 2 * dim * both) + 4 * job.model.n_heads / tp + (shape.experts.chosen if shape.experts else 0)
     of_mode = {
         "full": used * dim, "none": everything, "lean": chosen + used * sum(outputs), "op": chosen + used * sum(outputs[::2]),
         "layer": (used * dim + (ac.every - 1) * everything) / ac.every,
@@ -157,8 +159,18 @@ def saved(shape: Shape) -> float:
 
 def _norms(shape: Shape) -> float:
     """Return the numbers of a token in the outputs of a block's two norms, as the linears take them: whole under tensor parallelism."""
-    dim, split = shape.job.model.dim, shape.job.parallelism.tp > 1
-    return 2 * dim * (shape.sent / shape.used if split else 1)
+    dim = shape.job.model.dim
+    if shape.job.parallelism.tp == 1:
+        return 2 * dim
+    return shape.halves * dim * shape.sent / shape.used + (2 - shape.halves) * shape.residual
+
+
+def _heads(shape: Shape) -> float:
+    """Return the numbers of a token in queries, keys, values and attention's output, and in what they are computed from: latents, or
+    queries and keys that are not normalized yet.
+    """
+    before = 2 * shape.latents + (shape.queries + shape.keys) * shape.job.model.qk_norm
+    return shape.queries + shape.keys * (1 + shape.values / shape.queries) + shape.values + before
 
 
 def _attention(shape: Shape) -> float:
@@ -220,7 +232,9 @@ def _block(shape: Shape) -> Iterator[list[Term]]:
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
     width = (5 + (not shape.compiled)) * shape.ffn_width
-    feed_forward = used * (4 * shape.residual + _norms(shape) + 2 * queries + 2 * keys + width) + _attention(shape)
+    feed_forward = used * (4 * shape.residual + _norms(shape) + _heads(shape) + width) + _attention(shape)
+    if shape.experts:
+        feed_forward += shape.experts.everything + shape.experts.backward(shape.job.ac.name in ("full", "layer"))
     yield [Term("block's backward", shape.tokens * feed_forward + used * _mask(shape))]
     if layout.cp > 1 and layout.cp_rotate != "ulysses":
         attention = used * (3 * shape.residual + _norms(shape) / 2 + 5 * queries + 4 * keys) + _attention(shape)

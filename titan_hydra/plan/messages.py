@@ -11,6 +11,7 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
     layout, stages, last = shape.job.parallelism, shape.stages[rank], len(shape.layers) - 1
     times = shape.microbatches * shape.rounds
     blocks, parameters = sum(shape.layers[stage] for stage in stages), sum(map(shape.parameters, stages))
+    sparse = blocks - sum(shape.dense[stage] for stage in stages)
     ends = (0 in stages) + (last in stages)
     neighbours = sum(other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1))
     sent = {
@@ -18,7 +19,8 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
                        * (last in stages)),
         "cp": times * blocks * _context(shape),
         "pp": times * 2 * neighbours * shape.tokens * shape.used * shape.residual,
-        "fsdp": shape.rounds * _shards(shape, parameters) * shape.wrapped,
+        "ep": times * sparse * _experts(shape),
+        "fsdp": shape.rounds * _shards(shape, shape.gathered_parameters(stages) - sparse * shape.alone) * shape.wrapped,
         "dp_replicate": parameters / shape.shards * shape.reduced,
     }
     degrees = {name: getattr(layout, name, shape.shards) for name in sent}
@@ -31,8 +33,8 @@ def tensor(shape: Shape) -> tuple[float, float]:
     scatter = shape.tokens * shape.job.model.dim * shape.used
     gather = scatter * shape.sent / shape.used
     gathers, scatters = RECOMPUTED.get(shape.job.ac.name, (2, 0))
-    once = 2 * gather + 2 * scatter
-    return once, once + gathers * gather + scatters * scatter
+    once, again = shape.halves * (gather + scatter), shape.halves / 2
+    return once, once + again * (gathers * gather + scatters * scatter)
 
 
 def _ends(shape: Shape) -> float:
@@ -55,6 +57,16 @@ def _context(shape: Shape) -> float:
         return shape.tokens * shape.used * 2 * (shape.queries + shape.keys) * (2 + (job.ac.name != "none"))
     rounds = cp if job.parallelism.cp_rotate == "allgather" else cp - 1
     return shape.tokens * 2 * shape.keys * (shape.used * rounds * (2 + (job.ac.name == "full")) + 4 * cp)
+
+
+def _experts(shape: Shape) -> float:
+    """Return the bytes that ranks of an ep group exchange in a block: tokens to their experts and back, and their gradients."""
+    return shape.tokens * shape.experts.sent * sum(exchanges(shape)) if shape.experts else 0.0
+
+
+def exchanges(shape: Shape) -> tuple[int, int]:
+    """Return how often a block's rows travel in forward and backward; selective checkpointing keeps what arrived."""
+    return 2, 2 + 2 * (shape.job.ac.name == "full")
 
 
 def _shards(shape: Shape, parameters: float) -> float:

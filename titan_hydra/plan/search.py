@@ -9,6 +9,7 @@ from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.rules import checks
 from titan_hydra.config.schema import Job
 
+from .experts import expert_degrees
 from .memory import peak
 from .predict import MODES, Prediction, capacity_of, changed, fits, on_nodes, predict, with_mode
 from .shape import NotPredictable
@@ -17,7 +18,7 @@ ROWS = 10  # of an answer
 CHUNKS = (2, 3, 4, 5, 6, 8)  # stages of a pipeline rank, where the schedule leaves it open
 LONG = 32_768  # tokens of a sequence from which context parallelism is tried without being asked for
 LARGEST = 64  # samples of a local batch without a pipeline
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ def _points(job: Job) -> Iterator[Job]:
         for batches in _batches(layout):
             legal = [point for mode in MODES if not checks.check(
                 point := with_mode(batches, mode), (checks.RECIPE,))]
-            yield from next(([point] for point in legal if fits(peak(point).gib, capacity_of(point)) != "no"), legal[-1:])
+            # Most fit in no mode, which is seen in the last one.
+            some = legal[-1:] and fits(peak(legal[-1]).gib, capacity_of(batches)) != "no"
+            first = next((point for point in legal[:-1] if fits(peak(point).gib, capacity_of(point)) != "no"), None) if some else None
+            yield from [first] if first else legal[-1:]
 
 
 def _layouts(job: Job) -> Iterator[Job]:
@@ -100,10 +104,11 @@ def _layouts(job: Job) -> Iterator[Job]:
                     continue
                 inside = max(node // (tp * cp), 1)
                 for shards in {rest, inside} if rest % inside == 0 and inside < rest else {rest}:
-                    degrees = dict(zip(DEGREES, (rest // shards, shards, cp, tp, pp), strict=True))
                     async_tp = job.compile.name == "block" and tp > 1 and job.parallelism.sequence_parallel
-                    split = changed(job, parallelism=degrees | {"async_tp": async_tp})
-                    yield from _schedules(split) if pp > 1 else [split]
+                    for ep in expert_degrees(job, shards * cp * tp):
+                        degrees = dict(zip(DEGREES, (rest // shards, shards, cp, tp, pp, ep), strict=True))
+                        split = changed(job, parallelism=degrees | {"async_tp": async_tp})
+                        yield from _schedules(split) if pp > 1 else [split]
 
 
 def _schedules(job: Job) -> Iterator[Job]:

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from titan_hydra.config.family import Linear, family_of
 from titan_hydra.config.load import data_parallel
@@ -11,6 +13,8 @@ from titan_hydra.config.rules.adapter import adapted
 from titan_hydra.config.rules.memory import SIZE
 from titan_hydra.config.rules.precision import has_one_scale
 from titan_hydra.config.schema import Job
+
+from .experts import ExpertShape, experts_of, lighter, shared_width, tensor_parallel_halves
 
 
 class NotPredictable(ValueError):
@@ -23,7 +27,9 @@ class Shape:
 
     job: Job
     linears: tuple[Linear, ...]  # of a block
-    block: float  # parameters
+    block: float  # parameters; those of experts count by the ranks over which they are sharded
+    dense: tuple[int, ...]  # blocks of each stage without experts, in a model with experts
+    lighter: float  # parameters fewer of such a block
     embedding: float
     head: float  # 0 if it is the embedding's weight
     layers: tuple[int, ...]  # blocks of each stage
@@ -34,8 +40,9 @@ class Shape:
     rounds: int  # local batches of a step
     shards: int  # ranks over which each parameter is sharded
     wrapped: bool  # whether FSDP wraps the model
+    experts: ExpertShape | None
 
-    @property
+    @cached_property
     def sequence(self) -> int:
         """The ranks over which the residual stream is split beside context parallelism."""
         return self.job.parallelism.tp if self.job.parallelism.sequence_parallel else 1
@@ -45,7 +52,7 @@ class Shape:
         """The bytes of a parameter as the optimizer holds it."""
         return SIZE[self.job.precision.param_dtype]
 
-    @property
+    @cached_property
     def used(self) -> int:
         """The bytes of an activation."""
         return SIZE[self.job.precision.compute_dtype]
@@ -80,31 +87,46 @@ class Shape:
         """The numbers that the optimizer keeps for each parameter."""
         return OPTIMIZERS[self.job.optimizer.name].moments(self.job.optimizer)
 
-    @property
+    @cached_property
     def residual(self) -> float:
         """The width of the residual stream of a token, or its share of it."""
         return self.job.model.dim / self.sequence
 
-    @property
+    @cached_property
     def queries(self) -> float:
         """The numbers of a token's queries on this rank."""
         return self.job.model.n_heads * self.job.model.head_width / self.job.parallelism.tp
 
-    @property
+    @cached_property
     def keys(self) -> float:
         """The numbers of a token's keys on this rank; it has as many values."""
         return self.job.model.n_kv_heads * self.job.model.head_width / self.job.parallelism.tp
 
-    @property
+    @cached_property
+    def values(self) -> float:
+        """The numbers of a token's attention outputs on this rank."""
+        return self.job.model.n_heads * self.job.model.value_width / self.job.parallelism.tp
+
+    @cached_property
+    def latents(self) -> float:
+        """The numbers of a token's latents, from which this rank's queries, keys and values are computed."""
+        return sum(one.outputs for one in self.linears if one.whole)
+
+    @cached_property
     def ffn_width(self) -> float:
-        """The numbers of a token between the linears of the feed-forward on this rank."""
-        return self.job.model.ffn_width / self.job.parallelism.tp
+        """The numbers of a token between the linears of the feed-forward on this rank, without routed experts."""
+        return (shared_width(self.job) if self.experts else self.job.model.ffn_width) / self.job.parallelism.tp
 
     @property
     def vocabulary(self) -> float:
         """The logits of a token on this rank."""
         split = self.job.parallelism.tp if self.job.parallelism.loss_parallel or self.fused_loss else 1
         return self.job.model.vocab_size / split
+
+    @property
+    def halves(self) -> int:
+        """The halves of a block, attention and feed-forward, whose input tensor-parallel ranks gather."""
+        return tensor_parallel_halves(self.job)
 
     @property
     def fused_loss(self) -> bool:
@@ -119,16 +141,35 @@ class Shape:
     def parameters(self, stage: int) -> float:
         """Return the parameters of a stage on a tensor-parallel rank."""
         last = len(self.layers) - 1
-        return self.layers[stage] * self.block + self.embedding * (stage == 0) + self.head * (stage == last)
+        blocks = self.layers[stage] * self.block - self.dense[stage] * self.lighter
+        return blocks + self.embedding * (stage == 0) + self.head * (stage == last)
+
+    @cached_property
+    def more(self) -> float:
+        """By how many parameters a gathered sparse block has more than `block` counts: it has the experts of one ep rank."""
+        return self.experts.parameters * (1 - self.shards / self.experts.shards) if self.experts else 0.0
+
+    @cached_property
+    def whole(self) -> float:
+        """The parameters of a block that a rank has once they are gathered."""
+        return self.block + self.more
 
     @property
+    def alone(self) -> float:
+        """The parameters of a sparse block's experts if no other rank has a shard of them, so that they are not gathered; else 0."""
+        return self.experts.parameters if self.experts and self.experts.shards == 1 else 0.0
+
+    def gathered_parameters(self, stages: list[int]) -> float:
+        """Return the parameters of some stages that a rank has once they are gathered."""
+        return sum(self.parameters(stage) + (self.layers[stage] - self.dense[stage]) * self.more for stage in stages)
+
+    @cached_property
     def adapter(self) -> float:
         """The trained parameters of a block's adapters on a tensor-parallel rank; 0 without adapters, where all are trained."""
         tp = self.job.parallelism.tp
-        return self.job.adapter.rank * sum(one.inputs / (1 if one.column else tp) + one.outputs / (tp if one.column else 1)
-                                           for one in adapted(self.job))
+        return self.job.adapter.rank * sum(one.share("inputs", tp) + one.share("outputs", tp) for one in adapted(self.job))
 
-    @property
+    @cached_property
     def learned(self) -> float:
         """The share of a block's parameters that have gradients."""
         return self.adapter / self.block if self.adapter else 1.0
@@ -137,10 +178,25 @@ class Shape:
         """Return the parameters of some stages that are trained, on a tensor-parallel rank."""
         return sum(self.layers[stage] * self.adapter if self.adapter else self.parameters(stage) for stage in stages)
 
-    def columns(self, what: str) -> float:
-        """Return the summed widths of the `inputs` or `outputs` of a block's linears that a tensor-parallel rank holds."""
-        tp = self.job.parallelism.tp
-        return sum(getattr(one, what) / (tp if one.column is (what == "outputs") else self.sequence) for one in self.linears)
+    @cached_property
+    def sizes(self) -> list[float]:
+        """The products of the widths of a block's matmuls on this rank, in running order: half the FLOPs of a token."""
+        experts = self.experts
+        routed = [experts.number * experts.dim / experts.sequence, *[experts.rows * experts.dim * experts.width] * 3] if experts else []
+        sizes = [one.size(self.job.parallelism.tp) for one in self.linears]
+        return [*sizes[: self.after], *routed, *sizes[self.after:]]
+
+    @cached_property
+    def after(self) -> int:
+        """The number of linears of a block before its feed-forward."""
+        return 1 + [one.column for one in self.linears].index(False)
+
+    def outputs(self, rows: int) -> list[float]:
+        """Return the widths of a token in the outputs of a block's matmuls on this rank, in running order; those of row linears are split
+        over `rows` ranks.
+        """
+        widths = [one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows) for one in self.linears]
+        return [*widths[: self.after], *(self.experts.outputs if self.experts else ()), *widths[self.after:]]
 
 
 def shape_of(job: Job) -> Shape:
@@ -150,20 +206,30 @@ def shape_of(job: Job) -> Shape:
         lacks = "parameters" if family.parameters is None else "flops"
         raise NotPredictable(f"model.family={model.family}: has no formula for its {lacks} (Family({lacks}=...)), so nothing can be "
                              "predicted")
-    if model.sparse:
-        raise NotPredictable(f"model.name={model.name}: has experts, of which predictions know nothing yet")
+    linears, experts = family.linears(model), experts_of(job)
     ends = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
     table = model.vocab_size * model.dim / degrees.tp
     pp = degrees.pp > 1
+    layers = _layers(job) if pp else (model.n_layers,)
+    less, dense = (lighter(job), experts.dense) if experts else (0, 0)
+    block = (family.parameters(model) - ends + dense * less) / model.n_layers
+    whole = (sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0))
+    block = (block - whole) / degrees.tp + whole
     number = max(pipeline.microbatches(job), 1) if pp else 1
     samples = job.data.local_batch / number
     shards = degrees.dp_shard * degrees.cp
     locally = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
     return Shape(
-        job, family.linears(model), (family.parameters(model) - ends) / model.n_layers / degrees.tp, table,
-        0 if model.tie_embeddings else table, _layers(job) if pp else (model.n_layers,),
+        job, linears, block, _dense(layers, dense), less / degrees.tp, table, 0 if model.tie_embeddings else table, layers,
         pipeline.stages_of_ranks(job) if pp else [[0]], number, samples, samples * job.data.seq_len / degrees.cp,
-        max(job.data.global_batch // locally, 1), shards, shards * degrees.dp_replicate > 1)
+        max(job.data.global_batch // locally, 1), shards,
+        shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1, experts)
+
+
+def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
+    """Return how many of each stage's blocks are among the model's `dense` first ones."""
+    ends = accumulate(layers)
+    return tuple(min(max(dense - end + size, 0), size) for size, end in zip(layers, ends, strict=True))
 
 
 def _layers(job: Job) -> tuple[int, ...]:

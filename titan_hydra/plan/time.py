@@ -82,13 +82,14 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     """Return the seconds of one block for one microbatch."""
     job, tokens, tp = shape.job, shape.tokens, shape.job.parallelism.tp
     again, attention_again, rest_again = recomputed(shape)
-    matmuls = sum(2 * tokens * one.inputs * one.outputs / tp / _rate(shape, one) for one in shape.linears)
+    matmuls = sum(2 * tokens * one.size(tp) / _rate(shape, one) for one in shape.linears) + _experts(shape)
     ring = factors.ring if job.parallelism.cp > 1 and job.parallelism.cp_rotate != "ulysses" else 1
     hardware = job.hardware
     flash = hardware.flash_tflops if job.model.attention == "flash" and hardware.flash_tflops else hardware.attention_tflops
-    attention = 2 * tokens * job.data.seq_len * shape.queries / (flash * 1e12 * ring)
+    attention = tokens * job.data.seq_len * (shape.queries + shape.values) / (flash * 1e12 * ring)
     traffic = 2 * tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
-    elements = traffic * (factors.compiled if shape.compiled else factors.eager) / _bandwidth(shape, factors)
+    traffic *= factors.compiled if shape.compiled else factors.eager
+    elements = (traffic + (tokens * shape.experts.traffic if shape.experts else 0)) / _bandwidth(shape, factors)
     inputs, outputs = (casts * tokens / _bandwidth(shape, factors) for casts in _casts(shape, factors))
     sends = _tensor_parallel(shape, factors)
     ring_sends = _context_parallel(shape)
@@ -99,12 +100,13 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
         "Float8 casts": (inputs, outputs + again * inputs),
         "TP communication": sends,
         "CP communication": (ring_sends, (2 + attention_again) * ring_sends),
+        "EP communication": _exchange(shape),
     }
 
 
 def recomputed(shape: Shape) -> tuple[float, float, float]:
     """Return the shares of a block's forward that run again in its backward: of matmuls, of attention, of the rest."""
-    ac, sizes = shape.job.ac, [one.inputs * one.outputs for one in shape.linears]
+    ac, sizes = shape.job.ac, shape.sizes
     return {"none": (0, 0, 0), "lean": (0, 0, 1), "op": (sum(sizes[1::2]) / sum(sizes), 0, 1), "full": (1, 1, 1),
             "layer": (1 / ac.every,) * 3, "memory_budget": (1 - ac.budget,) * 3}[ac.name]
 
@@ -117,6 +119,27 @@ def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
     return matmul + 4 * logits, 2 * matmul + 5 * logits
 
 
+def _experts(shape: Shape) -> float:
+    """Return the seconds of the experts' matmuls for one microbatch, once. The rows of an expert are few, so that the rate is low."""
+    if not shape.experts:
+        return 0.0
+    hardware, rows = shape.job.hardware, shape.tokens * shape.experts.rows
+    smallest = min(rows * shape.experts.ep / shape.experts.number, shape.experts.dim, shape.experts.width)
+    rate = hardware.bf16_tflops * 1e12 * smallest / (smallest + hardware.small_matmul) / (shape.used / 2)
+    return 6 * rows * shape.experts.dim * shape.experts.width / rate
+
+
+def _exchange(shape: Shape) -> tuple[float, float]:
+    """Return the seconds in which rows travel to their experts and back, forward and backward; each device has its way out of a node."""
+    if not shape.experts or shape.experts.ep == 1:
+        return 0.0, 0.0
+    hardware, ep = shape.job.hardware, shape.experts.ep
+    near = min(ep, hardware.gpus_per_node)
+    share = max((near - 1) / ep / (hardware.nvlink_gbs * 1e9), (ep - near) / ep / (hardware.nic_gbs * 0.9e9))
+    forward, backward = (shape.tokens * shape.experts.sent * times * share for times in messages.exchanges(shape))
+    return forward, backward
+
+
 def _bandwidth(shape: Shape, factors: Factors) -> float:
     return shape.job.hardware.memory_tbs * 1e12 * factors.memory
 
@@ -124,7 +147,7 @@ def _bandwidth(shape: Shape, factors: Factors) -> float:
 def _rate(shape: Shape, linear) -> float:
     """Return the FLOP/s of a linear on one rank: less for small dimensions, as a shard's are."""
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
-    smallest = min(shape.tokens, linear.inputs / (1 if linear.column else tp), linear.outputs / (tp if linear.column else 1))
+    smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))
     fast = shape.format and linear.name not in precision.skip
     top, half = (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
     return top * 1e12 * smallest / (smallest + half) * (1 if precision.compute_dtype == "bfloat16" else 0.5)
@@ -180,8 +203,10 @@ def _sharding(shape: Shape) -> tuple[float, float]:
     layout = shape.job.parallelism
     if not shape.wrapped:
         return 0, 0
-    link = _link(shape, layout.tp, shape.shards)
-    gather = shape.block * (shape.shards - 1) / shape.shards / link
+    experts = shape.experts.parameters if shape.experts else 0
+    gather = (shape.whole - experts) * (shape.shards - 1) / shape.shards / _link(shape, layout.tp, shape.shards)
+    if shape.experts:
+        gather += experts * (shape.experts.shards - 1) / shape.experts.shards / _link(shape, shape.experts.ep, shape.experts.shards)
     copies = 2 * (layout.dp_replicate - 1) / layout.dp_replicate / shape.shards
     replicas = copies * shape.block * shape.reduced / _link(shape, layout.tp * shape.shards, layout.dp_replicate)
     return gather * shape.gathered, gather * shape.reduced + replicas
@@ -200,10 +225,7 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
     elif not exact:
         chunks = job.pp_schedule.stages_per_rank
         return most * (shape.microbatches + idle_time(known(job.pp_schedule.name), pp, chunks, number) / (3 * chunks))
-    core = 2 / 2.9  # of a backward without recomputation, which is all in its first half
-    second = {stage: seconds * (core if recomputed(shape)[0] else 1) / 2 for stage, seconds in enumerate(backward)}
-    seconds = {"F": forward.__getitem__, "B": backward.__getitem__, "W": second.__getitem__,
-               "I": lambda stage: backward[stage] - second[stage]}
+    seconds = {"F": forward.__getitem__, "B": backward.__getitem__} | dict.fromkeys("IW", lambda stage: backward[stage] / 2)
     played = pipeline.play(actions_of(job, number), last + 1, lambda action: seconds[action[1]](action[0]), hop)
     ends = (start + seconds[action[1]](action[0]) for rank in played for start, action in rank[-1:])
     return max(ends) + (shape.microbatches - number) * most

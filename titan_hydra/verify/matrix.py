@@ -142,8 +142,6 @@ MATRIX = [
            "data.local_batch=8", slow=True, **EVEN, **ODD) for schedule in ("1f1b", "zbv")),
     *(case(f"pp 2, cp 2, {schedule}", 4, "parallelism=pp", "parallelism.cp=2", f"pp_schedule={schedule}", "data.local_batch=16", slow=True)
       for schedule in ("1f1b", "zbv")),
-    *(case(f"pp 2, {schedule}, ac {ac}", 2, "parallelism=pp", f"pp_schedule={schedule}", f"ac={ac}", "data.local_batch=16", slow=True)
-      for schedule, modes in (("1f1b", ("full", "layer", "op", "lean")), ("zbv", ("full", "layer"))) for ac in modes),
     *(case(f"pp 2, {schedule}, compile", 2, "parallelism=pp", f"pp_schedule={schedule}", "compile=block", "compile.backend=aot_eager",
            "data.local_batch=16", slow=True) for schedule in ("1f1b", "interleaved_1f1b")),
     *(case(f"pp 2, {schedule}, linear cross-entropy", 2, "parallelism=pp", f"pp_schedule={schedule}", "loss=linear_cross_entropy",

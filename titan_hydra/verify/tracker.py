@@ -80,6 +80,9 @@ def _names_of_groups(mesh: Mesh) -> dict[str, str]:
         shards, *replicas = reversed([str(mesh.fsdp.get_group(place).group_name) for place in range(mesh.fsdp.ndim)])
         names = {shards: "fsdp"} | dict.fromkeys(replicas, "dp_replicate")
     dimensions = mesh.world.mesh_dim_names if mesh.world is not None else ()
+    if mesh.experts is not None:
+        names |= {str(mesh.experts.get_group(own).group_name): name for own, name in (("efsdp", "fsdp"), ("ep", "ep"))
+                  if own in mesh.experts.mesh_dim_names}
     return {str(mesh.world.get_group(name).group_name): name for name in dimensions} | names
 
 

@@ -227,9 +227,9 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
     if job.parallelism.reshard_after_forward == "always":
         yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",
                     legal=("never",))
-    if job.ac.name in ("op", "lean"):
-        yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} runs a block's backward twice, which selective AC refuses",
-                    legal=("none", "full", "layer"))
+    if job.ac.name != "none":  # torch 2.13 recomputed each block 11 times with full, 10 of them at once in memory
+        yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} computes gradients of weights apart, and torch would recompute a "
+                    "block for each of its weights", legal=("none",))
     if job.compile.name != "off":
         yield Fault("compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse",
                     legal=("off",))

@@ -9,7 +9,7 @@ from titan_hydra.config.family import Linear
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.ranges import COUNT, NATURAL, NOT_NEGATIVE, POSITIVE, WIDTH, Interval
 from titan_hydra.config.schema import key
-from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters
+from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters, shared_linears
 
 
 @dataclass
@@ -34,6 +34,11 @@ class DeepSeekV3Config(SparseModel):
     def head_width(self) -> int:
         """The width of a query and of a key."""
         return self.plain_dim + self.rope_dim
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value."""
+        return self.value_dim
 
     def arithmetic(self) -> dict[str, Any]:
         return super().arithmetic() | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
@@ -77,11 +82,10 @@ def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
 
 
 def linears(config: DeepSeekV3Config) -> tuple[Linear, ...]:
-    """Return the linears that a token passes in a sparse block, in running order; the experts as one feed-forward."""
+    """Return the linears of a sparse block in running order, without router and routed experts. Latents are computed on every rank."""
     queries, dim = config.n_heads * config.head_width, config.dim
-    width = config.expert_dim * (config.experts_per_token + config.n_shared_experts)
-    first = (Linear("wq_a", dim, config.q_rank), Linear("wq_b", config.q_rank, queries)) if config.q_rank else (Linear("wq", dim, queries),)
-    return (*first, Linear("wkv_a", dim, config.kv_rank + config.rope_dim),
+    first = (Linear("wq_a", dim, config.q_rank, whole=True), Linear("wq_b", config.q_rank, queries)) if config.q_rank else (
+        Linear("wq", dim, queries),)
+    return (*first, Linear("wkv_a", dim, config.kv_rank + config.rope_dim, whole=True),
             Linear("wkv_b", config.kv_rank, config.n_heads * (config.plain_dim + config.value_dim)),
-            Linear("wo", config.n_heads * config.value_dim, dim, column=False),
-            Linear("w1", dim, width), Linear("w3", dim, width), Linear("w2", width, dim, column=False))
+            Linear("wo", config.n_heads * config.value_dim, dim, column=False), *shared_linears(config))

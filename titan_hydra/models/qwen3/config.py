@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from titan_hydra.config.ranges import WIDTH
 from titan_hydra.config.schema import Model, key
@@ -11,6 +12,7 @@ from titan_hydra.models import decoder_parameters
 @dataclass
 class Qwen3Config(Model):
     ffn_dim: int = key(..., "width of the feed-forward", WIDTH)
+    qk_norm: ClassVar[bool] = True
 
 
 def parameters(config: Qwen3Config) -> int:

@@ -1,7 +1,7 @@
 """Qwen3, the models with experts (arXiv 2505.09388)."""
 from titan_hydra.models import Family, register
 
-from .config import Qwen3MoeConfig, flops, parameters
+from .config import Qwen3MoeConfig, flops, linears, parameters
 
 register(Family(
     "qwen3_moe", Qwen3MoeConfig,
@@ -10,4 +10,5 @@ register(Family(
     hf="titan_hydra.models.qwen3_moe.hf:HF",
     parameters=parameters,
     flops=flops,
+    linears=linears,
 ))

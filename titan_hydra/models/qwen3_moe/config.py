@@ -2,14 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from titan_hydra.models import decoder_flops
-from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters
+from titan_hydra.config.family import Linear, decoder_flops, decoder_linears
+from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters, shared_linears
 
 
 @dataclass
 class Qwen3MoeConfig(SparseModel):
-    pass
+    qk_norm: ClassVar[bool] = True
 
 
 def parameters(config: Qwen3MoeConfig) -> int:
@@ -22,3 +23,8 @@ def parameters(config: Qwen3MoeConfig) -> int:
 def flops(config: Qwen3MoeConfig, seq_len: int, parameters: int) -> int:
     """Return the FLOPs of a token, forward and backward: a decoder's, of the experts that the token passes."""
     return decoder_flops(config, seq_len, active_parameters(config, parameters))
+
+
+def linears(config: Qwen3MoeConfig) -> tuple[Linear, ...]:
+    """Return the linears of a sparse block in running order, without router and routed experts."""
+    return *decoder_linears(config)[:4], *shared_linears(config)

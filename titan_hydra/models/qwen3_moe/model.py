@@ -8,5 +8,5 @@ class Qwen3Moe(Decoder):
     """Token ids [batch, seq] to logits [batch, seq, vocab]."""
 
     def __init__(self, config: SparseModel, seq_len: int):
-        super().__init__(config, seq_len, qk_norm=True)
+        super().__init__(config, seq_len)
         set_experts(self.layers, config)
