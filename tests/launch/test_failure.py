@@ -215,7 +215,7 @@ def test_preempted_too_often(tmp_path):
     (("model=llama3_8b", "gpus=1", "ac=lean"), "ac=op"),
     (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=8"), "data.local_batch=4 data.global_batch=8"),
     (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=1"), "more ranks"),
-    (("model=llama3_8b", "gpus=2", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "data.local_batch=2 data.global_batch=4"),  # zbv refuses ac
+    (("model=llama3_8b", "gpus=2", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "data.local_batch=2 data.global_batch=4"),
 ])
 def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     attempt = tmp_path / "attempts" / "1"
