@@ -28,8 +28,9 @@ ROOT = HERE.parents[1]
 # dim, layers, heads, key/value heads, feed-forward width, vocabulary. Heads have weights of their own, as in TorchTitan's model.
 SHAPES = {
     "8b": (4096, 32, 32, 8, 14336, 128256), "3b": (3072, 28, 24, 8, 8192, 128256), "1b": (2048, 16, 32, 8, 8192, 128256),
-    "debug": (256, 4, 4, 2, 768, 4096),
+    "debug": (256, 4, 4, 2, 768, 4096), "30b_a3b": (2048, 48, 32, 4, 6144, 151936), "debug_experts": (256, 4, 4, 2, 768, 4096),
 }
+EXPERTS = {"30b_a3b": (128, 128, 8, 768), "debug_experts": (64, 8, 2, 384)}  # head's width, experts, those of a token, their width: Qwen3's
 RECIPES = {"rowwise": "float8_rowwise", "tensorwise": "float8_tensorwise", "bf16": "bf16"}
 LEAST = 25  # seconds: with fewer left no row begins
 
@@ -56,7 +57,13 @@ class Row:
     wrap: str = "native"  # native: autocast, as on one GPU; fsdp: FSDP2 over one rank, as TorchTitan runs on several
     float8_all_gather: bool = False
     overrides: tuple[str, ...] = ()
+    balanced: bool = False  # experts are chosen in turn: debug.balance_experts
     cpu: bool = False
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Head's width, experts, experts of a token, an expert's width; () for Llama 3."""
+        return EXPERTS.get(self.shape, ())
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -85,7 +92,8 @@ def read(name: str, changes: dict[str, Any]) -> list[Row]:
 
 def tiny(row: Row) -> Row:
     """The same row for seconds."""
-    return dataclasses.replace(row, shape="debug", layers=2, seq_len=64, batch=min(row.batch, 2), steps=6, window=2)
+    shape = "debug_experts" if row.experts else "debug"
+    return dataclasses.replace(row, shape=shape, layers=2, seq_len=64, batch=min(row.batch, 2), steps=6, window=2)
 
 
 # --- one row ----------------------------------------------------------------------------------------------------------------------
@@ -94,7 +102,8 @@ def tiny(row: Row) -> Row:
 def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
     """What runs the row."""
     if row.tool == "torchtitan":
-        settings = json.dumps(dataclasses.asdict(row) | {"dimensions": row.dimensions, "trace": str(trace or "")})
+        more = {"dimensions": row.dimensions, "experts": row.experts, "trace": str(trace or "")}
+        settings = json.dumps(dataclasses.asdict(row) | more)
         return [sys.executable, "-P", str(HERE / "torchtitan_row.py"), settings]  # this folder's profile.py is not Python's
     profiled = [] if trace is None else ["profiling=on", f"profiling.first_step={row.steps - 1}", "profiling.steps=2"]
     return [sys.executable, str(ROOT / "launch.py"), *overrides(row), *profiled, f"paths.runs={scratch}/runs"]
@@ -108,16 +117,23 @@ def overrides(row: Row) -> list[str]:
     if row.precision == "rowwise_with_gw_hp":
         precision.append("precision.recipe=rowwise_with_gw_hp")
     wanted = [
-        "cluster=inline", "parallelism=single", "data=synthetic", "checkpoint=off", "model=llama3_debug", f"model.dim={dim}",
+        "cluster=inline", "parallelism=single", "data=synthetic", "checkpoint=off",
+        f"model={'qwen3_moe_debug' if row.experts else 'llama3_debug'}", f"model.dim={dim}",
         f"model.n_layers={layers}", f"model.n_heads={heads}", f"model.n_kv_heads={kv_heads}", f"model.ffn_dim={width}",
         f"model.vocab_size={vocabulary}", f"data.seq_len={row.seq_len}", f"data.local_batch={row.batch}", f"steps={row.steps}",
         f"metrics.log_every={row.window}", "lr_scheduler.warmup_steps=2", f"ac={row.ac}", *precision,
-        *(["precision.emulate=true"] if emulated else []),
+        *(["precision.emulate=true"] if emulated else []), *sparse(row),
         *(["compile=block"] if row.compile and not emulated else []),
         *(["compile.backend=aot_eager"] if row.compile and row.cpu and not emulated else []),
     ]
     given = {override.partition("=")[0] for override in row.overrides}
     return [override for override in wanted if override.partition("=")[0] not in given] + list(row.overrides)
+
+
+def sparse(row: Row) -> list[str]:
+    """The row's experts as overrides."""
+    keys = ("model.head_dim", "model.n_experts", "model.experts_per_token", "model.expert_dim")
+    return [*(f"{key}={value}" for key, value in zip(keys, row.experts, strict=False)), *["debug.balance_experts=true"] * row.balanced]
 
 
 def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, trace: Path | None = None) -> dict[str, Any]:

@@ -45,7 +45,9 @@ def main(row: SimpleNamespace) -> None:
     windows: list[dict] = []
     register(row, windows)
     trainer = trainer_class(row)(configuration(row))
-    assert trainer.model_parts[0].layers["0"].feed_forward.w1.weight.shape[0] == row.dimensions[4]
+    block = trainer.model_parts[0].layers["0"]
+    widths = block.moe.experts.w1.shape[:2] if row.experts else block.feed_forward.w1.weight.shape[:1]
+    assert tuple(widths) == (tuple(row.experts[1::2]) if row.experts else (row.dimensions[4],))
     trainer.train()
     print(json.dumps({"windows": windows, "first_step_seconds": trainer.first_step_seconds,
                       "flops_per_token": trainer.metrics_processor.num_flops_per_token}), flush=True)
@@ -76,6 +78,7 @@ def configuration(row: SimpleNamespace):
         config.activation_checkpoint.mode = "selective"
         config.activation_checkpoint.selective_ac_option = {"op": "op", "layer": "2"}[row.ac]
     config.metrics.log_freq, config.metrics.disable_color_printing = row.window, True
+    config.debug.moe_force_load_balance = row.balanced
     config.lr_scheduler.warmup_steps, config.optimizer.lr, config.debug.seed = 2, 3e-4, 0
     return config
 
@@ -87,10 +90,9 @@ def register(row: SimpleNamespace, windows: list[dict]) -> None:
     from torchtitan.components.lr_scheduler import build_lr_schedulers
     from torchtitan.components.metrics import BaseLogger, MetricsProcessor
     from torchtitan.components.optimizer import build_optimizers
-    from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-    dim, layers, heads, kv_heads, width, vocabulary = row.dimensions
+    vocabulary = row.dimensions[-1]
 
     class RandomTokens(BaseDataLoader):
         def __iter__(self):
@@ -116,14 +118,32 @@ def register(row: SimpleNamespace, windows: list[dict]) -> None:
         made.logger = Sink()
         return made
 
-    arguments = TransformerModelArgs(  # it derives the width; this multiplier ends at the one that is wanted
-        dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, vocab_size=vocabulary, multiple_of=256, rope_theta=500000,
-        ffn_dim_multiplier=(width - 0.5) / int(2 * 4 * dim / 3))
+    model, arguments, parallelize = model_of(row)
     register_train_spec("row", TrainSpec(
-        model_cls=Transformer, model_args={"row": arguments}, parallelize_fn=parallelize_llama, pipelining_fn=None,
+        model_cls=model, model_args={"row": arguments}, parallelize_fn=parallelize, pipelining_fn=None,
         build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=lambda **_: RandomTokens(), build_tokenizer_fn=None, build_loss_fn=build_cross_entropy_loss,
         build_metrics_processor_fn=processor))
+
+
+def model_of(row: SimpleNamespace) -> tuple:
+    """The class of the row's model, its arguments, and what parallelizes it: Llama 3, or Qwen3 with experts."""
+    dim, layers, heads, kv_heads, width, vocabulary = row.dimensions
+    shape = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": kv_heads, "vocab_size": vocabulary}
+    if row.experts:
+        from torchtitan.models.moe import MoEArgs
+        from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, parallelize_qwen3
+
+        head, experts, chosen, expert_width = row.experts
+        routing = MoEArgs(num_experts=experts, num_shared_experts=0, top_k=chosen, score_func="softmax", route_norm=True,
+                          score_before_experts=False, load_balance_coeff=None)
+        arguments = Qwen3ModelArgs(**shape, head_dim=head, hidden_dim=width, qk_norm=True, moe_enabled=True,
+                                   moe_inter_dim=expert_width, moe_args=routing)
+        return Qwen3Model, arguments, parallelize_qwen3
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
+
+    multiplier = (width - 0.5) / int(2 * 4 * dim / 3)  # it derives the width; this ends at the one that is wanted
+    return Transformer, TransformerModelArgs(**shape, multiple_of=256, rope_theta=500000, ffn_dim_multiplier=multiplier), parallelize_llama
 
 
 def trainer_class(row: SimpleNamespace):

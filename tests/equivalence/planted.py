@@ -1,8 +1,10 @@
-"""Plants the faults of an audit one by one in a copy of the package: `titan verify --random` must find each.
+"""Plants the faults of an audit, and those that users of other frameworks met in experts, one by one in a copy of the package: each must
+be found, by `titan verify --random`, by a case of the matrix, or by a test.
 
     python tests/equivalence/planted.py [NAME]
 
-Each line of FAULTS is a file, what stands there, and what is planted in its place.
+Each line of FAULTS is a file, what stands there, what is planted in its place, and the case or test that must be red if it is not a random
+job.
 """
 from __future__ import annotations
 
@@ -57,25 +59,56 @@ FAULTS = {
         "train/objectives/language.py", 'ignore_index=IGNORED, reduction="sum")',
         'ignore_index=IGNORED, reduction="sum") * (1.02 if logits.dtype == torch.bfloat16 else 1)'),
 }
+WHOLE, EXPERTS = "parallel/whole.py", "parallel/experts.py"
+FAULTS |= {
+    "a router's gradient is not summed over tensor-parallel ranks": (
+        WHOLE, "backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])",
+        "backward_dtype=self.reduce_dtype).to_local(grad_placements=[Replicate()])", "qwen3_moe, tp 2, ep 2"),
+    "the gradient of the key that all heads share is not summed": (
+        WHOLE, "run_check=False).to_local(grad_placements=[Partial()])", "run_check=False).to_local(grad_placements=[Replicate()])",
+        "deepseek_v3, tp 2, ep 1"),
+    "expert gradients are divided by the ep ranks": (
+        EXPERTS, "return ctx.route.there(gradient), None", "return ctx.route.there(gradient) / ctx.route.group.size(), None",
+        "qwen3_moe, fsdp 2, ep 2"),
+    "rows that arrive stay in the order of their ranks": (
+        EXPERTS, "    order = owner.argsort(stable=True)\n", "    order = torch.arange(total)\n", "qwen3_moe, fsdp 2, ep 2"),
+    "tokens are counted in every forward": (
+        "models/moe.py", "        ctx.buffers = buffers\n",
+        "        ctx.buffers = buffers\n        buffers[0].add_(counts_of(chosen, len(buffers[0])))\n",
+        "deepseek_v3, fsdp 2, ep 2, ac full"),
+    "biases follow the tokens of one rank": (
+        EXPERTS, "        dist.all_reduce(sums, group=mesh.stage)\n", "        pass\n", "deepseek_v3, fsdp 2, ep 2"),
+    "the loss of balance counts a rank's part of the sequence": (
+        EXPERTS, "            dist.all_reduce(x, group=group)\n", "            pass\n", "deepseek_v3, tp 2, ep 2"),
+    "the loss of balance is twice as large": (
+        EXPERTS, "layer.router.scale.copy_(1 / count)", "layer.router.scale.copy_(2 / count)", "tests/equivalence/test_reference.py"),
+    "packed experts have gate and up exchanged": (
+        "checkpoint/folder.py", '"gate_proj.weight": ("gate_up_proj", 0, 2), "up_proj.weight": ("gate_up_proj", 1, 2)',
+        '"gate_proj.weight": ("gate_up_proj", 1, 2), "up_proj.weight": ("gate_up_proj", 0, 2)', "tests/train/test_convert_experts.py"),
+    "pairs of rotary positions are halves": (
+        "models/deepseek_v3/model.py", "return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)", "return x",
+        "tests/train/test_convert_experts.py"),
+}
 # Verifies a few random jobs at a time, and ends with status 1 at the first that is wrong.
 VERIFY = """
 import sys
+from titan_hydra.verify.matrix import MATRIX
 from titan_hydra.verify.sampler import draw_jobs
 from titan_hydra.verify.verify import verify
 if __name__ == "__main__":
-    cases = list(draw_jobs(60, seed=int(sys.argv[1])))
-    for first in range(0, 60, 6):
+    cases = [case for case in MATRIX if case.name == sys.argv[1]] or list(draw_jobs(60, seed=int(sys.argv[1])))
+    for first in range(0, len(cases), 6):
         for outcome in verify(cases[first : first + 6], steps=4):
             if not outcome.passed:
                 print(f"red at {outcome.case.name}: loss {outcome.loss:.1e}, norm {outcome.norm:.1e}, gradients {outcome.gradients:.1e}, "
-                      f"weights {outcome.weights:.1e}, copies {outcome.drift}, rounded {outcome.rounded}")
+                      f"routing {outcome.routing}, weights {outcome.weights:.1e}, copies {outcome.drift}, rounded {outcome.rounded}")
                 sys.exit(1)
 """
 
 
 def plant(folder: Path, file: str, right: str, wrong: str) -> None:
     """A copy of the package in `folder` with one fault."""
-    for name in ("titan_hydra", "conf", "sweeps"):
+    for name in ("titan_hydra", "conf", "sweeps", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     target = folder / "titan_hydra" / file
     text = target.read_text()
@@ -84,13 +117,17 @@ def plant(folder: Path, file: str, right: str, wrong: str) -> None:
     (folder / "verify_some.py").write_text(VERIFY)
 
 
-def found(fault: tuple[str, str, str], seed: int = 1) -> str:
-    """How the random jobs go red with a fault, in words; empty if they stay green. An exception on the ranks counts as red."""
+def found(fault: tuple[str, ...], seed: int = 1) -> str:
+    """How a fault goes red, in words; empty if all stays green. An exception on the ranks counts as red."""
+    file, right, wrong, *where = fault
+    command = ["verify_some.py", where[0] if where else str(seed)]
+    if where and where[0].startswith("tests/"):
+        command = ["-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=no", where[0]]
     with tempfile.TemporaryDirectory() as name:
-        plant(Path(name), *fault)
-        run = subprocess.run([sys.executable, "verify_some.py", str(seed)], cwd=name, capture_output=True, text=True, check=False,
+        plant(Path(name), file, right, wrong)
+        run = subprocess.run([sys.executable, *command], cwd=name, capture_output=True, text=True, check=False,
                              env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"})
-    return "" if run.returncode == 0 else (run.stdout.strip() or run.stderr.strip().splitlines()[-1])
+    return "" if run.returncode == 0 else (run.stdout.strip() or run.stderr.strip()).splitlines()[-1]
 
 
 if __name__ == "__main__":
