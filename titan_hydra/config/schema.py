@@ -322,6 +322,9 @@ class Train:
                               "launch.py", WORD, late=True)
     objective: str = key("language", "what is learned: what a sample is, which of its elements count, and the loss", late=True,
                          choices=Names(OBJECTIVES))
+    beta: float = key(0.1, "objective dpo: how far the model may go from its reference; smaller is farther", POSITIVE, late=True)
+    clip: float = key(0.2, "objective policy: a token whose probability has changed by more than this share, the way its advantage asks, "
+                      "teaches no more", POSITIVE, late=True)
     gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", COUNT,
                            identity=False)
 

@@ -1,9 +1,10 @@
 """The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
 from collections.abc import Iterator
+from dataclasses import fields
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES
-from titan_hydra.config.schema import Job
+from titan_hydra.config.schema import Job, default_of
 
 from .data import data_sources
 
@@ -28,4 +29,23 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
     yield from record.faults(job)
 
 
-RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss]
+def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
+    """A loss of whole documents needs their numbers, and all of their tokens on one rank."""
+    record = OBJECTIVES[job.train.objective]
+    if record.documents and not job.data.document_mask:
+        yield Fault("data.document_mask", False, f"train.objective={record.name} compares documents", legal=(True,))
+    if record.sequences and job.parallelism.cp > 1:
+        yield Fault("parallelism.cp", job.parallelism.cp, f"train.objective={record.name} sums over whole documents", legal=(1,))
+
+
+def objective_reads_its_keys(job: Job) -> Iterator[Fault]:
+    """A key of another objective would change nothing."""
+    record, keys = OBJECTIVES[job.train.objective], {name for other in OBJECTIVES.values() for name in other.reads}
+    for spec in fields(job.train):
+        if spec.name in keys - set(record.reads) and (value := getattr(job.train, spec.name)) != default_of(spec):
+            readers = " or ".join(name for name, other in OBJECTIVES.items() if spec.name in other.reads)
+            yield Fault(f"train.{spec.name}", value, f"train.objective={record.name} does not read it; {readers} would",
+                        legal=(default_of(spec),))
+
+
+RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss, objective_sees_whole_documents, objective_reads_its_keys]
