@@ -191,8 +191,9 @@ PIPELINE_SCHEDULES = Registry(
     PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
     PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
 )
-CHAT, POLICY = "titan_hydra.data.chat", "titan_hydra.data.policy"
+CHAT, POLICY, IMAGES = "titan_hydra.data.chat", "titan_hydra.data.policy", "titan_hydra.data.images"
 TURNS = ("tokens", "trained", "documents")
+PICTURES = ("patches", "cells", "images", "places")
 DATA_SOURCES = Registry(
     "data.name",
     DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
@@ -212,6 +213,10 @@ DATA_SOURCES = Registry(
                    faults=f"{POLICY}:faults_of_pairs"),
     DataSourceKind("rollouts", f"{POLICY}:open_rollouts", documents=False, reads=("path", "validation_path"), needs_path=True,
                    suffixes=(".jsonl", ".json"), gives=(*TURNS, "old_logprobs", "advantages"), encodes=True),
+    DataSourceKind("image_text", f"{IMAGES}:open_image_text", documents=False, reads=("path", "validation_path", "patches"),
+                   needs_path=True, suffixes=(".tar",), gives=(*TURNS, *PICTURES), encodes=True, faults=f"{IMAGES}:pillow_is_there"),
+    DataSourceKind("synthetic_images", f"{IMAGES}:draw_images", documents=False, reads=("patches",), gives=(*TURNS, *PICTURES),
+                   encodes=True, faults=f"{IMAGES}:pillow_is_there"),
 )
 OBJECTIVES = Registry(
     "train.objective",
@@ -221,6 +226,8 @@ OBJECTIVES = Registry(
                   documents=True, sequences=True, reads=("beta",)),
     ObjectiveKind("policy", "titan_hydra.train.objectives.policy:ClippedPolicy", needs=(*TURNS, "old_logprobs", "advantages"),
                   head_loss=True, split_logits=True, reads=("clip",)),
+    ObjectiveKind("image_text", "titan_hydra.train.objectives.image_text:ImageText", needs=(*TURNS, *PICTURES), head_loss=True,
+                  split_logits=True),
 )
 ADAM = ("beta1", "beta2", "eps")
 OPTIMIZERS = Registry(

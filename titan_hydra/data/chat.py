@@ -43,6 +43,11 @@ class Turns:
     documents: tuple[int, ...] = ()  # their lengths, if they are several
     values: dict[str, np.ndarray] = field(default_factory=dict)  # numbers for each token, by name
 
+    @property
+    def patches(self) -> int:
+        """The patches of its images."""
+        return 0
+
 
 class ConversationReader:
     """Conversations by number, encoded. Another kind of rows is another `read`."""
@@ -92,6 +97,7 @@ class Chat:
     """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places that are left over are a document of end-of-text tokens."""
 
     separators = (None, None)  # documents are numbered
+    patches = 0  # of images that a sample has room for
 
     def __init__(self, key: str, reader: ConversationReader, slots: range, seq_len: int, seed: int | None, bad: BadShards):
         """Open the conversations. `seed` None keeps them in order."""
@@ -132,16 +138,17 @@ class Chat:
             except BadShard as error:
                 self.bad.add(error)
                 continue
-            if len(found.tokens) <= self.seq_len + 1:
+            if len(found.tokens) <= self.seq_len + 1 and found.patches <= self.patches:
                 turns.append(found)
             else:
                 long.append((self.reader.lines.row(index)[0], len(found.tokens)))
         if long and epoch == 0:
             where, tokens = long[0]
             name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
-            self.bad.add(BadShard(name, f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens, as {where} with "
-                                        f"{tokens:,}"))
-        packed = first_fit(turns, self.seq_len + 1)
+            images = f", or data.patches={self.patches} patches" if self.patches else ""
+            self.bad.add(BadShard(name, f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens{images}, as "
+                                        f"{where} with {tokens:,}"))
+        packed = first_fit(turns, self.seq_len + 1, self.patches)
         return [packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)] for index in range(len(packed))]
 
     def _filled(self, together: list[Turns]) -> dict[str, np.ndarray]:
@@ -156,17 +163,20 @@ class Chat:
                 **{name: np.concatenate([part.values[name] for part in parts]) for name in values}}
 
 
-def first_fit(turns: list[Turns], size: int) -> list[list[Turns]]:
-    """Pack conversations, the longest first, each into the first sample with room for it; equally long ones keep their order."""
-    room, packed = np.zeros(len(turns), dtype=np.int64), []
+def first_fit(turns: list[Turns], size: int, patches: int = 0) -> list[list[Turns]]:
+    """Pack conversations, the longest first, each into the first sample with room for its tokens and patches; equally long ones keep their
+    order.
+    """
+    room, packed = np.zeros((len(turns), 2), dtype=np.int64), []
     for one in sorted(turns, key=lambda one: -len(one.tokens)):
-        sample = int(np.argmax(room[:len(packed)] >= len(one.tokens))) if packed else 0
-        if not packed or room[sample] < len(one.tokens):
-            sample = len(packed)
-            room[sample] = size
+        need = (len(one.tokens), one.patches)
+        fits = (room[:len(packed)] >= need).all(axis=1)
+        sample = int(np.argmax(fits)) if fits.any() else len(packed)
+        if sample == len(packed):
+            room[sample] = size, patches
             packed.append([])
         packed[sample].append(one)
-        room[sample] -= len(one.tokens)
+        room[sample] -= need
     return packed
 
 

@@ -2,6 +2,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
+from titan_hydra.config.family import families
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES
 from titan_hydra.config.schema import Job, default_of
@@ -48,4 +49,24 @@ def objective_reads_its_keys(job: Job) -> Iterator[Fault]:
                         legal=(default_of(spec),))
 
 
-RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss, objective_sees_whole_documents, objective_reads_its_keys]
+def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
+    """Images need a model that reads them, whose tower no other objective trains; that tower is plain, and sharded by FSDP2."""
+    reading = tuple(name for name, record in OBJECTIVES.items() if "patches" in record.needs)
+    if not hasattr(job.model, "vision"):
+        if job.train.objective in reading:
+            able = tuple(name for name, family in families().items() if "vision" in {spec.name for spec in fields(family.config)})
+            yield Fault("model.family", job.model.family, f"train.objective={job.train.objective} needs a tower for images", legal=able)
+        return
+    tower = f"the tower of model.family={job.model.family}"
+    if job.train.objective not in reading:
+        yield Fault("train.objective", job.train.objective, f"{tower} learns from images alone", legal=reading)
+    if job.precision.converter:
+        yield Fault("precision.converter", job.precision.converter, f"{tower} has plain linears", legal=("null",))
+    if job.adapter.name != "none":
+        yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
+    if job.parallelism.backend != "fsdp2":
+        yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))
+
+
+RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss, objective_sees_whole_documents, objective_reads_its_keys,
+         images_go_with_a_tower]
