@@ -219,3 +219,26 @@ def test_captions_are_learned_from_the_images(tiny, run_job):
              "data.seq_len=128", "data.local_batch=8")
     losses = run_job.losses(run_job(tiny(*words)))
     assert losses[1] > 7 and losses[60] < 1.0
+
+
+def test_a_damaged_image_is_black_where_that_is_allowed(tmp_path):
+    members = {"x.txt": b"a", "x.png": png(40, 40)[:900], "y.txt": b"b", "y.png": png(8, 8)}
+    job = compose_job("debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={tar(tmp_path / 'a.tar', members)}",
+                      "data.seq_len=256", "data.max_bad_shards=1")
+    loader = data.build(job, 0, 1)
+    batch = loader.next()
+    assert not batch["patches"][0, :100].any() and batch["patches"][0, 100:104].any() and (batch["places"][0] >= 0).sum() == 104
+    assert [*loader.news().values()] == [f"{tmp_path}/a.tar:/x: cannot be decoded: image file is truncated"]
+
+
+def test_a_camera_that_was_turned_is_turned_back(tmp_path):
+    exif, out = Image.Exif(), io.BytesIO()
+    exif[274] = 6  # turn by 90 degrees to see it
+    pixels = np.zeros((8, 40, 3), dtype=np.uint8)
+    pixels[:, 20:] = 255
+    Image.fromarray(pixels).save(out, "jpeg", exif=exif, quality=95)
+    members = {"x.txt": b"a", "x.jpg": out.getvalue()}
+    job = compose_job("debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={tar(tmp_path / 'a.tar', members)}")
+    batch = data.build(job, 0, 1).next()
+    assert batch["cells"][0, 0].tolist() == [0, 0, 10, 2]
+    assert batch["patches"][0, :10].float().mean() < 5 and batch["patches"][0, 10:20].float().mean() > 250

@@ -164,6 +164,8 @@ def test_losses_of_tokens_hold_no_logits_and_are_the_plain_ones():
     (["parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2"],
      "parallelism.cp=2: train.objective=dpo sums over whole documents; nearest legal: 1"),
     (["data.document_mask=false"], "data.document_mask=false: train.objective=dpo compares documents; nearest legal: true"),
+    (["model=qwen3_moe_debug", "model.sequence_balance=0.01"], "model.sequence_balance=0.01: it is weighed as a token's loss, and "
+                                                                 "train.objective=dpo has none; nearest legal: 0"),
     (["train.clip=0.3"], "train.clip=0.3: train.objective=dpo does not read it; policy would; nearest legal: 0.2"),
 ])
 def test_what_cannot_hold_is_one_line(pairs, words, line):

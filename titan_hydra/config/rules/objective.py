@@ -31,12 +31,15 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
 
 
 def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
-    """A loss of whole documents needs their numbers, and all of their tokens on one rank."""
+    """A loss of whole documents needs their numbers and all of their tokens on one rank. Experts' loss of balance counts tokens."""
     record = OBJECTIVES[job.train.objective]
     if record.documents and not job.data.document_mask:
         yield Fault("data.document_mask", False, f"train.objective={record.name} compares documents", legal=(True,))
     if record.sequences and job.parallelism.cp > 1:
         yield Fault("parallelism.cp", job.parallelism.cp, f"train.objective={record.name} sums over whole documents", legal=(1,))
+    if record.sequences and (balance := getattr(job.model, "sequence_balance", 0)):
+        yield Fault("model.sequence_balance", balance, f"it is weighed as a token's loss, and train.objective={record.name} has none",
+                    legal=(0,))
 
 
 def objective_reads_its_keys(job: Job) -> Iterator[Fault]:
