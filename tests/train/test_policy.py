@@ -213,9 +213,12 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["data", "score", str(reference), str(plain), "--out", str(scored)]) == 0
     assert capsys.readouterr().out == f"{scored}: 24 pairs\n"
-    losses = run_job.losses(run_job(tiny("data=preference", f"data.path={scored}", f"checkpoint.initial_load_path={reference}", "steps=12",
-                                         "optimizer.lr=5e-3", "lr_scheduler.warmup_steps=1", *words)))
+    trained = run_job(tiny("data=preference", f"data.path={scored}", f"checkpoint.initial_load_path={reference}", "steps=12",
+                           "optimizer.lr=5e-3", "lr_scheduler.warmup_steps=1", *words))
+    losses = run_job.losses(trained)
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5) and losses[12] < 0.35
+    assert cli.main(["convert", str(trained), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf/chat_template.jinja").exists() and capsys.readouterr()
     assert cli.main(["data", "score", str(reference), str(plain), "--out", str(scored)]) == 2
     assert capsys.readouterr().err == f"--out={scored}: exists already\n"
 
