@@ -182,7 +182,7 @@ def test_public_names_are_unique():
 
 LINES = {  # of a room, at most: the design's budget stands behind where it is not kept yet. A number here may fall; it rises for a reason.
     "base": 420,  # 350 and the table of private names; up by 17: FSDP2's place of an expert
-    "config": 3965,  # 2,100; up by 90: records of formats and objectives; by 145: hardware, adapters, chat; by 60: policies, images
+    "config": 3970,  # 2,100; up by 90: records of formats and objectives; by 145: hardware, adapters, chat; by 60: policies, images
     "models": 1725,  # 400 + 450 a family: five families, layers of experts
     "runs": 1999,  # 1,150; up by 280: the place of a rank, from base; the shapes of files, from config; every file name once
     "parallel": 1930,  # 1,700; up by 320: experts over ranks; by 100: adapters; by 45: losses of tokens, whole towers
