@@ -1,16 +1,23 @@
 """Supervised fine-tuning: the same on every layout, packed or not, resumed or not; only what the assistant says is learned."""
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from titan_hydra import cli, data, models
 from titan_hydra.config import compose_job, freeze
+from titan_hydra.config.files import ASSETS
 from titan_hydra.config.registry import OBJECTIVES
+from titan_hydra.data import tokenizer
+from titan_hydra.data.chat import ConversationReader
+from titan_hydra.models import layers
 from titan_hydra.models.init import init_weights
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
@@ -153,3 +160,45 @@ def test_from_the_command_line_to_an_answer(tmp_path, capsys):
     assert answer.strip() and "<|" not in answer and "What is 3 + 4?" not in answer
     assert cli.main(["convert", str(directory), "--to", "hf", str(tmp_path / "exported")]) == 0
     assert "<|start_header_id|>" in (tmp_path / "exported/chat_template.jinja").read_text()
+
+
+def learned(job, batch):
+    """The texts that the labels of each conversation ask for."""
+    words = tokenizer.load(job.tokenizer)
+    labels, documents = batch["labels"], batch["documents"]
+    asked = [labels[row][(documents[row] == document) & (labels[row] != IGNORED)] for row in range(batch.samples)
+             for document in documents[row].unique()]
+    return [words.decode(ids.tolist()) for ids in asked if len(ids)]
+
+
+def is_right(job, batch, rows):
+    """Whether exactly the answers are asked for, each with the mark of its end, and each label has the loss it has alone."""
+    answers = {message["content"] + "<|eot_id|>" for row in rows for message in row if message["role"] == "assistant"}
+    texts = [part + "<|eot_id|>" for text in learned(job, batch) for part in text.split("<|eot_id|>")[:-1]]
+    model = models.build(job.model, job.data.seq_len)
+    init_weights(model, job.model, job.seed)
+    with torch.no_grad():
+        logits = model(batch["tokens"], positions=batch["positions"], documents=batch["documents"])
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=IGNORED)
+    return set(texts) <= answers and len(texts) > 7 and torch.allclose(losses.view_as(batch["labels"]), alone(job, batch), atol=2e-6)
+
+
+@pytest.mark.parametrize("fault", ["none", "mask ahead", "mask behind", "documents see each other"])
+def test_planted_faults_are_found(fault, monkeypatch, tmp_path):
+    """A mask that is off by one, and packed conversations that see each other, go red."""
+    right = ConversationReader.encode
+
+    def shifted(reader, conversation):
+        turns = right(reader, conversation)
+        return replace(turns, trained=np.roll(turns.trained, 1 if fault == "mask behind" else -1))
+
+    if fault.startswith("mask"):
+        monkeypatch.setattr(ConversationReader, "encode", shifted)
+    rows = [json.loads(line)["messages"] for line in (ASSETS / "chat/train.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if not any("tool_calls" in message for message in row)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    job = compose_job("debug=tiny", "precision=fp32", "data=chat", f"data.path={tmp_path}/chat.jsonl", "data.seq_len=128")
+    batch = data.build(job, 0, 1).next()
+    if fault == "documents see each other":
+        monkeypatch.setattr(layers, "document_mask", lambda documents: torch.ones(128, 128).tril().bool())
+    assert is_right(job, batch, rows) == (fault == "none")

@@ -74,7 +74,7 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
-        if find_section("train", checkpoint, config_file)[1].get("objective") == "sft":
+        if find_section("train", checkpoint, config_file)[1].get("objective") in ("sft", "dpo"):
             (target / "chat_template.jinja").write_text(read_template(checkpoint, config_file).source)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)

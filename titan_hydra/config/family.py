@@ -13,7 +13,7 @@ from .fault import Fault, suggest
 from .registry import REGISTRIES, Registry, resolve
 from .schema import Model
 
-OWN = tuple(f"titan_hydra.models.{family}" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3"))
+OWN = tuple(f"titan_hydra.models.{family}" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "image_text"))
 
 
 def decoder_modules(config: Model) -> list[str]:

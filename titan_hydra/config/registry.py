@@ -46,7 +46,10 @@ class ObjectiveKind:
     build: Reference
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that it uses
     head_loss: bool = False  # the head can compute its loss (loss=linear_cross_entropy)
+    documents: bool = False  # it needs data.document_mask
+    sequences: bool = False  # its loss joins the tokens of a document, so that context parallelism cannot cut it
     split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
+    reads: tuple[str, ...] = ()  # the keys of `train` that it uses; those of other objectives must stay at their defaults
     faults: Callable[[schema.Job], Iterable[Fault]] = lambda job: ()
 
 
@@ -188,8 +191,9 @@ PIPELINE_SCHEDULES = Registry(
     PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
     PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
 )
-CHAT = "titan_hydra.data.chat"
+CHAT, POLICY, IMAGES = "titan_hydra.data.chat", "titan_hydra.data.policy", "titan_hydra.data.images"
 TURNS = ("tokens", "trained", "documents")
+PICTURES = ("patches", "cells", "images", "places")
 DATA_SOURCES = Registry(
     "data.name",
     DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
@@ -204,11 +208,26 @@ DATA_SOURCES = Registry(
                    needs_path=True, suffixes=(".jsonl", ".json"), gives=TURNS, encodes=True, faults=f"{CHAT}:faults"),
     DataSourceKind("embedded_chat", f"{CHAT}:open_chat", documents=False, reads=("chat_template", "train_on"), gives=TURNS, encodes=True,
                    faults=f"{CHAT}:faults"),
+    DataSourceKind("preference", f"{POLICY}:open_preference", documents=False, reads=("path", "validation_path", "chat_template"),
+                   needs_path=True, suffixes=(".jsonl", ".json"), gives=(*TURNS, "reference"), encodes=True,
+                   faults=f"{POLICY}:faults_of_pairs"),
+    DataSourceKind("rollouts", f"{POLICY}:open_rollouts", documents=False, reads=("path", "validation_path"), needs_path=True,
+                   suffixes=(".jsonl", ".json"), gives=(*TURNS, "old_logprobs", "advantages"), encodes=True),
+    DataSourceKind("image_text", f"{IMAGES}:open_image_text", documents=False, reads=("path", "validation_path", "patches"),
+                   needs_path=True, suffixes=(".tar",), gives=(*TURNS, *PICTURES), encodes=True, faults=f"{IMAGES}:pillow_is_there"),
+    DataSourceKind("synthetic_images", f"{IMAGES}:draw_images", documents=False, reads=("patches",), gives=(*TURNS, *PICTURES),
+                   encodes=True, faults=f"{IMAGES}:pillow_is_there"),
 )
 OBJECTIVES = Registry(
     "train.objective",
     ObjectiveKind("language", "titan_hydra.train.objectives.language:Language", head_loss=True, split_logits=True),
     ObjectiveKind("sft", "titan_hydra.train.objectives.sft:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True),
+    ObjectiveKind("dpo", "titan_hydra.train.objectives.policy:Preference", needs=(*TURNS, "reference"), head_loss=True, split_logits=True,
+                  documents=True, sequences=True, reads=("beta",)),
+    ObjectiveKind("policy", "titan_hydra.train.objectives.policy:ClippedPolicy", needs=(*TURNS, "old_logprobs", "advantages"),
+                  head_loss=True, split_logits=True, reads=("clip",)),
+    ObjectiveKind("image_text", "titan_hydra.train.objectives.image_text:ImageText", needs=(*TURNS, *PICTURES), head_loss=True,
+                  split_logits=True),
 )
 ADAM = ("beta1", "beta2", "eps")
 OPTIMIZERS = Registry(

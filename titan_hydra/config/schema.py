@@ -161,6 +161,10 @@ class Data(Source):
                                    only=("mixture",), late=True)
     shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", NATURAL,
                               late=True)
+    patches: int = key(1024, "patches of images that a sample has room for; shapes are those, whatever the images are", COUNT,
+                       only=Names(DATA_SOURCES, "patches"), late=True)
+    image_patches: int = key(256, "an image with more patches is scaled down to this number, with its aspect", COUNT,
+                             only=Names(DATA_SOURCES, "patches"), late=True)
     max_bad_shards: int = key(0, "files or shards (of chat: rows) that may be left out, with a warning, as they are missing or damaged",
                               NATURAL, identity=False)
 
@@ -322,6 +326,9 @@ class Train:
                               "launch.py", WORD, late=True)
     objective: str = key("language", "what is learned: what a sample is, which of its elements count, and the loss", late=True,
                          choices=Names(OBJECTIVES))
+    beta: float = key(0.1, "objective dpo: how far the model may go from its reference; smaller is farther", POSITIVE, late=True)
+    clip: float = key(0.2, "objective policy: a token whose probability has changed by more than this share, the way its advantage asks, "
+                      "teaches no more", POSITIVE, late=True)
     gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", COUNT,
                            identity=False)
 

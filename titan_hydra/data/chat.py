@@ -11,8 +11,8 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,28 +36,45 @@ SUFFIXES = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Turns:
-    """The tokens of a conversation, and which of them are to be learned."""
+    """The tokens of a conversation, or of documents that stay together, and which of them are to be learned."""
 
     tokens: np.ndarray
     trained: np.ndarray
+    documents: tuple[int, ...] = ()  # their lengths, if they are several
+    values: dict[str, np.ndarray] = field(default_factory=dict)  # numbers for each token, by name
+
+    @property
+    def patches(self) -> int:
+        """The patches of its images."""
+        return 0
 
 
 class ConversationReader:
-    """Conversations by number, encoded."""
+    """Conversations by number, encoded. Another kind of rows is another `read`."""
 
     def __init__(self, lines: ConversationFiles, template: template.Template, tokenizer: Tokenizer, train_on: str):
         self.lines, self.template, self.tokenizer, self.train_on = lines, template, tokenizer, train_on
         self.special = re.compile("|".join(map(re.escape, tokenizer.special)) or "(?!)")
 
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What decides which tokens the rows have."""
+        source = hashlib.sha256(self.template.source.encode()).hexdigest()
+        return {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on}
+
     def turns(self, number: int) -> Turns:
         """Return a conversation. Raises BadShard with its file and line if it cannot be used."""
         where, line = self.lines.row(number)
         try:
-            return self.encode(parse(line))
+            return self.read(line)
         except ValueError as error:
             raise BadShard(where, f"{where}: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{error} ({where})") from error
+
+    def read(self, line: bytes) -> Turns:
+        """Encode a row."""
+        return self.encode(parse(line))
 
     def encode(self, conversation: Conversation) -> Turns:
         """Encode a conversation. A token that lies only partly in what is learned is learned. Raises ValueError if it cannot be used."""
@@ -80,6 +97,7 @@ class Chat:
     """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places that are left over are a document of end-of-text tokens."""
 
     separators = (None, None)  # documents are numbered
+    patches = 0  # of images that a sample has room for
 
     def __init__(self, key: str, reader: ConversationReader, slots: range, seq_len: int, seed: int | None, bad: BadShards):
         """Open the conversations. `seed` None keeps them in order."""
@@ -88,9 +106,7 @@ class Chat:
         self.windows = -(-len(reader.lines) // WINDOW)  # of an epoch
         self.places = dict.fromkeys(slots, (0, 0))  # the window of a slot's last sample, and the number of that window's first sample
         self.packed = functools.lru_cache(4)(self._pack)
-        source = hashlib.sha256(reader.template.source.encode()).hexdigest()
-        self.signature = {"conversations": len(reader.lines), "tokenizer": self.tokenizer, "chat_template": source,
-                          "train_on": reader.train_on}
+        self.signature = {"conversations": len(reader.lines)} | reader.signature
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         window, first = self.places[slot]
@@ -122,57 +138,73 @@ class Chat:
             except BadShard as error:
                 self.bad.add(error)
                 continue
-            if len(found.tokens) <= self.seq_len + 1:
+            if len(found.tokens) <= self.seq_len + 1 and found.patches <= self.patches:
                 turns.append(found)
             else:
                 long.append((self.reader.lines.row(index)[0], len(found.tokens)))
         if long and epoch == 0:
             where, tokens = long[0]
             name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
-            self.bad.add(BadShard(name, f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens, as {where} with "
-                                        f"{tokens:,}"))
-        packed = first_fit(turns, self.seq_len + 1)
+            images = f", or data.patches={self.patches} patches" if self.patches else ""
+            self.bad.add(BadShard(name, f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens{images}, as "
+                                        f"{where} with {tokens:,}"))
+        packed = first_fit(turns, self.seq_len + 1, self.patches)
         return [packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)] for index in range(len(packed))]
 
     def _filled(self, together: list[Turns]) -> dict[str, np.ndarray]:
         """Return conversations as one sample."""
         room = self.seq_len + 1 - sum(len(turns.tokens) for turns in together)
-        rest = Turns(np.full(room, self.reader.tokenizer.eos_id, dtype=np.int32), np.zeros(room, dtype=bool))
+        values = {name: np.zeros(room, dtype=np.float32) for name in together[0].values}
+        rest = Turns(np.full(room, self.reader.tokenizer.eos_id, dtype=np.int32), np.zeros(room, dtype=bool), values=values)
         parts = [*together, rest]
-        documents = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part.tokens) for part in parts])
+        lengths = [length for part in parts for length in part.documents or (len(part.tokens),)]
         return {"tokens": np.concatenate([part.tokens for part in parts]), "trained": np.concatenate([part.trained for part in parts]),
-                "documents": documents}
+                "documents": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+                **{name: np.concatenate([part.values[name] for part in parts]) for name in values}}
 
 
-def first_fit(turns: list[Turns], size: int) -> list[list[Turns]]:
-    """Pack conversations, the longest first, each into the first sample with room for it; equally long ones keep their order."""
-    room, packed = np.zeros(len(turns), dtype=np.int64), []
+def first_fit(turns: list[Turns], size: int, patches: int = 0) -> list[list[Turns]]:
+    """Pack conversations, the longest first, each into the first sample with room for its tokens and patches; equally long ones keep their
+    order.
+    """
+    room, packed = np.zeros((len(turns), 2), dtype=np.int64), []
     for one in sorted(turns, key=lambda one: -len(one.tokens)):
-        sample = int(np.argmax(room[:len(packed)] >= len(one.tokens))) if packed else 0
-        if not packed or room[sample] < len(one.tokens):
-            sample = len(packed)
-            room[sample] = size
+        need = (len(one.tokens), one.patches)
+        fits = (room[:len(packed)] >= need).all(axis=1)
+        sample = int(np.argmax(fits)) if fits.any() else len(packed)
+        if sample == len(packed):
+            room[sample] = size, patches
             packed.append([])
         packed[sample].append(one)
-        room[sample] -= len(one.tokens)
+        room[sample] -= need
     return packed
 
 
 def open_chat(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the conversations of data=chat or data=embedded_chat."""
-    data, job = wanted.job.data, wanted.job
-    reader = open_conversations(key, source, job, wanted.split, wanted.tokenizer, wanted.bad)
+    return pack(key, open_conversations(key, source, wanted.job, wanted.split, wanted.tokenizer, wanted.bad), wanted, seed)
+
+
+def pack(key: str, reader: ConversationReader, wanted: Wanted, seed: int) -> Chat:
+    """Return the samples of a rank, packed from what a reader gives."""
+    data = wanted.job.data
     return Chat(key, reader, wanted.slots, data.seq_len, seed if data.shuffle else None, wanted.bad)
 
 
 def open_conversations(key: str, source: schema.Source, job: schema.Job, split: str, tokenizer: Tokenizer,
                        bad: BadShards) -> ConversationReader:
     """Open the conversations of one split. Raises ConfigError if there are none."""
+    lines = open_rows(key, source, split, bad)
+    return ConversationReader(lines, template.load_template(key, source, job.tokenizer), tokenizer, source.train_on)
+
+
+def open_rows(key: str, source: schema.Source, split: str, bad: BadShards) -> ConversationFiles:
+    """Open the files of one split. Raises ConfigError if there is no row in them."""
     place = path_of(key, source, split)
     lines = ConversationFiles(files.require(*place, SUFFIXES), bad)
     if not len(lines):
-        raise ConfigError("{}={}: no conversation in it".format(*place))
-    return ConversationReader(lines, template.load_template(key, source, job.tokenizer), tokenizer, source.train_on)
+        raise ConfigError("{}={}: no row in it".format(*place))
+    return lines
 
 
 def path_of(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:

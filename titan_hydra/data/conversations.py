@@ -74,6 +74,15 @@ def parse(line: bytes) -> Conversation:
 
     A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools` is optional.
     """
+    row = record_of(line)
+    messages = row.get("messages", row.get("conversations"))
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("no list of messages under 'messages' (or 'conversations')" + (", but " + ", ".join(map(repr, row))) * bool(row))
+    return conversation(messages, row.get("tools"))
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    """Return a row's table. Raises ValueError if it is no JSON line of one."""
     try:
         row = json.loads(line)
     except RecursionError as error:
@@ -82,10 +91,12 @@ def parse(line: bytes) -> Conversation:
         raise ValueError(f"not a JSON line: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"not a record but {type(row).__name__}")
-    messages = row.get("messages", row.get("conversations"))
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("no list of messages under 'messages' (or 'conversations')" + (", but " + ", ".join(map(repr, row))) * bool(row))
-    return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(row.get("tools")))
+    return row
+
+
+def conversation(messages: list[Any], tools: Any = None) -> Conversation:
+    """Return messages and tools, as they stand in a row, as a conversation. Raises ValueError with what is wrong with them."""
+    return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(tools))
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:

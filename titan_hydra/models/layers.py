@@ -50,26 +50,31 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, targets: Tensor | None = None,
+        **own: Tensor,
     ) -> Tensor:
         """Compute logits, the hidden state (a stage without head) or the loss. Without an embedding, `tokens` is the hidden state [batch,
         seq, dim].
 
         `positions` [batch, seq] replace 0, 1, ... if the sequence is split or reordered. `documents` [batch, seq] are ids of packed
         documents: attention stays within one, and positions restart with each unless given. `targets` [batch, seq] are passed to an
-        `output` that accepts them, which then returns the loss.
+        `output` that accepts them, which then returns the loss. What a family has beside it takes in `embed`.
         """
         mask = None
         if documents is not None:
             mask = document_mask(documents)
             positions = document_positions(documents) if positions is None else positions
         rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
-        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        h = self.embed(tokens, **own)
         for block in self.layers.values():
             h = block(h, rotary, mask)
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
         return self.output(h) if targets is None else self.output(h, targets=targets)  # by name: hooks take only the first by place
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the hidden state before the blocks; `tokens` themselves if they are one."""
+        return tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:

@@ -215,8 +215,10 @@ def console_line(row: dict[str, Any], steps: int) -> str:
     """Format one row for the console."""
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
-        f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['tflops']:.2f} tflops",
+        f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
+    if row["tflops"] is not None:  # a family may have no formula
+        parts.append(f"{row['tflops']:.2f} tflops")
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
     if row["memory_reserved_gib"] is not None:

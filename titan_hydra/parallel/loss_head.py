@@ -15,7 +15,7 @@ from titan_hydra.config.schema import Loss
 
 
 def convert(model: nn.Module, config: Loss) -> list[str]:
-    """Make a model's head return the summed loss if it gets targets, in place; it keeps its weight under its name.
+    """Make a model's head return the loss if it gets targets, as `linear_cross_entropy` does, in place; it keeps its weight under its name.
 
     It is part of the head rather than a loss function after the model, so that its weight is used inside the forward: FSDP gathers it no
     longer than that.
@@ -52,11 +52,13 @@ class Vocabulary:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
-    """Compute the summed cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab] for targets [batch, seq]; negative
-    targets are ignored.
+    """Compute the cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab]: summed for targets [batch, seq], that of each
+    token [batch, seq] for targets [batch, seq, 1]. That of a negative target is 0.
 
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
+    if targets.dim() == 3:
+        return TokenCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary).view(targets.shape[:2])
     return LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled())
 
 
@@ -92,6 +94,32 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden_gradient, weight_gradient = ctx.saved_tensors
         # In float32: CUDA would round the scalar tensor to the other factor's bfloat16 first, and bias the whole gradient.
         return (hidden_gradient.float() * gradient).to(ctx.dtype), (weight_gradient * gradient).to(ctx.dtype), None, None, None, None
+
+
+class TokenCrossEntropy(torch.autograd.Function):
+    """Computes the loss of each token. What the gradient weighs it with is known only in the backward, which computes each chunk's logits
+    again.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None) -> Tensor:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.chunk, ctx.vocabulary = chunk, vocabulary
+        chunks = zip(hidden.split(chunk), targets.unsqueeze(1).split(chunk), strict=True)
+        return torch.cat([softmax(part @ weight.T, right, vocabulary)[0] for part, right in chunks]).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        hidden_gradient, weight_gradient = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden), ctx.chunk):
+            places = slice(start, start + ctx.chunk)
+            _, slopes = softmax(hidden[places] @ weight.T, targets[places].unsqueeze(1), ctx.vocabulary)
+            slopes = slopes.mul_(gradient[places].unsqueeze(1)).to(weight.dtype)
+            torch.mm(slopes, weight, out=hidden_gradient[places])
+            weight_gradient += slopes.T @ hidden[places]
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
 
 
 def softmax(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:

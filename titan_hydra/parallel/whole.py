@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 
 class Whole(ParallelStyle):
@@ -17,6 +17,23 @@ class Whole(ParallelStyle):
         hold_whole(module, mesh)
         module.register_forward_pre_hook(lambda _, inputs: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False))
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+class WholeTree(ParallelStyle):
+    """A module of many parts, each of them `Whole`. With `split`, its output is cut along the sequence, for sequence parallelism."""
+
+    def __init__(self, split: bool):
+        super().__init__()
+        self.split = split
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for part in list(module.modules()):
+            if next(part.parameters(recurse=False), None) is not None:
+                parallelize_module(part, mesh, Whole())
+        if self.split:
+            module.register_forward_hook(lambda _, inputs, output: DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+                                         .redistribute(placements=[Shard(1)]).to_local())
         return module
 
 

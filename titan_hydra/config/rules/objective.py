@@ -1,9 +1,11 @@
 """The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
 from collections.abc import Iterator
+from dataclasses import fields
 
+from titan_hydra.config.family import families
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES
-from titan_hydra.config.schema import Job
+from titan_hydra.config.schema import Job, default_of
 
 from .data import data_sources
 
@@ -28,4 +30,46 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
     yield from record.faults(job)
 
 
-RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss]
+def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
+    """A loss of whole documents needs their numbers and all of their tokens on one rank. Experts' loss of balance counts tokens."""
+    record = OBJECTIVES[job.train.objective]
+    if record.documents and not job.data.document_mask:
+        yield Fault("data.document_mask", False, f"train.objective={record.name} compares documents", legal=(True,))
+    if record.sequences and job.parallelism.cp > 1:
+        yield Fault("parallelism.cp", job.parallelism.cp, f"train.objective={record.name} sums over whole documents", legal=(1,))
+    if record.sequences and (balance := getattr(job.model, "sequence_balance", 0)):
+        yield Fault("model.sequence_balance", balance, f"it is weighed as a token's loss, and train.objective={record.name} has none",
+                    legal=(0,))
+
+
+def objective_reads_its_keys(job: Job) -> Iterator[Fault]:
+    """A key of another objective would change nothing."""
+    record, keys = OBJECTIVES[job.train.objective], {name for other in OBJECTIVES.values() for name in other.reads}
+    for spec in fields(job.train):
+        if spec.name in keys - set(record.reads) and (value := getattr(job.train, spec.name)) != default_of(spec):
+            readers = " or ".join(name for name, other in OBJECTIVES.items() if spec.name in other.reads)
+            yield Fault(f"train.{spec.name}", value, f"train.objective={record.name} does not read it; {readers} would",
+                        legal=(default_of(spec),))
+
+
+def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
+    """Images need a model that reads them, whose tower no other objective trains; that tower is plain, and sharded by FSDP2."""
+    reading = tuple(name for name, record in OBJECTIVES.items() if "patches" in record.needs)
+    if not hasattr(job.model, "vision"):
+        if job.train.objective in reading:
+            able = tuple(name for name, family in families().items() if "vision" in {spec.name for spec in fields(family.config)})
+            yield Fault("model.family", job.model.family, f"train.objective={job.train.objective} needs a tower for images", legal=able)
+        return
+    tower = f"the tower of model.family={job.model.family}"
+    if job.train.objective not in reading:
+        yield Fault("train.objective", job.train.objective, f"{tower} learns from images alone", legal=reading)
+    if job.precision.converter:
+        yield Fault("precision.converter", job.precision.converter, f"{tower} has plain linears", legal=("null",))
+    if job.adapter.name != "none":
+        yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
+    if job.parallelism.backend != "fsdp2":
+        yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))
+
+
+RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss, objective_sees_whole_documents, objective_reads_its_keys,
+         images_go_with_a_tower]

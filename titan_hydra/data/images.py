@@ -1,0 +1,306 @@
+"""Images with text as samples: documents of texts and images in turn, packed by their tokens and patches.
+
+Each image keeps its aspect: it is scaled down to `data.image_patches` patches if it has more, and has exactly as many tokens as patches.
+The size of an image is read from its header, so every rank knows all lengths, and decodes only the images of its own samples.
+"""
+from __future__ import annotations
+
+import functools
+import importlib.util
+import io
+import json
+import math
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+from titan_hydra.config.fault import Fault
+
+from . import files
+from .chat import Chat, ConversationReader, Turns, path_of
+from .shards import BadShard, BadShards
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from . import Wanted
+
+SUFFIXES = ("jpg", "jpeg", "png", "webp")
+TURNED = 274  # the EXIF tag of a camera's orientation; from 5 on, rows are columns
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 60, 220), "white": (240, 240, 240), "black": (10, 10, 10)}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image that is decoded when it is needed, with its size in patches."""
+
+    where: str
+    open: Callable[[], Image]
+    rows: int
+    columns: int
+
+    def patches(self, side: int) -> np.ndarray:
+        """Return its patches row by row, as bytes [rows * columns, 3 * side**2]. Raises BadShard if it is damaged."""
+        from PIL import ImageOps
+
+        try:
+            image = self.open()
+            image = (ImageOps.exif_transpose(image) if image.format == "JPEG" else image).convert("RGB")
+            image = image.resize((self.columns * side, self.rows * side))
+        except Exception as error:  # pillow has errors of many kinds for damaged files
+            raise BadShard(self.where, f"{self.where}: cannot be decoded: {error}") from error
+        pixels = np.asarray(image).reshape(self.rows, side, self.columns, side, 3)
+        return pixels.swapaxes(1, 2).reshape(self.rows * self.columns, -1)
+
+
+@dataclass(frozen=True)
+class Illustrated(Turns):
+    """The tokens of a document with images, and for each of these the place of its first token."""
+
+    pictures: list[tuple[int, Picture]] = field(default_factory=list)
+
+    @property
+    def patches(self) -> int:
+        return sum(picture.rows * picture.columns for _, picture in self.pictures)
+
+
+def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
+    """Return rows and columns of patches of an image, with its aspect as far as whole patches allow, and at most `most` together."""
+    rows, columns = max(1, round(height / side)), max(1, round(width / side))
+    if rows * columns > most:
+        scale = math.sqrt(most / (rows * columns))
+        rows, columns = min(most, max(1, int(rows * scale))), max(1, int(columns * scale))
+        columns = min(columns, most // rows)
+    return rows, columns
+
+
+class TarRows:
+    """The samples of webdataset tars by number: the members of a file whose names agree up to the first dot."""
+
+    def __init__(self, files: list[Path], bad: BadShards):
+        self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []  # file, name, and of each member by its suffix where it is
+        self.open = functools.lru_cache(64)(lambda file: file.open("rb", buffering=0))
+        for file in files:
+            try:
+                self.rows += _members(file)
+            except (OSError, tarfile.TarError) as error:
+                bad.add(BadShard(file, f"{file}: cannot be read as a plain tar: {error}"))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, number: int) -> tuple[str, dict[str, bytes]]:
+        """Return the place of a sample, as file:name, and its members."""
+        file, name, members = self.rows[number]
+        descriptor = self.open(file).fileno()
+        return f"{file}:{name}", {suffix: os.pread(descriptor, size, start) for suffix, (start, size) in members.items()}
+
+
+def _members(file: Path) -> list[tuple[Path, str, dict[str, tuple[int, int]]]]:
+    rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []
+    with tarfile.open(file, "r:") as tar:
+        for member in tar:
+            folder, _, base = member.name.rpartition("/")
+            name, _, suffix = base.partition(".")
+            if member.isfile() and name:
+                if not rows or rows[-1][1] != f"{folder}/{name}":
+                    rows.append((file, f"{folder}/{name}", {}))
+                rows[-1][2][suffix.lower()] = member.offset_data, member.size
+    return rows
+
+
+class ImageReader(ConversationReader):
+    """Documents of texts and images by number, encoded."""
+
+    lines: Any  # TarRows
+
+    def __init__(self, lines: Any, tokenizer: Tokenizer, side: int, most: int):
+        self.lines, self.tokenizer, self.side, self.most = lines, tokenizer, side, most
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer.sha256, "patch": self.side, "data.image_patches": self.most}
+
+    def turns(self, number: int) -> Illustrated:
+        where, members = self.lines.row(number)
+        try:
+            return self.document(parts_of(members), where)
+        except (ValueError, OSError) as error:
+            raise BadShard(where, f"{where}: {error}") from error
+
+    def document(self, parts: list[str | Callable[[], Image]], where: str) -> Illustrated:
+        """Encode texts and images. Only text is learned; the ids of images stand for nothing, as the tower's output takes their places."""
+        words = self.tokenizer
+        ids, trained, pictures = [] if words.bos_id is None else [words.bos_id], [], list[tuple[int, Picture]]()
+        trained = [True] * len(ids)
+        for part in parts:
+            if isinstance(part, str):
+                new = words.encode(part)
+            else:
+                picture = self.picture(part, where)
+                pictures.append((len(ids), picture))
+                new = [words.eos_id] * (picture.rows * picture.columns)
+            ids += new
+            trained += [isinstance(part, str)] * len(new)
+        return Illustrated(np.array([*ids, words.eos_id], dtype=np.int32), np.array([*trained, True]), pictures=pictures)
+
+    def picture(self, open: Callable[[], Image], where: str) -> Picture:
+        """Return an image with its size, of which only the header is read."""
+        image = open()
+        turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5  # of a PNG it would decode the image
+        width, height = image.size[::-1] if turned else image.size
+        return Picture(where, open, *cells_of(height, width, self.side, self.most))
+
+
+def parts_of(members: dict[str, bytes]) -> list[str | Callable[[], Image]]:
+    """Return the texts and images of a sample in order. Raises ValueError if it has none of both.
+
+    An image and its .txt are an image with its caption; a .json has `parts`, each of `text` or of `image`, which names a member.
+    """
+    if "json" not in members:
+        images = [suffix for suffix in members if suffix in SUFFIXES]
+        if len(images) != 1 or "txt" not in members:
+            raise ValueError(f"neither an image with .txt nor a .json with 'parts', but {', '.join(members)}")
+        return [_opener(members[images[0]]), members["txt"].decode()]
+    table = json.loads(members["json"])
+    parts = table.get("parts") if isinstance(table, dict) else None
+    if not isinstance(parts, list) or not parts:
+        raise ValueError("its .json has no list 'parts'")
+    return [_part(part, members) for part in parts]
+
+
+def _part(part: Any, members: dict[str, bytes]) -> str | Callable[[], Image]:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return part["text"]
+    if isinstance(part, dict) and part.get("image") in members:
+        return _opener(members[part["image"]])
+    raise ValueError(f"its part {part!r} is neither a text nor one of its images")
+
+
+def _opener(content: bytes) -> Callable[[], Image]:
+    def opened() -> Image:
+        from PIL import Image
+
+        return Image.open(io.BytesIO(content))
+
+    return opened
+
+
+class DrawnRows:
+    """Documents that are drawn by code, by number: a framed rectangle of any aspect with its caption; each fourth has a text alone, each
+    eighth two images.
+    """
+
+    def __init__(self, seed: int, number: int):
+        self.seed, self.number = seed, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def row(self, number: int) -> tuple[str, int]:
+        return f"image {number}", number
+
+    def parts(self, number: int) -> list[str | Callable[[], Image]]:
+        """Return the texts and images of a document."""
+        dice = np.random.default_rng([self.seed % 2**64, number])
+        if number % 4 == 3:
+            return [" and ".join(dice.choice([*COLOURS], 4))]
+        return [part for _ in range(2 if number % 8 == 4 else 1) for part in self.drawn(dice)]
+
+    def drawn(self, dice: np.random.Generator) -> tuple[Callable[[], Image], str]:
+        """Return a rectangle and its caption."""
+        frame, filling = dice.choice([*COLOURS], 2, replace=False)
+        width, height = (int(side) for side in dice.integers(8, 33, 2))
+
+        def draw() -> Image:
+            from PIL import Image
+
+            image = Image.new("RGB", (width, height), COLOURS[frame])
+            image.paste(COLOURS[filling], (width // 4, height // 4, width - width // 4, height - height // 4))
+            return image
+
+        return draw, f"{filling} in {frame}"
+
+
+class DrawnReader(ImageReader):
+    """Documents that are drawn, encoded. Its `lines` are DrawnRows."""
+
+    def turns(self, number: int) -> Illustrated:
+        where, _ = self.lines.row(number)
+        return self.document(self.lines.parts(number), where)
+
+
+class ImageSamples(Chat):
+    """Packed samples: a chat's arrays, and for images `patches`, `cells`, `images`, `places` (models/image_text/model.py).
+
+    An image that is damaged behind its header is black, if data.max_bad_shards allows it: all ranks have reserved its place.
+    """
+
+    def __init__(self, reader: ImageReader, wanted: Wanted, seed: int):
+        data = wanted.job.data
+        super().__init__("data", reader, wanted.slots, data.seq_len, seed if data.shuffle else None, wanted.bad)
+        self.side, self.patches = reader.side, data.patches
+        self.signature |= {"data.patches": data.patches}
+
+    def _filled(self, together: list[Any]) -> dict[str, np.ndarray]:
+        arrays = empty_images(self.seq_len + 1, self.patches, self.side)
+        begin, first, number = 0, 0, 0
+        for turns in together:
+            for place, picture in turns.pictures:
+                rows, columns = picture.rows, picture.columns
+                own, numbers = slice(first, first + rows * columns), np.arange(rows * columns)
+                try:
+                    arrays["patches"][own] = picture.patches(self.side)
+                except BadShard as error:
+                    self.bad.add(error)
+                arrays["cells"][own] = np.stack([numbers // columns, numbers % columns, np.full_like(numbers, rows),
+                                                 np.full_like(numbers, columns)], axis=1)
+                arrays["images"][own] = number
+                arrays["places"][begin + place:begin + place + len(numbers)] = first + numbers
+                first, number = own.stop, number + 1
+            begin += len(turns.tokens)
+        return super()._filled(together) | arrays
+
+
+def empty_images(length: int, patches: int, side: int) -> dict[str, np.ndarray]:
+    """Return the arrays of a sample without images."""
+    return {"patches": np.zeros((patches, 3 * side**2), np.uint8), "cells": np.zeros((patches, 4), np.int64),
+            "images": np.full(patches, -1, np.int64), "places": np.full(length, -1, np.int64)}
+
+
+def open_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
+    """Open the tars of data=image_text. Raises ConfigError if there is no sample in them."""
+    place = path_of(key, source, wanted.split)
+    rows = TarRows(files.require(*place, (".tar",)), wanted.bad)
+    if not len(rows):
+        raise ConfigError("{}={}: no sample in it".format(*place))
+    return ImageSamples(ImageReader(rows, wanted.tokenizer, *_sizes(wanted)), wanted, seed)
+
+
+def _sizes(wanted: Wanted) -> tuple[int, int]:
+    """Return the side of a patch, and the most patches of an image."""
+    model: Any = wanted.job.model  # of a family with a tower: a rule holds that
+    return model.vision.patch, wanted.job.data.image_patches
+
+
+def draw_images(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
+    """Draw the documents of data=synthetic_images; those for validation are others."""
+    rows = DrawnRows(seed if wanted.split == "train" else ~seed, 10_000)
+    return ImageSamples(DrawnReader(rows, wanted.tokenizer, *_sizes(wanted)), wanted, seed)
+
+
+def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a fault if images cannot be read here, or never fit. Imports no torch."""
+    if importlib.util.find_spec("PIL") is None:
+        yield Fault(f"{key}.name", source.name, "needs pillow to read images: pip install pillow")
+    if job.data.image_patches > job.data.patches:
+        yield Fault("data.image_patches", job.data.image_patches, f"more than data.patches={job.data.patches} of a sample",
+                    legal=(job.data.patches,))

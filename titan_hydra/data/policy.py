@@ -1,0 +1,134 @@
+"""Rows that a policy learns from: two answers to one question, one of them preferred, or tokens that it has drawn, with their advantages.
+
+They are packed as conversations are. The two answers of a pair are documents beside each other, so that no layout separates them.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import expand
+
+from .chat import Chat, ConversationReader, Turns, open_rows, pack, path_of
+from .conversations import Conversation, ConversationFiles, conversation, record_of
+from .shards import BadShards
+from .template import Template, load_template
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from . import Wanted
+
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `titan data score` adds
+
+
+class PairReader(ConversationReader):
+    """Pairs of answers by number; `scored` asks for the log-probabilities that the reference gives them."""
+
+    def __init__(self, lines: ConversationFiles, template: Template, tokenizer: Tokenizer, scored: bool = True):
+        super().__init__(lines, template, tokenizer, train_on="last")
+        self.scored = scored
+
+    def read(self, line: bytes) -> Turns:
+        """Encode a pair. A document's log-probability stands at its last token, as only sums over documents are used."""
+        row = record_of(line)
+        answers = [self.encode(side) for side in pair_of(row)]
+        values = [np.zeros(len(answer.tokens), dtype=np.float32) for answer in answers]
+        for value, column in zip(values, REFERENCE if self.scored else (), strict=False):
+            value[-1] = _number(row, column)
+        return Turns(np.concatenate([answer.tokens for answer in answers]), np.concatenate([answer.trained for answer in answers]),
+                     tuple(len(answer.tokens) for answer in answers), {"reference": np.concatenate(values)})
+
+
+def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
+    """Return the conversations with the preferred answer and with the other. Raises ValueError if the row holds none.
+
+    A row has `chosen` and `rejected`: each a text, or messages whose last is the answer. The messages of `prompt` stand before both.
+    """
+    prompt = row.get("prompt", [])
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    sides = []
+    for name in ("chosen", "rejected"):
+        answer = row.get(name)
+        answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if not isinstance(prompt, list) or not isinstance(answer, list) or not answer:
+            raise ValueError("no pair in it: 'chosen' and 'rejected' are texts or lists of messages, as is 'prompt'")
+        side = conversation([*prompt, *answer], row.get("tools"))
+        if side.messages[-1]["role"] != "assistant":
+            raise ValueError(f"the last message of {name!r} is not the assistant's")
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def _number(row: dict[str, Any], column: str) -> float:
+    value = row.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{column!r} is no number but {value!r}: `titan data score` adds what the reference gives")
+    return value
+
+
+class RolloutReader(ConversationReader):
+    """Token ids that a policy has drawn, by number, each with its log-probability then and its advantage."""
+
+    def __init__(self, lines: ConversationFiles, tokenizer: Tokenizer, vocab_size: int):
+        self.lines, self.tokenizer, self.vocab_size = lines, tokenizer, vocab_size
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer.sha256}
+
+    def read(self, line: bytes) -> Turns:
+        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them: what stands before is the prompt. One
+        advantage holds for all. Tokens are never text, as to encode it again can give others.
+        """
+        row = record_of(line)
+        tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")
+        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
+            raise ValueError(f"'tokens' is no list of ids below model.vocab_size={self.vocab_size}")
+        if not _numbers(old) or not 0 < len(old) < len(tokens):
+            raise ValueError(f"'old_logprobs' is no list of numbers, one for each token drawn, and fewer than all {len(tokens)}")
+        advantages = advantages if isinstance(advantages, list) else [advantages] * len(old)
+        if not _numbers(advantages) or len(advantages) != len(old):
+            raise ValueError(f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'")
+        prompt = len(tokens) - len(old)
+        values = {"old_logprobs": old, "advantages": advantages}
+        return Turns(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) >= prompt,
+                     values={name: np.array([0.0] * prompt + numbers, dtype=np.float32) for name, numbers in values.items()})
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) in (int, float) and math.isfinite(number) for number in value)
+
+
+def open_preference(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
+    """Open the pairs of data=preference."""
+    template = load_template(key, source, wanted.job.tokenizer)
+    return pack(key, PairReader(open_rows(key, source, wanted.split, wanted.bad), template, wanted.tokenizer), wanted, seed)
+
+
+def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
+    """Open the rows of data=rollouts."""
+    lines = open_rows(key, source, wanted.split, wanted.bad)
+    return pack(key, RolloutReader(lines, wanted.tokenizer, wanted.job.model.vocab_size), wanted, seed)
+
+
+def faults_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield what is wrong with the template or with the first pair. Imports no torch."""
+    _, path = path_of(key, source, "train")
+    if not path or not (found := [file for file in expand(path) if file.stat().st_size]):
+        return  # another rule tells
+    try:
+        template = load_template(key, source, job.tokenizer)
+        row = record_of(ConversationFiles(found[:1], BadShards(job.data.max_bad_shards)).row(0)[1])
+        template.spans(pair_of(row)[0], "last")
+        [_number(row, column) for column in REFERENCE]
+    except ConfigError as error:
+        yield Fault(f"{key}.chat_template", source.chat_template, str(error).removeprefix(f"{key}.chat_template={source.chat_template}: "))
+    except ValueError as error:
+        if not job.data.max_bad_shards:
+            yield Fault(f"{key}.path", path, f"its first row: {error}")

@@ -1,0 +1,52 @@
+"""The keys of a vision tower, beside those of the decoder that it stands before. Imports no torch."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.ranges import COUNT, WIDTH, Interval
+from titan_hydra.config.schema import Model, key
+from titan_hydra.models import decoder_modules
+from titan_hydra.models.llama3.config import Llama3Config
+from titan_hydra.models.qwen3.config import Qwen3Config
+
+
+@dataclass
+class Vision:
+    dim: int = key(768, "width of the tower", WIDTH)
+    n_layers: int = key(12, "blocks of the tower", COUNT)
+    n_heads: int = key(12, "heads of its attention", WIDTH)
+    ffn_dim: int = key(3072, "width of its feed-forward", WIDTH)
+    patch: int = key(16, "pixels of a patch's side; a patch becomes a token", Interval(1, 256))
+    grid: int = key(16, "rows and columns of the learned positions, which are interpolated to the rows and columns of each image",
+                    Interval(1, 256))
+
+    def faults(self) -> Iterator[Fault]:
+        """Heads share the width of the tower evenly."""
+        if self.dim % self.n_heads:
+            yield Fault("model.vision.n_heads", self.n_heads, f"model.vision.dim={self.dim} cannot be split over them")
+
+
+@dataclass
+class Llama3VisionConfig(Llama3Config):
+    vision: Vision = key(Vision, "the tower that reads images")
+
+    def faults(self) -> Iterator[Fault]:
+        yield from super().faults()
+        yield from self.vision.faults()
+
+
+@dataclass
+class Qwen3VisionConfig(Qwen3Config):
+    vision: Vision = key(Vision, "the tower that reads images")
+
+    def faults(self) -> Iterator[Fault]:
+        yield from super().faults()
+        yield from self.vision.faults()
+
+
+def modules_with_tower(config: Model) -> list[str]:
+    """Return the decoder's modules in running order, with the tower behind the embedding, into which it writes."""
+    embedding, *others = decoder_modules(config)
+    return [embedding, "vision", *others]

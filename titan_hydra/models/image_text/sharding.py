@@ -1,0 +1,27 @@
+"""How tensor parallelism splits decoders that read images: the decoder is split, the tower is whole on every rank."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from titan_hydra.config.schema import Parallelism
+from titan_hydra.models.llama3 import sharding as llama3
+from titan_hydra.models.qwen3 import sharding as qwen3
+from titan_hydra.parallel.norm import Norm
+from titan_hydra.parallel.plans import Linears, Plan
+from titan_hydra.parallel.whole import WholeTree
+
+
+def llama3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
+    """Return Llama 3's split, with a whole tower."""
+    return with_tower(llama3.plan(config, norm, linears), config, norm, linears)
+
+
+def qwen3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
+    """Return Qwen3's split, with a whole tower."""
+    return with_tower(qwen3.plan(config, norm, linears), config, norm, linears)
+
+
+def with_tower(decoder: Plan, config: Parallelism, norm: Norm, linears: Linears) -> Plan:
+    """Return a decoder's plan for one with a tower: the embedding is whole until the tower has written into it, and is cut then."""
+    whole = llama3.plan(replace(config, sequence_parallel=False), norm, linears).around["tok_embeddings"]
+    return Plan(decoder.around | {"tok_embeddings": whole, "vision": WholeTree(config.sequence_parallel)}, decoder.block)

@@ -1,0 +1,36 @@
+"""Texts with images: every token of the texts is predicted from the texts and images before it."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_hydra.data.batch import Batch, Dims
+from titan_hydra.data.images import empty_images
+from titan_hydra.data.loader import Sample
+
+from . import Tensors
+from .sft import SupervisedFineTuning
+
+
+class ImageText(SupervisedFineTuning):
+    """Fine-tuning's samples and the arrays of their images. All context-parallel ranks run the tower on all images of a sample, and take
+    the patches that stand in their part of the text, so that the sum of their gradients is the whole one.
+    """
+
+    dims = SupervisedFineTuning.dims | {"patches": Dims(), "cells": Dims(), "images": Dims(), "places": Dims(sequence=1)}
+
+    def blank_sample(self) -> Sample:
+        data, model = self.job.data, self.job.model
+        return super().blank_sample() | empty_images(data.seq_len + 1, data.patches, model.vision.patch)  # type: ignore[attr-defined]
+
+    def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
+        images = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in ("patches", "cells", "images")}
+        images["places"] = torch.from_numpy(np.stack([sample["places"][:-1] for sample in samples]))
+        return Batch(super().batch(samples, separators).tensors | images, self.dims)
+
+    def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
+        first, others = super().inputs(batch)
+        return first, others | {name: batch[name] for name in ("patches", "cells", "images", "places")}

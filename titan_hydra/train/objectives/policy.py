@@ -1,0 +1,89 @@
+"""Losses of the probabilities of whole answers: of a preferred one and another (dpo), or of tokens with advantages (policy)."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_hydra.data.batch import Batch, Dims
+from titan_hydra.data.loader import Sample
+from titan_hydra.parallel.mesh import local_part
+
+from . import Tensors
+from .language import IGNORED
+from .sft import SupervisedFineTuning
+
+
+class Likelihood(SupervisedFineTuning):
+    """Fine-tuning with a loss that reads the log-probability of each label, and further numbers of it that the samples bring."""
+
+    values: tuple[str, ...]  # the names of those numbers, each [seq_len + 1] in a sample
+
+    def blank_sample(self) -> Sample:
+        return super().blank_sample() | {name: np.zeros(self.job.data.seq_len + 1, np.float32) for name in self.values}
+
+    def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
+        numbers = {name: torch.from_numpy(np.stack([sample[name][1:] for sample in samples])) for name in self.values}
+        return Batch(super().batch(samples, separators).tensors | numbers, self.dims)
+
+    def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
+        first, others = super().inputs(batch)
+        if "targets" in others:
+            others["targets"] = others["targets"].unsqueeze(-1)  # asks the head for the loss of each token
+        return first, others
+
+    def log_probabilities(self, output: Tensor, batch: Tensors) -> Tensor:
+        """Return the log-probability of each label [batch, seq] in float32; 0 where none counts."""
+        if self.job.loss.name == "linear_cross_entropy":
+            return -local_part(output)
+        labels = batch["labels"]
+        losses = F.cross_entropy(output.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return -local_part(losses).view(labels.shape)
+
+
+class Preference(Likelihood):
+    """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta * margin) of each pair, where the margin is by how much the
+    log-probability of the preferred answer has grown over the reference's, less the same of the other answer.
+
+    The answers of pair p of a sample are its documents 2p and 2p + 1. A pair is the element that counts.
+    """
+
+    values = ("reference",)
+    dims = SupervisedFineTuning.dims | {"reference": Dims(sequence=1), "pairs": Dims()}
+
+    def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
+        batch = super().batch(samples, separators)
+        learned = batch["documents"].masked_fill(batch["labels"] == IGNORED, -1)
+        places = torch.arange(self.job.data.seq_len // 4 + 1)  # the most pairs of documents with two tokens or more
+        pairs = torch.stack([torch.isin(2 * places, row) for row in learned])
+        return Batch(batch.tensors | {"pairs": pairs}, self.dims)
+
+    def count(self, batch: Tensors) -> Tensor:
+        return batch["pairs"].sum()
+
+    def loss(self, output: Tensor, batch: Tensors) -> Tensor:
+        grown = (self.log_probabilities(output, batch) - batch["reference"]).double()  # sums of hundreds, whose small difference counts
+        samples, places = grown.shape[0], 2 * batch["pairs"].shape[1]
+        row = torch.arange(samples, device=grown.device).unsqueeze(1) * places
+        ids = (row + batch["documents"].clamp(max=places - 1)).flatten()  # the last document may be a filling, without a label
+        sums = torch.zeros(samples * places, dtype=grown.dtype, device=grown.device).index_add(0, ids, grown.flatten())
+        chosen, rejected = sums.view(samples, -1, 2).unbind(-1)
+        return -(F.logsigmoid(self.job.train.beta * (chosen - rejected)) * batch["pairs"]).sum().float()
+
+
+class ClippedPolicy(Likelihood):
+    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that when it was drawn, times its
+    advantage, with no gradient once the ratio has left 1 +- clip in the way that the advantage asks for.
+    """
+
+    values = ("old_logprobs", "advantages")
+    dims = SupervisedFineTuning.dims | {"old_logprobs": Dims(sequence=1), "advantages": Dims(sequence=1)}
+
+    def loss(self, output: Tensor, batch: Tensors) -> Tensor:
+        clip, advantages = self.job.train.clip, batch["advantages"]
+        ratio = (self.log_probabilities(output, batch) - batch["old_logprobs"]).exp()
+        gains = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+        return -(gains * (batch["labels"] != IGNORED)).sum()
