@@ -30,8 +30,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGrou
     by_copies = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            by_copies[stage_ranks // _parts(parameter.grad)].append(local_part(parameter.grad))
-    squares = [torch.stack(_norms(group)).double().square().sum() / copies for copies, group in by_copies.items()]
+            by_copies[stage_ranks // _parts(parameter.grad), parameter.grad.dtype].append(local_part(parameter.grad))
+    squares = [torch.stack(_norms(group)).double().square().sum() / copies for (copies, _), group in by_copies.items()]
     total = torch.stack(squares).sum()
     dist.all_reduce(total)
     return total.sqrt().float()

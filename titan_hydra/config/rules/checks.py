@@ -308,6 +308,23 @@ def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
                     legal=("float32",))
 
 
+@rule(RECIPE)
+def masters_can_be_split(job: Job) -> Iterator[Fault]:
+    """Split masters are float32 weights whose upper half the model computes with; all that reads or sums weights has to know of it."""
+    if job.optimizer.masters == "whole":
+        return
+    precision, kind = job.precision, OPTIMIZERS[job.optimizer.name]
+    why = ("precision.compute_dtype=float32 leaves nothing to split" if precision.compute_dtype == "float32" else
+           "precision.param_dtype=bfloat16 has no float32 masters" if precision.param_dtype != "float32" else
+           f"optimizer.name={kind.name} updates whole masters alone" if not kind.splits_masters else
+           "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights" if job.parallelism.backend != "fsdp2" else
+           "precision.float8_all_gather=true casts float32 weights itself" if precision.float8_all_gather else
+           f"adapter={job.adapter.name} has few of them" if job.adapter.name != "none" else
+           f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights" if job.fault_tolerance.name != "off" else None)
+    if why:
+        yield Fault("optimizer.masters", "split", why, legal=("whole",))
+
+
 # --- the machine and its files ------------------------------------------------------------------------------------------------------
 
 @rule(PLACE)
