@@ -53,6 +53,20 @@ def test_the_upper_half_is_the_nearest_bfloat16():
     assert (weight[ties].abs().double() >= numbers[ties].abs().double()).all()
 
 
+def test_the_kernels_of_a_gpu_have_the_same_bits(monkeypatch):
+    """In Triton's interpreter, as there is no GPU: they compute with integers alone."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from titan_hydra.kernels.split_triton import halve_on_gpu, join_on_gpu
+
+    numbers = any_floats(2)[-100_003:]
+    weight, remainder = torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16)
+    halve_on_gpu(numbers, weight, remainder)
+    for ours, expected in zip((weight.view(torch.int16), remainder), halves_of(numbers), strict=True):
+        assert torch.equal(ours, expected.view(torch.int16))
+    assert same_bits(join_on_gpu(weight, remainder), numbers)
+
+
 def two_models(seed=0, sizes=((300, 40), (300,), (7, 3))):
     """The same weights twice: whole with torch's optimizer, and split."""
     torch.manual_seed(seed)

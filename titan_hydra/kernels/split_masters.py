@@ -1,7 +1,8 @@
 """float32 master weights in two halves of 16 bits: the nearest bfloat16, with which a model computes, and the rest as an int16."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -49,9 +50,24 @@ def _update(batch: list[list[Tensor]], options: dict[str, Any]) -> None:
     if not batch:
         return
     weights, remainders, gradients, means, squares, steps = map(list, zip(*batch, strict=True))
-    masters = [join(weight, remainder) for weight, remainder in zip(weights, remainders, strict=True)]
+    joined, halve = _on(weights[0].device)
+    masters = [joined(weight, remainder) for weight, remainder in zip(weights, remainders, strict=True)]
     adamw(masters, [gradient.float() for gradient in gradients], means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
           **options)
     for weight, remainder, master in zip(weights, remainders, masters, strict=True):
-        for half, new in zip((weight, remainder), halves_of(master), strict=True):
-            half.copy_(new)
+        halve(master, weight, remainder)
+
+
+def halve_into(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write the halves of a master into tensors of this rank."""
+    for half, new in zip((weight, remainder), halves_of(master), strict=True):
+        half.copy_(new)
+
+
+def _on(device: torch.device) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], None]]:
+    """Return `join` and `halve_into` for a device: where there is Triton, kernels with the same bits."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return join, halve_into
+    from .split_triton import halve_on_gpu, join_on_gpu
+
+    return join_on_gpu, halve_on_gpu

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.base.private import keep_gradients_in
 from titan_hydra.config.rules.memory import gradient_dtype
 from titan_hydra.config.schema import Job
-from titan_hydra.kernels.split_masters import halves_of, join
+from titan_hydra.kernels.split_masters import halve_into, halves_of, join
 
 from .masters import Masters
 from .mesh import local_part
@@ -54,8 +54,7 @@ def master_of(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def set_master(parameter: nn.Parameter, value: Tensor) -> None:
     """Set both halves of a split parameter from this rank's shard of its float32 value."""
-    for half, new in zip((local_part(parameter), lower_half(parameter)), halves_of(local_part(value)), strict=True):
-        half.copy_(new)
+    halve_into(local_part(value), local_part(parameter), lower_half(parameter))
 
 
 def lower_half(parameter: Any) -> Tensor:
