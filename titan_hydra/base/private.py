@@ -174,6 +174,13 @@ def set_async_tp(on: bool) -> None:
     torch._inductor.config._micro_pipeline_tp = on
 
 
+def join_collectives(on: bool) -> None:
+    """Let the compiler join the gathers and the reductions of a graph into larger ones. The options have no public name."""
+    import torch._inductor.config as inductor
+
+    inductor.bucket_all_gathers_fx = inductor.bucket_reduce_scatters_fx = "all" if on else "none"
+
+
 def scales_gradients(optimizer: Optimizer) -> bool:
     """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused ones do for GradScaler."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -85,8 +85,8 @@ class Adapter:
 
 @dataclass
 class Compile:
-    name: str = key("off", "what torch.compile sees", choices=("off", "block"))
-    backend: str = key("inductor", "torch.compile back end", WORD, only=("block",))
+    name: str = key("off", "what torch.compile sees", choices=("off", "block", "model"))
+    backend: str = key("inductor", "torch.compile back end", WORD, only=("block", "model"))
 
 
 @dataclass

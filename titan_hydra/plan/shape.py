@@ -140,8 +140,8 @@ class Shape:
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks and loss are compiled."""
-        return self.job.compile.name == "block"
+        """Whether blocks, or the whole model, and the loss are compiled."""
+        return self.job.compile.name != "off"
 
     def parameters(self, stage: int) -> float:
         """Return the parameters of a stage on a tensor-parallel rank."""

@@ -155,6 +155,9 @@ MATRIX = [
       for ranks in (2, 4)),
     case("simple_fsdp 4, vocabulary 2047, uneven mask", 4, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=2",
          uneven_mask=True, **ODD),
+    *(case(f"simple_fsdp 2, compile the model, {name}", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "compile=model",
+           "data.local_batch=8", *overrides, slow=True)
+      for name, *overrides in (("by inductor",), ("ac lean", "ac=lean", "compile.backend=aot_eager"))),
     case("simple_fsdp 4, hsdp", 4, "parallelism=hsdp", "parallelism.backend=simple_fsdp", "data.local_batch=4"),
     case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
          base=("model.tie_embeddings=true",)),

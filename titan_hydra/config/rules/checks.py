@@ -258,6 +258,19 @@ def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
+def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
+    """A graph holds a whole model where its communication is part of it, and nothing depends on values: SimpleFSDP without experts."""
+    if job.compile.name != "model":
+        return
+    layout = job.parallelism
+    why = ("FSDP2 gathers in hooks, parallelism.backend=simple_fsdp in the graph" if layout.backend != "simple_fsdp" else
+           f"experts of {job.model.family} depend on values" if job.model.sparse else
+           next((f"not proven with {name} ranks" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1), None))
+    if why:
+        yield Fault("compile.name", "model", why, legal=("block",))
+
+
+@rule(RECIPE)
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved tensors of the
     recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own
