@@ -27,8 +27,11 @@ from titan_hydra.launch import worker
 from titan_hydra.models.init import Normal, fill
 from titan_hydra.models.layers import SDPA
 from titan_hydra.observe import health, memory, metrics
+from titan_hydra.parallel.split_masters import master_of, split_parameter
 from titan_hydra.runs import rundir
 from titan_hydra.runs.run import Run
+from titan_hydra.train.optimizer import step as optimizer_step
+from titan_hydra.train.split_adamw import SplitAdamW
 from titan_hydra.verify.matrix import later_wins
 
 ROOT = Path(__file__).parents[2]
@@ -336,6 +339,26 @@ def kernels(here: Here) -> dict[str, Any]:
         found[name] = operators.seen[0] if operators.seen else "math"
     assert not here.gpu or found["bf16"] == "cudnn_attention", found
     return found
+
+
+def split_masters(here: Here) -> dict[str, Any]:
+    """Twenty steps of split masters have, for the same gradients, the bits of torch's fused AdamW of whole ones."""
+    place = torch.device("cuda" if here.gpu else "cpu")
+    torch.manual_seed(0)
+    whole = [torch.nn.Parameter(torch.randn(size, device=place)) for size in ((1000, 300), (300,), (17, 3))]
+    split = [split_parameter(parameter, torch.bfloat16) for parameter in whole]
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    optimizers = [torch.optim.AdamW(whole, **options), SplitAdamW(split, **options)]
+    for number in range(20):
+        for one, other in zip(whole, split, strict=True):
+            other.grad = torch.randn_like(one).bfloat16()
+            one.grad = other.grad.float()
+        optimizer_step(optimizers, torch.tensor(1.0 + number % 3, device=place), torch.tensor(number != 7, device=place))
+    different = sum(int((one.detach().view(torch.int32) != master_of(other).view(torch.int32)).sum())
+                    for one, other in zip(whole, split, strict=True))
+    if different:
+        raise AssertionError(f"{different} weights differ")
+    return {"weights": sum(parameter.numel() for parameter in whole)}
 
 
 def generators(here: Here) -> dict[str, Any]:

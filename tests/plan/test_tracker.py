@@ -4,6 +4,7 @@ import pytest
 from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules.checks import check
+from titan_hydra.kernels import split_masters
 from titan_hydra.plan import memory, messages
 from titan_hydra.plan.shape import shape_of
 from titan_hydra.verify.count import count_rank
@@ -19,6 +20,10 @@ LAYOUTS = {
     "FSDP, documents": ("data=embedded", "data.document_mask=true"),
     "HSDP, float32": ("parallelism=hsdp", "precision=fp32"),
     "one rank": ("gpus=1", "parallelism=single", "ac=op"),
+    "FSDP, split masters": ("optimizer.masters=split", SMALL, "ac=full"),
+    "FSDP, split masters, bf16 sums": ("optimizer.masters=split", SMALL, "precision.reduce_dtype=bfloat16", "model.dim=512"),
+    "one rank, split masters": ("gpus=1", "parallelism=single", "optimizer.masters=split", "ac=lean", "model.dim=512"),
+    "one rank, split masters, accumulated": ("gpus=1", "parallelism=single", "optimizer.masters=split", "ac=lean", "data.global_batch=8"),
     "TP": ("parallelism=tp", "parallelism.tp=4", "ac=full"),
     "FSDP and TP": ("parallelism=fsdp_tp", "parallelism.tp=2", "model.n_kv_heads=4", "ac=op"),
     "TP without its splits of sequence and loss": ("parallelism=fsdp_tp", "parallelism.tp=2", "parallelism.sequence_parallel=false",
@@ -37,6 +42,10 @@ LAYOUTS = {
            "PP, 1F1B, ep 2": ("parallelism=fsdp_pp_ep", "parallelism.pp=2", "parallelism.ep=2")}.items()},
     "CP, Ulysses": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", SMALL, "ac=op"),
 }
+
+
+def test_an_update_joins_as_many_elements_as_planned():
+    assert memory.CHUNK == split_masters.CHUNK
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -69,6 +69,38 @@ def test_bf16_is_as_close_to_the_truth_as_the_plain_loss():
     assert all(ours <= 1.3 * theirs for ours, theirs in zip(chunked, plain, strict=True)), (chunked, plain)
 
 
+class Float32(TorchDispatchMode):
+    """The shapes of float32 tensors that operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.shapes |= {tuple(value.shape) for value in torch.utils._pytree.tree_leaves(result)
+                        if isinstance(value, torch.Tensor) and value.dtype == torch.float32}
+        return result
+
+
+def test_one_chunk_needs_no_float32_gradient_of_the_weight():
+    """A sum of one product is that product: its gradients are those of chunks of which the others count for nothing, bit for bit."""
+    hidden, weight, labels = arguments(torch.bfloat16)
+    half = BATCH * SEQ // 2
+    labels.flatten()[half:] = IGNORED
+    several = gradients(loss_head.linear_cross_entropy(hidden, weight, labels, half), hidden, weight)
+    with Float32() as seen:
+        one = gradients(loss_head.linear_cross_entropy(hidden, weight, labels, BATCH * SEQ), hidden, weight)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, several, strict=True))
+    assert (VOCABULARY, DIM) not in seen.shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_scaled_in_float32_and_rounded_once(dtype):
+    values, factor = torch.randn(500, 7).to(dtype), torch.tensor(1 / 77)
+    assert torch.equal(loss_head.scaled(values, factor, torch.bfloat16), (values.float() * factor).bfloat16())
+
+
 class Largest(TorchDispatchMode):
     """The elements of the largest tensor that any operator returns."""
 

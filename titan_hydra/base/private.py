@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from submitit.local.local import LocalJob
     from torch import Tensor
     from torch.distributed.checkpoint.staging import DefaultStager
@@ -34,6 +35,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
     # One kernel for a list of tensors, as torch's own optimizers and clipping use.
     "foreach_copy": "torch:_foreach_copy_", "foreach_norm": "torch:_foreach_norm", "foreach_div": "torch:_foreach_div_",
+    "foreach_add": "torch:_foreach_add_",
     # Pipelines: schedules of one's own (csv), their actions, and the order without the backward for a validation.
     "Action": f"{SCHEDULES}:_Action", "ComputationType": f"{SCHEDULES}:_ComputationType",
     "PipelineSchedule": f"{SCHEDULES}:_PipelineSchedule", "PipelineScheduleRuntime": f"{SCHEDULES}:_PipelineScheduleRuntime",
@@ -139,6 +141,22 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
     return lambda placement: fsdp.ShardPlacementResult(placement, info)
 
 
+def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
+    """Make FSDP2 leave the gradients of a module in a dtype of their own. It would round them to that of the sharded weights, which it
+    learns at the first forward.
+    """
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # of torch 2.13, and of torch 2.11
+        if group is None:
+            continue
+
+        def learn(group: Any = group, learn: Callable[[], None] = group._init_mp_dtypes) -> None:
+            learn()
+            group._orig_dtype = dtype
+
+        group._init_mp_dtypes = learn
+
+
 def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], None]:
     """Change the function in which DTensor runs an operator at its global shape to learn the shape of the result. Returns how to undo it.
     """
@@ -154,6 +172,13 @@ def set_async_tp(on: bool) -> None:
     import torch._inductor.config
 
     torch._inductor.config._micro_pipeline_tp = on
+
+
+def join_collectives(on: bool) -> None:
+    """Let the compiler join the gathers and the reductions of a graph into larger ones. The options have no public name."""
+    import torch._inductor.config as inductor
+
+    inductor.bucket_all_gathers_fx = inductor.bucket_reduce_scatters_fx = "all" if on else "none"
 
 
 def scales_gradients(optimizer: Optimizer) -> bool:

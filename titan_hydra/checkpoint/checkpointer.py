@@ -262,6 +262,7 @@ class Checkpointer:
             raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
         if "model" in parts:
             set_model_state_dict(model, content["model"])
+            state.into_masters(model, content["model"])
         if "optimizer" in parts:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 

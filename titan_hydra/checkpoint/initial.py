@@ -41,9 +41,11 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
         there = folder.dtypes(state_of_all)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.initial_load_path={source}: {error}") from error
-    for name, tensor in state.weights(model).items():
+    held = state.weights(model)
+    for name, tensor in held.items():
         if name in there:
             folder.read(name, tensor.shape, local_box(tensor)[0], tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    state.into_masters(model, held)
 
 
 def _check(ours: Model, theirs: Model) -> None:

@@ -56,7 +56,8 @@ class ObjectiveKind:
 @dataclass(frozen=True)
 class OptimizerKind:
     """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates. `moments(Optimizer)` is how many
-    numbers it keeps for each parameter, for the estimate of memory.
+    numbers it keeps for each parameter, for the estimate of memory. `splits_masters`: it updates parameters with a `lower_half`
+    (optimizer.masters=split).
     """
 
     name: str
@@ -64,6 +65,7 @@ class OptimizerKind:
     moments: Callable[[schema.Optimizer], int] = lambda config: 2
     reads: tuple[str, ...] = ()
     needs_float32: bool = False
+    splits_masters: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ OBJECTIVES = Registry(
 ADAM = ("beta1", "beta2", "eps")
 OPTIMIZERS = Registry(
     "optimizer.name",
-    OptimizerKind("adamw", "titan_hydra.train.optimizer:adamw", reads=ADAM),
+    OptimizerKind("adamw", "titan_hydra.train.optimizer:adamw", reads=ADAM, splits_masters=True),
     OptimizerKind("muon", "titan_hydra.train.optimizer:muon", lambda config: 1, (*ADAM, "muon_lr", "muon_momentum"), needs_float32=True),
     OptimizerKind("sgd", "titan_hydra.train.optimizer:sgd", lambda config: int(config.sgd_momentum > 0), ("sgd_momentum",)),
 )

@@ -85,8 +85,8 @@ class Adapter:
 
 @dataclass
 class Compile:
-    name: str = key("off", "what torch.compile sees", choices=("off", "block"))
-    backend: str = key("inductor", "torch.compile back end", WORD, only=("block",))
+    name: str = key("off", "what torch.compile sees", choices=("off", "block", "model"))
+    backend: str = key("inductor", "torch.compile back end", WORD, only=("block", "model"))
 
 
 @dataclass
@@ -99,6 +99,8 @@ class Optimizer:
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only", NOT_NEGATIVE)
     decay_matrices_only: bool = key(False, "spare norms from the weight decay (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
+    masters: str = key("whole", "the optimizer's float32 weights: whole, or split into the bfloat16 weights that the model computes with "
+                       "and 16 bits beside each, which saves up to 4 bytes a parameter", choices=("whole", "split"), late=True)
     muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE,
                          only=Names(OPTIMIZERS, "muon_lr"))
     muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "muon_momentum"))

@@ -1,4 +1,4 @@
-"""torch.compile for each transformer block separately: one compilation serves all equal blocks."""
+"""torch.compile for each transformer block separately, where one compilation serves all equal blocks, or for a whole model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ import torch
 import torch.compiler.config
 from torch import nn
 
+from titan_hydra.base.private import join_collectives
 from titan_hydra.config.schema import Compile
 
 from .mesh import Mesh
@@ -18,12 +19,15 @@ def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block. Of a block
     that names its `compiled` parts (methods, modules), as one with experts does, only those are compiled.
 
+    A whole model, as the only block, is one graph with the communication of SimpleFSDP, which the compiler joins into larger messages.
+
     Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
     does not distinguish them: from the second run on, ranks would load another rank's code and compute wrong results without an error. The
     cache key tag prevents that.
     """
     torch.compiler.config.cache_key_tag = place(mesh)
-    if config.name == "block":
+    join_collectives(config.name == "model")
+    if config.name != "off":
         for block in blocks.values():
             for name in getattr(block, "compiled", ("",)):
                 part = attrgetter(name)(block) if name else block
@@ -43,4 +47,4 @@ def place(mesh: Mesh) -> str:
 
 def function(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
     """Compile the loss function like the blocks: softmax and up-cast become one pass over the logits."""
-    return torch.compile(function, fullgraph=True, backend=config.backend) if config.name == "block" else function
+    return torch.compile(function, fullgraph=True, backend=config.backend) if config.name != "off" else function

@@ -65,8 +65,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
 class LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients together with the loss, while a chunk's logits are in memory; the backward only scales them.
 
-    The head's matmul is therefore not repeated. Between forward and backward the weight's gradient is held in float32, in which the chunks
-    accumulate: a schedule that runs all forwards first holds one for each microbatch.
+    The head's matmul is therefore not repeated. Between forward and backward the weight's gradient is held, in float32 if several chunks
+    accumulate in it: a schedule that runs all forwards first holds one for each microbatch.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         if train:
             hidden_gradient = torch.empty_like(hidden)
-            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+            weight_gradient = None if chunk >= len(hidden) else torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), chunk):
             part, right = hidden[start : start + chunk], targets[start : start + chunk].unsqueeze(1)
             losses, slopes = softmax(part @ weight.T, right, vocabulary)
@@ -82,7 +82,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if train:
                 slopes = slopes.to(weight.dtype)
                 torch.mm(slopes, weight, out=hidden_gradient[start : start + chunk])
-                weight_gradient += slopes.T @ part
+                product = slopes.T @ part
+                weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
         if train:
             ctx.save_for_backward(hidden_gradient, weight_gradient)
             ctx.dtype = weight.dtype
@@ -92,8 +93,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        # In float32: CUDA would round the scalar tensor to the other factor's bfloat16 first, and bias the whole gradient.
-        return (hidden_gradient.float() * gradient).to(ctx.dtype), (weight_gradient * gradient).to(ctx.dtype), None, None, None, None
+        return scaled(hidden_gradient, gradient, ctx.dtype), scaled(weight_gradient, gradient, ctx.dtype), None, None, None, None
+
+
+def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values times a scalar in float32, rounded once to `dtype`, without a float32 copy on CUDA.
+
+    The factor is a tensor of one dimension: CUDA would round one of none to the other factor's bfloat16 first, and bias the whole gradient.
+    """
+    return torch.mul(values, factor.reshape(1), out=torch.empty_like(values, dtype=dtype))
 
 
 class TokenCrossEntropy(torch.autograd.Function):

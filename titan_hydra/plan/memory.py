@@ -14,6 +14,7 @@ from titan_hydra.config.schema import Job
 from .schedules import in_flight
 from .shape import Shape, shape_of
 
+CHUNK = 2**24  # elements that an update of split masters joins at a time (kernels/split_masters.py)
 BAND = 0.10  # half-width of the error band, relative: of the paper's 18 rows none is further off
 
 
@@ -74,17 +75,18 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
 def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     """Return the terms of one pipeline rank at the largest of its moments."""
     world, parameters = shape.job.parallelism, sum(map(shape.parameters, shape.stages[rank]))
-    trained, share = shape.trained(shape.stages[rank]), shape.stored / shape.shards
-    copies = 0 if shape.wrapped or shape.used == shape.stored else trained * shape.used
+    trained, share, of_gradient = shape.trained(shape.stages[rank]), shape.stored / shape.shards, shape.gradient / shape.shards
+    copied = shape.job.optimizer.masters == "whole" and not shape.wrapped and shape.used != shape.stored
+    copies = trained * shape.used * copied
     frozen = parameters * shape.used / shape.shards if shape.adapter else 0  # in the compute dtype, and with nothing else
     always = [Term("weights", trained * share + frozen), Term("optimizer", trained * share * shape.moments), Term("weight copies", copies)]
     moments = [*_moments(shape, rank, parameters, constants)]
     sizes = [sum(term.bytes for term in moving) for _, moving in moments]
-    live = max(having * share * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
+    live = max(having * of_gradient * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
     # The allocator gives the blocks of last step's gradients to nothing else, so that all count, at whatever moment.
     size = max(sizes)
     reserve = Term("reserve", (constants.reserve - 1) * size, "fitted")
-    terms = [*always, Term("gradients", trained * share), *moments[sizes.index(size)][1]]
+    terms = [*always, Term("gradients", trained * of_gradient), *moments[sizes.index(size)][1]]
     return Peak(rank * world.dp_replicate * world.dp_shard * world.cp * world.tp, rank, (*(term for term in terms if term.bytes), reserve),
                 live + sum(term.bytes for term in always))
 
@@ -111,7 +113,8 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
         last = [*_kept(shape, rank, 0), *_unsharded(shape, whole, shape.whole, True), *block]
         yield before or (0 if pp else shape.head), first
         yield before or (0 if pp else parameters - shape.block - shape.embedding), last
-    yield parameters, []  # the update
+    joined = min(CHUNK, parameters / shape.shards) * (shape.job.optimizer.masters == "split")
+    yield parameters, [Term("update", 12 * joined)] if joined else []
 
 
 def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool) -> list[Term]:
@@ -212,9 +215,11 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     around = waiting * shape.used * tokens * (dim + (job.model.dim if tp else dim))
     if shape.fused_loss:
         weight = job.model.vocab_size * job.model.dim / job.parallelism.tp
-        gradients = Term("head's gradient", waiting * (4 * weight + shape.used * tokens * job.model.dim))
+        one = job.loss.chunk_tokens >= tokens  # its product is the gradient, which comes when the logits go; several add up in float32
+        each, hidden = (shape.used if one else 4) * weight, shape.used * tokens * job.model.dim
+        gradients = Term("head's gradient", (waiting - one) * each + waiting * hidden)
         yield [Term("head and loss", 8 * min(job.loss.chunk_tokens, tokens) * shape.vocabulary + around), gradients]
-        yield [Term("head and loss", (4 + shape.used) * weight + around), gradients]
+        yield [Term("head and loss", shape.used * weight + around), Term("head's gradient", waiting * (each + hidden))]
         return
     logits = tokens * shape.vocabulary
     split = tp and job.parallelism.loss_parallel

@@ -10,7 +10,7 @@ from titan_hydra.config.load import data_parallel
 from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.rules.adapter import adapted
-from titan_hydra.config.rules.memory import SIZE
+from titan_hydra.config.rules.memory import SIZE, gradient_dtype
 from titan_hydra.config.rules.precision import has_one_scale
 from titan_hydra.config.schema import Job
 
@@ -51,6 +51,11 @@ class Shape:
     def stored(self) -> int:
         """The bytes of a parameter as the optimizer holds it."""
         return SIZE[self.job.precision.param_dtype]
+
+    @cached_property
+    def gradient(self) -> int:
+        """The bytes of a parameter's gradient as the optimizer gets it."""
+        return SIZE[gradient_dtype(self.job)]
 
     @cached_property
     def used(self) -> int:
@@ -135,8 +140,8 @@ class Shape:
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks and loss are compiled."""
-        return self.job.compile.name == "block"
+        """Whether blocks, or the whole model, and the loss are compiled."""
+        return self.job.compile.name != "off"
 
     def parameters(self, stage: int) -> float:
         """Return the parameters of a stage on a tensor-parallel rank."""

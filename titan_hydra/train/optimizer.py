@@ -11,6 +11,7 @@ from titan_hydra.config.schema import LrSchedule, Optimizer
 from titan_hydra.parallel.mesh import Mesh, local_part
 
 from .muon import Muon
+from .split_adamw import SplitAdamW
 
 
 def build_optimizers(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
@@ -45,7 +46,7 @@ def sgd(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Opt
 
 
 def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
+    return (SplitAdamW if config.masters == "split" else torch.optim.AdamW)(
         _groups(parameters, config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
         fused=True,
     )

@@ -18,6 +18,7 @@ from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.masters import Masters, separate
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.pipeline import Pipeline
+from titan_hydra.parallel.split_masters import split_masters
 from titan_hydra.parallel.stages import split, whole
 
 from .groups import Groups
@@ -151,7 +152,7 @@ class Parts:
     def trainer(self, device: torch.device) -> Trainer:
         """Build the trainer, once the stages have memory."""
         job, model, objective = self.job, whole(self.stages).train(), build_objective(self.job)
-        masters = separate(model, self.mesh, job.precision)
+        masters = split_masters(model, job) if job.optimizer.masters == "split" else separate(model, self.mesh, job.precision)
         step = build_step(self.stages, self.mesh, job, device, objective)
         optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh)
         return Trainer(job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes)

@@ -14,6 +14,7 @@ from titan_hydra.config.load import data_parallel
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
+from titan_hydra.parallel.split_masters import is_split, lower_half
 from titan_hydra.train.trainer import Trainer
 from titan_hydra.train.world import set_determinism
 
@@ -84,8 +85,10 @@ def _count(job: Job, rank: int) -> Counted:
     @contextmanager
     def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
         tracker = MemoryTracker(trainer.mesh)
+        kept = [part for parameter in trainer.model.parameters() if is_split(parameter)  # whose optimizer has its state from the start
+                for part in (lower_half(parameter), *trainer.optimizers[0].state[parameter].values())]
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.masters.weights.parameters(),
-                       *batch.tensors.values()):
+                       *batch.tensors.values(), *kept):
             tracker.hold(tensor)
         before, peaks = tracker.live, []
         trainer.optimizers[0].register_step_pre_hook(lambda *_: peaks.append(tracker.restart()))

@@ -31,6 +31,7 @@ from titan_hydra.data.batch import Batch
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.models.layers import document_positions
 from titan_hydra.parallel.mesh import local_part
+from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.train.optimizer import lr_factor, set_lr
@@ -101,7 +102,7 @@ class Trace:
 def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
     """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets whole tensors."""
     trainer = build(job, device)
-    result = Trace([], [], {}, _of_all_stages(trainer, lambda parameter: parameter.detach()), {}, [], {})
+    result = Trace([], [], {}, _of_all_stages(trainer, master_of), {}, [], {})
     loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     for step in range(1, job.steps + 1):
         batch = loader.next()
@@ -120,7 +121,7 @@ def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
         result.losses.append(loss)
         result.norms.append(norm)
     loader.close()
-    result.weights = _of_all_stages(trainer, lambda parameter: parameter.detach())
+    result.weights = _of_all_stages(trainer, master_of)
     stored = trainer.model.state_dict()
     result.biases = _join(trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored})
     result.drift = drift(trainer)
@@ -169,7 +170,7 @@ def drift(trainer: Trainer) -> int:
     """Count the shards of weights that differ between the ranks that hold copies of them. This is a collective."""
     own = {}
     for name, parameter in trainer.masters.weights.named_parameters():
-        local = local_part(parameter)
+        local = local_part(master_of(parameter))
         part = (name, *map(tuple, local_box(parameter)))
         own[part] = hashlib.sha256(local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
     everyone: list[dict] = [{}] * dist.get_world_size()

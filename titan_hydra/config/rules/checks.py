@@ -258,6 +258,19 @@ def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 
 @rule(RECIPE)
+def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
+    """A graph holds a whole model where its communication is part of it, and nothing depends on values: SimpleFSDP without experts."""
+    if job.compile.name != "model":
+        return
+    layout = job.parallelism
+    why = ("FSDP2 gathers in hooks, parallelism.backend=simple_fsdp in the graph" if layout.backend != "simple_fsdp" else
+           f"experts of {job.model.family} depend on values" if job.model.sparse else
+           next((f"not proven with {name} ranks" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1), None))
+    if why:
+        yield Fault("compile.name", "model", why, legal=("block",))
+
+
+@rule(RECIPE)
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved tensors of the
     recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own
@@ -306,6 +319,23 @@ def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
     if OPTIMIZERS[job.optimizer.name].needs_float32 and job.precision.param_dtype != "float32":
         yield Fault("precision.param_dtype", job.precision.param_dtype, f"optimizer.name={job.optimizer.name} needs float32 parameters",
                     legal=("float32",))
+
+
+@rule(RECIPE)
+def masters_can_be_split(job: Job) -> Iterator[Fault]:
+    """Split masters are float32 weights whose upper half the model computes with; all that reads or sums weights has to know of it."""
+    if job.optimizer.masters == "whole":
+        return
+    precision, kind = job.precision, OPTIMIZERS[job.optimizer.name]
+    why = ("precision.compute_dtype=float32 leaves nothing to split" if precision.compute_dtype == "float32" else
+           "precision.param_dtype=bfloat16 has no float32 masters" if precision.param_dtype != "float32" else
+           f"optimizer.name={kind.name} updates whole masters alone" if not kind.splits_masters else
+           "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights" if job.parallelism.backend != "fsdp2" else
+           "precision.float8_all_gather=true casts float32 weights itself" if precision.float8_all_gather else
+           f"adapter={job.adapter.name} has few of them" if job.adapter.name != "none" else
+           f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights" if job.fault_tolerance.name != "off" else None)
+    if why:
+        yield Fault("optimizer.masters", "split", why, legal=("whole",))
 
 
 # --- the machine and its files ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Kernels with their reference in torch, which a CPU runs."""

@@ -1,0 +1,73 @@
+"""float32 master weights in two halves of 16 bits: the nearest bfloat16, with which a model computes, and the rest as an int16."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from titan_hydra.base.private import foreach_add
+
+CHUNK = 2**24  # elements that are float32 at a time
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 numbers of which these are the halves."""
+    return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+
+
+def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest bfloat16 numbers, ties away from zero, and what the bits of float32 numbers differ by. `join` undoes it exactly.
+
+    With ties to even, as a cast rounds, a half could differ by 2^15 in both directions: one value more than 16 bits have.
+    """
+    bits = master.view(torch.int32)
+    return ((bits + 0x8000) >> 16).short().view(torch.bfloat16), bits.short()
+
+
+def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], **options: Any) -> None:
+    """Make torch's fused AdamW step of halved parameters, in place: of (weight, remainder, gradient, both moments) each, on this rank.
+
+    `options` are torch's. Each element is joined, updated by torch's kernel and halved again: its bits are those of a float32 master.
+    """
+    batch: list[list[Tensor]] = []
+    for tensors, step in zip(parameters, steps, strict=True):
+        flat = [tensor.view(-1) for tensor in tensors]
+        for start in range(0, flat[0].numel(), CHUNK):
+            batch.append([*(tensor[start : start + CHUNK] for tensor in flat), step.clone()])
+            if sum(piece[0].numel() for piece in batch) >= CHUNK:
+                _update(batch, options)
+                batch = []
+    _update(batch, options)
+    skipped = options["found_inf"]
+    foreach_add(list(steps), 1 if skipped is None else [1 - skipped] * len(steps))
+
+
+def _update(batch: list[list[Tensor]], options: dict[str, Any]) -> None:
+    if not batch:
+        return
+    weights, remainders, gradients, means, squares, steps = map(list, zip(*batch, strict=True))
+    joined, halve = _on(weights[0].device)
+    masters = [joined(weight, remainder) for weight, remainder in zip(weights, remainders, strict=True)]
+    adamw(masters, [gradient.float() for gradient in gradients], means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
+          **options)
+    for weight, remainder, master in zip(weights, remainders, masters, strict=True):
+        halve(master, weight, remainder)
+
+
+def halve_into(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write the halves of a master into tensors of this rank."""
+    for half, new in zip((weight, remainder), halves_of(master), strict=True):
+        half.copy_(new)
+
+
+def _on(device: torch.device) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], None]]:
+    """Return `join` and `halve_into` for a device: where there is Triton, kernels with the same bits."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return join, halve_into
+    from .split_triton import halve_on_gpu, join_on_gpu
+
+    return join_on_gpu, halve_on_gpu
