@@ -13,7 +13,7 @@ from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.data import tokenizer
-from titan_hydra.data.images import cells_of
+from titan_hydra.data.image_text import cells_of
 from titan_hydra.models.image_text.model import resized
 from titan_hydra.models.init import init_weights
 from titan_hydra.train.objectives import build_objective
@@ -21,7 +21,7 @@ from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import verify
 
-BASE = ("data=synthetic_images", "data.seq_len=96", "data.patches=64", "data.image_patches=40")
+BASE = ("data=synthetic_image_text", "data.seq_len=96", "data.patches=64", "data.image_patches=40")
 SMALL = ("model.vocab_size=4096", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4")
 WHOLE = "data.document_mask=false"
 LAYOUTS = {
@@ -200,14 +200,14 @@ def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
     (["model.vision.n_heads=5"], "model.vision.n_heads=5: model.vision.dim=64 cannot be split over them"),
 ])
 def test_what_does_not_go_together_is_one_line(words, line):
-    words = {word.partition("=")[0]: word for word in ("debug=tiny", "model=llama3_vision_debug", "data=synthetic_images", *words)}
+    words = {word.partition("=")[0]: word for word in ("debug=tiny", "model=llama3_vision_debug", "data=synthetic_image_text", *words)}
     with pytest.raises(ConfigError) as error:
         compose_job(*words.values())
     assert str(error.value) == line
 
 
 def test_an_example_has_the_shapes_of_real_batches():
-    job = compose_job("debug=tiny", "model=llama3_vision_debug", "data=synthetic_images")
+    job = compose_job("debug=tiny", "model=llama3_vision_debug", "data=synthetic_image_text")
     real, example = data.build(job, 0, 1).next(), build_objective(job).example(job.data.global_batch)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in real.tensors.items()} == {
         name: (tensor.shape, tensor.dtype) for name, tensor in example.tensors.items()}
@@ -215,7 +215,7 @@ def test_an_example_has_the_shapes_of_real_batches():
 
 def test_captions_are_learned_from_the_images(tiny, run_job):
     """With the images the loss of the captions, the two colours of a rectangle, falls below what a guess of them costs."""
-    words = ("data=synthetic_images", "model=llama3_vision_debug", "steps=60", "optimizer.lr=3e-3", "lr_scheduler.warmup_steps=5",
+    words = ("data=synthetic_image_text", "model=llama3_vision_debug", "steps=60", "optimizer.lr=3e-3", "lr_scheduler.warmup_steps=5",
              "data.seq_len=128", "data.local_batch=8")
     losses = run_job.losses(run_job(tiny(*words)))
     assert losses[1] > 7 and losses[60] < 1.0

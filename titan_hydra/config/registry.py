@@ -193,7 +193,7 @@ PIPELINE_SCHEDULES = Registry(
     PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
     PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
 )
-CHAT, POLICY, IMAGES = "titan_hydra.data.chat", "titan_hydra.data.policy", "titan_hydra.data.images"
+CHAT, POLICY, IMAGE_TEXT = "titan_hydra.data.chat", "titan_hydra.data.policy", "titan_hydra.data.image_text"
 TURNS = ("tokens", "trained", "documents")
 PICTURES = ("patches", "cells", "images", "places")
 DATA_SOURCES = Registry(
@@ -215,10 +215,10 @@ DATA_SOURCES = Registry(
                    faults=f"{POLICY}:faults_of_pairs"),
     DataSourceKind("rollouts", f"{POLICY}:open_rollouts", documents=False, reads=("path", "validation_path"), needs_path=True,
                    suffixes=(".jsonl", ".json"), gives=(*TURNS, "old_logprobs", "advantages"), encodes=True),
-    DataSourceKind("image_text", f"{IMAGES}:open_image_text", documents=False, reads=("path", "validation_path", "patches"),
-                   needs_path=True, suffixes=(".tar",), gives=(*TURNS, *PICTURES), encodes=True, faults=f"{IMAGES}:pillow_is_there"),
-    DataSourceKind("synthetic_images", f"{IMAGES}:draw_images", documents=False, reads=("patches",), gives=(*TURNS, *PICTURES),
-                   encodes=True, faults=f"{IMAGES}:pillow_is_there"),
+    DataSourceKind("image_text", f"{IMAGE_TEXT}:open_image_text", documents=False, reads=("path", "validation_path", "patches"),
+                   needs_path=True, suffixes=(".tar",), gives=(*TURNS, *PICTURES), encodes=True, faults=f"{IMAGE_TEXT}:pillow_is_there"),
+    DataSourceKind("synthetic_image_text", f"{IMAGE_TEXT}:draw_image_text", documents=False, reads=("patches",), gives=(*TURNS, *PICTURES),
+                   encodes=True, faults=f"{IMAGE_TEXT}:pillow_is_there"),
 )
 OBJECTIVES = Registry(
     "train.objective",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_hydra.data.batch import Batch, Dims
-from titan_hydra.data.images import empty_images
+from titan_hydra.data.image_text import empty_images
 from titan_hydra.data.loader import Sample
 
 from . import Tensors

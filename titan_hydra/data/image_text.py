@@ -291,8 +291,8 @@ def _sizes(wanted: Wanted) -> tuple[int, int]:
     return model.vision.patch, wanted.job.data.image_patches
 
 
-def draw_images(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
-    """Draw the documents of data=synthetic_images; those for validation are others."""
+def draw_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
+    """Draw the documents of data=synthetic_image_text; those for validation are others."""
     rows = DrawnRows(seed if wanted.split == "train" else ~seed, 10_000)
     return ImageSamples(DrawnReader(rows, wanted.tokenizer, *_sizes(wanted)), wanted, seed)
 
