@@ -46,8 +46,9 @@ class ObjectiveKind:
     build: Reference
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that it uses
     head_loss: bool = False  # the head can compute its loss (loss=linear_cross_entropy)
+    makes: str = "tokens"  # what it gives a model; only families that take it suit
     split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
-    faults: Callable[[schema.Job], Iterable[Fault]] = lambda job: ()
+    faults: Callable[[schema.Job], Iterable[Fault]] | str = lambda job: ()
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ PIPELINE_SCHEDULES = Registry(
 )
 CHAT = "titan_hydra.data.chat"
 TURNS = ("tokens", "trained", "documents")
+IMAGES = "titan_hydra.data.images"
+NOISY = ("latents", "noise", "time", "text", "pooled")
 DATA_SOURCES = Registry(
     "data.name",
     DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
@@ -204,11 +207,14 @@ DATA_SOURCES = Registry(
                    needs_path=True, suffixes=(".jsonl", ".json"), gives=TURNS, encodes=True, faults=f"{CHAT}:faults"),
     DataSourceKind("embedded_chat", f"{CHAT}:open_chat", documents=False, reads=("chat_template", "train_on"), gives=TURNS, encodes=True,
                    faults=f"{CHAT}:faults"),
+    DataSourceKind("synthetic_images", f"{IMAGES}:draw_images", documents=False, reads=("caption_dropout",), gives=NOISY),
 )
 OBJECTIVES = Registry(
     "train.objective",
     ObjectiveKind("language", "titan_hydra.train.objectives.language:Language", head_loss=True, split_logits=True),
     ObjectiveKind("sft", "titan_hydra.train.objectives.sft:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True),
+    ObjectiveKind("diffusion", "titan_hydra.train.objectives.diffusion:Diffusion", NOISY, makes="latents",
+                  faults="titan_hydra.config.rules.images:faults"),
 )
 ADAM = ("beta1", "beta2", "eps")
 OPTIMIZERS = Registry(

@@ -1,8 +1,9 @@
 """The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
 from collections.abc import Iterator
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES
+from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.config.schema import Job
 
 from .data import data_sources
@@ -18,6 +19,15 @@ def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
                         "which this source does not give", legal=suitable)
 
 
+def objective_suits_the_model(job: Job) -> Iterator[Fault]:
+    """An objective gives a model what its family takes: tokens, or latents of images."""
+    makes, takes = OBJECTIVES[job.train.objective].makes, family_of(job.model).takes
+    if makes != takes:
+        legal = tuple(name for name, record in OBJECTIVES.items() if record.makes == takes)
+        yield Fault("train.objective", job.train.objective, f"makes {makes} of samples, and model.family={job.model.family} takes {takes}",
+                    legal=legal)
+
+
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
     """Only some losses can be computed in the head, or from logits that are split over the vocabulary: the objective's record tells."""
     record = OBJECTIVES[job.train.objective]
@@ -25,7 +35,8 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
         yield Fault("loss.name", job.loss.name, f"train.objective={record.name} needs the logits", legal=("cross_entropy",))
     if job.parallelism.tp > 1 and job.parallelism.loss_parallel and not record.split_logits:
         yield Fault("parallelism.loss_parallel", True, f"train.objective={record.name} needs whole logits", legal=(False,))
-    yield from record.faults(job)
+    yield from resolve(record.faults)(job)
 
 
+VALUES = [objective_suits_the_model]
 RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss]
