@@ -6,6 +6,7 @@ from .config import FluxConfig, flops, no_linears, parameters, running_order
 register(Family(
     "flux", FluxConfig,
     model="titan_hydra.models.flux.model:Flux",
+    hf="titan_hydra.models.flux.hf:HF",
     modules=running_order,
     parameters=parameters,
     flops=flops,

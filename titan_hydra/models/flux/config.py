@@ -44,7 +44,7 @@ class FluxConfig(Model):
         return self.rope_first, rest, rest
 
     def arithmetic(self) -> dict[str, Any]:
-        return super().arithmetic() | dict.fromkeys(("text_len", "vocab_size"))
+        return super().arithmetic() | dict.fromkeys(("text_len", "vocab_size", "norm_eps")) | {"guidance": self.guidance is not None}
 
     def faults(self) -> Iterator[Fault]:
         """Each of three coordinates turns pairs of a head's numbers, together all of them. Attention has no grouped queries."""
