@@ -28,6 +28,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
+    "sample": ("titan_hydra.commands.sample", "draw images with the model of a run or checkpoint"),
     "data": ("titan_hydra.commands.data", "show: what chat data would teach, token by token, and how many samples they fill"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
     "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),

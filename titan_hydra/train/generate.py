@@ -28,7 +28,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
-    model = _load(config, seq_len, DTYPES[dtype], reader_of(checkpoint))
+    model = load_model(config, seq_len, DTYPES[dtype], reader_of(checkpoint))
     new: list[int] = []
     text = ""
     for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
@@ -41,7 +41,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     yield words.decode(new)[len(text):]
 
 
-def _load(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader | Merged) -> nn.Module:
+def load_model(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader | Merged) -> nn.Module:
     """Build the whole model in `dtype` with a checkpoint's weights, on the GPU if there is one, in eval mode."""
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):
