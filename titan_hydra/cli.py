@@ -29,7 +29,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
     "sample": ("titan_hydra.commands.sample", "draw images with the model of a run or checkpoint"),
-    "data": ("titan_hydra.commands.data", "show: what chat data would teach, token by token, and how many samples they fill"),
+    "data": ("titan_hydra.commands.data", "show: what chat data would teach; encode-images: captioned images for data=encoded_images"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
     "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),
     "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),

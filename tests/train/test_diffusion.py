@@ -181,7 +181,7 @@ def test_synthetic_images_survive_their_autoencoder():
                           "nearest legal: 24 or 33"),
     (["data=embedded", "train.objective=diffusion"],
      "data.name=embedded: train.objective=diffusion needs latents and noise and time and text and pooled of each sample, which this source "
-     "does not give; nearest legal: synthetic_images"),
+     "does not give; nearest legal: encoded_images or image_files or synthetic_images"),
     (["model.rope_first=10"], "model.rope_first=10: must be even, and the rest of a head's width 32 divide by 4; nearest legal: 8 or 12"),
     (["model.double_layers=7"], "model.double_layers=7: the model has 6 blocks; nearest legal: 6"),
     (["parallelism=cp", "model.text_len=9", "data.seq_len=25", "parallelism.cp_rotate=ulysses"], "data.seq_len=25: cannot be cut into 2 "

@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance", type=float, default=1.0, metavar="G", help="above 1: follow the prompt more than the model would (1)")
     parser.add_argument("--shift", type=float, default=0.0, metavar="MU", help="above 0: more of the steps where there is much noise; "
                         "FLUX.1-dev is made for 0.5 at 256 pixels and 1.15 at 1024 (0)")
+    parser.add_argument("--encoders", metavar="FOLDER", help="text encoders and autoencoder, for a run on encoded images; those of "
+                        "data=synthetic_images need none")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
     add_runs(parser)
@@ -40,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     checkpoint = find_checkpoint(place_of(args.cell, args.runs))
-    images = sample(checkpoint, args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype)
+    images = sample(checkpoint, args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders)
     names = [f"{place:02}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower())[:60].strip('-')}.png" for place, prompt in enumerate(args.prompt, 1)]
     files = {"sheet.png": np.concatenate(images, axis=1)} if args.sheet else dict(zip(names, images, strict=True))
     try:

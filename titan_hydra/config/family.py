@@ -116,10 +116,10 @@ REGISTRIES[Family] = FAMILIES  # so that `register` takes families too
 
 
 def families() -> dict[str, Family]:
-    """Return all families that are registered, the package's own among them."""
+    """Return all families that are registered, the package's own first, whichever was imported first."""
     for module in OWN:
         importlib.import_module(module)
-    return FAMILIES
+    return {name: FAMILIES[name] for name in (*(module.rpartition(".")[2] for module in OWN), *FAMILIES)}
 
 
 def family_of(config: Model) -> Family:

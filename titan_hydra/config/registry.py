@@ -207,6 +207,10 @@ DATA_SOURCES = Registry(
                    needs_path=True, suffixes=(".jsonl", ".json"), gives=TURNS, encodes=True, faults=f"{CHAT}:faults"),
     DataSourceKind("embedded_chat", f"{CHAT}:open_chat", documents=False, reads=("chat_template", "train_on"), gives=TURNS, encodes=True,
                    faults=f"{CHAT}:faults"),
+    DataSourceKind("encoded_images", f"{IMAGES}:open_encoded", documents=False, reads=("path", "validation_path", "caption_dropout"),
+                   needs_path=True, gives=NOISY, faults=f"{IMAGES}:faults"),
+    DataSourceKind("image_files", "titan_hydra.train.encode:open_image_files", documents=False, needs_path=True, suffixes=(".jsonl",),
+                   reads=("path", "validation_path", "encoders", "caption_dropout"), gives=NOISY, faults=f"{IMAGES}:faults_of_files"),
     DataSourceKind("synthetic_images", f"{IMAGES}:draw_images", documents=False, reads=("caption_dropout",), gives=NOISY),
 )
 OBJECTIVES = Registry(

@@ -139,6 +139,8 @@ class Source:
                                     only=Names(DATA_SOURCES, "chat_template"), late=True)
     train_on: str = key("assistant", "chat: the tokens that are learned: what the assistant says, its last message alone, or all",
                         choices=("assistant", "last", "all"), only=Names(DATA_SOURCES, "train_on"), late=True)
+    encoders: str | None = key(None, "image_files: folder with text_encoder, text_encoder_2, vae and two tokenizers, as Hugging Face has "
+                               "them for FLUX", PATH, only=Names(DATA_SOURCES, "encoders"), late=True)
     caption_dropout: float = key(0.447, "images: how often a caption is replaced by the empty one, for each text encoder apart, so that "
                                  "guidance can be used", SHARE, only=Names(DATA_SOURCES, "caption_dropout"), late=True)
 

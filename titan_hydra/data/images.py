@@ -5,20 +5,30 @@ the sample's number, which is step * global batch + slot: every layout and every
 """
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import home, read_json
+
+from .items import OPEN_FILES
 from .permutation import permute
 
 if TYPE_CHECKING:
-    from titan_hydra.config.schema import Source
+    from titan_hydra.config.schema import Job, Source
 
     from . import Wanted
 
+DESCRIPTION, EMPTY = "images.json", "empty.safetensors"  # files of encoded images, beside images-00000.safetensors and so on
 TIMES = 8  # at which a validation measures, one a sample in turn
 
 
@@ -68,6 +78,75 @@ class CaptionedImages:
 
     def load(self, slot: int, state: dict[str, int]) -> None:
         """Do nothing: the sample number determines everything."""
+
+
+class EncodedImages:
+    """Examples from the files that `titan data encode-images` has written into a folder, by index."""
+
+    def __init__(self, key: str, folder: Path):
+        """Read the description. Raises ConfigError if the folder has none, or not the files that it lists."""
+        described = description_of(key, folder)
+        files = [folder / f"images-{number:05d}.safetensors" for number in range(len(described["images"]))]
+        if missing := [file for file in (*files, folder / EMPTY) if not file.is_file()]:
+            raise ConfigError(f"{key}={folder}: has no {missing[0].name}, which its {DESCRIPTION} lists")
+        self.ends = list(accumulate(described["images"]))
+        from safetensors import safe_open  # here, as the rules import this module without torch
+        from safetensors.torch import load_file
+
+        self.open = functools.lru_cache(OPEN_FILES)(lambda number: safe_open(files[number], framework="pt"))
+        self.empty = Caption(*(tensor.float().numpy() for _, tensor in sorted(load_file(folder / EMPTY).items(), reverse=True)))
+
+    def read(self, index: int) -> Example:
+        number = bisect_right(self.ends, index)
+        place, file = index - (self.ends[number - 1] if number else 0), self.open(number)
+        mean, std, text, pooled = (file.get_slice(name)[place].float().numpy() for name in ("mean", "std", "text", "pooled"))
+        return Example(mean, std, Caption(text, pooled))
+
+
+def description_of(key: str, folder: Path) -> dict[str, Any]:
+    """Return the description of encoded images. Raises ConfigError if it is not there."""
+    described = read_json(folder / DESCRIPTION)
+    if not described or not described.get("images") or "shapes" not in described:
+        raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan data encode-images` writes it last")
+    return described
+
+
+def faults(key: str, source: Source, job: Job) -> Iterator[Fault]:
+    """Yield what keeps the encoded images of a source from the model: another size, other encoders."""
+    model: Any = job.model
+    side = 2 * round((job.data.seq_len - model.text_len) ** 0.5)
+    needed = {"mean": [model.channels, side, side], "text": [model.text_len, model.text_dim], "pooled": [model.pooled_dim]}
+    for name in ("path", "validation_path") if job.validation.name == "on" else ("path",):
+        if not (path := getattr(source, name)):
+            if name == "validation_path":
+                yield Fault(f"{key}.{name}", None, f"validation=on with data={source.name} needs it")
+            continue
+        folder = home(path)
+        try:
+            shapes = description_of(f"{key}.{name}", folder)["shapes"]
+        except ConfigError as error:
+            yield Fault(f"{key}.{name}", str(folder), str(error).partition(": ")[2])
+            continue
+        for tensor, shape in needed.items():
+            if shapes.get(tensor) != shape:
+                yield Fault(f"{key}.{name}", str(folder), f"{tensor} of an image is {shapes.get(tensor)}; data.seq_len and the model need "
+                            f"{shape}")
+
+
+def faults_of_files(key: str, source: Source, job: Job) -> Iterator[Fault]:
+    """Yield what is missing of the encoders of images that are encoded in the run."""
+    wanted = [f"{part}/config.json" for part in ("text_encoder", "text_encoder_2", "vae")]
+    if not source.encoders:
+        yield Fault(f"{key}.encoders", None, f"data={source.name} needs it")
+    elif missing := [file for file in wanted if not (home(source.encoders) / file).is_file()]:
+        yield Fault(f"{key}.encoders", source.encoders, f"has no {missing[0]}")
+
+
+def open_encoded(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
+    """Open images that were encoded before the run."""
+    name, path = ("path", source.path) if wanted.split == "train" else ("validation_path", source.validation_path)
+    images = EncodedImages(f"{key}.{name}", home(path))
+    return CaptionedImages(images.read, images.ends[-1], images.empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)
 
 
 COLOURS = {"red": (1, -1, -1), "green": (-1, 0.6, -1), "blue": (-1, -1, 1), "yellow": (1, 1, -1), "purple": (0.4, -1, 0.8),

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import DTYPES, find_section, read_model_config, reader_of
 from titan_hydra.config.family import family_of
+from titan_hydra.config.files import home
 from titan_hydra.data.images import Caption, spoken, to_pixels
+from titan_hydra.models.flux.encoders import Encoders
 
+from .encode import device_here
 from .generate import load_model
 from .objectives.diffusion import as_latents, coordinates
 
 
-def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str) -> list[np.ndarray]:
+def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str,
+           encoders: str | None = None) -> list[np.ndarray]:
     """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the strength of guidance: how far a
     step goes beyond that of the empty prompt, or what a distilled model is told. Raises ConfigError if the model draws no images.
     """
@@ -29,11 +33,34 @@ def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, s
         raise ConfigError(f"model.family={config.family}: takes tokens and draws no images; titan generate continues a text")
     _, section = find_section("data", checkpoint)
     model = load_model(config, section["seq_len"], DTYPES[dtype], reader_of(checkpoint))
-    captions = [spoken(prompt, config) for prompt in ("", *prompts)]
+    tools = None if section["name"] == "synthetic_images" else encoders_of(section, encoders)
+    captions = [spoken(prompt, config) if tools is None else tools.caption(prompt, config.text_len) for prompt in ("", *prompts)]
     side = round((section["seq_len"] - config.text_len) ** 0.5)
     noise = torch.stack([first_noise(seed, place, side * side, config.patch_width) for place in range(len(prompts))])
     tokens = flow(model, noise, captions[1:], captions[0], times(steps, shift), scale)
-    return [as_bytes(to_pixels(latents)) for latents in as_latents(tokens.float().cpu()).numpy()]
+    latents = as_latents(tokens.float())
+    return [as_bytes(to_pixels(one.cpu().numpy()) if tools is None else tools.image(one)) for one in latents]
+
+
+def encoders_of(section: dict, folder: str | None) -> Tools:
+    """Return the encoders of a folder, or of that which the run's data section names. Raises ConfigError if there is none."""
+    if not (named := folder or section.get("encoders")):
+        raise ConfigError(f"data={section['name']}: prompts are encoded and images decoded as those of the run were: name the folder with "
+                          "--encoders")
+    return Tools(home(named), device_here())
+
+
+class Tools(Encoders):
+    """Encoders that give what samples hold."""
+
+    def caption(self, text: str, length: int) -> Caption:
+        """Return the embeddings of a text."""
+        return Caption(*(tensor[0].cpu().numpy() for tensor in self.captions([text], length)))
+
+    @torch.no_grad()
+    def image(self, latents: Tensor) -> np.ndarray:
+        """Return the image [3, height, width] of latents."""
+        return self.autoencoder.decode(latents.to(self.device)[None])[0].cpu().numpy()
 
 
 def first_noise(seed: int, place: int, tokens: int, width: int) -> Tensor:

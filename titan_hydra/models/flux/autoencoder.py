@@ -23,6 +23,7 @@ class Autoencoder(nn.Module):
     def __init__(self, config: dict):
         super().__init__()
         self.scale, self.shift = config["scaling_factor"], config.get("shift_factor") or 0.0
+        self.factor = 2 ** (len(config["block_out_channels"]) - 1)  # pixels along each side of a latent
         self.encoder, self.decoder = Downwards(config), Upwards(config)
         self.quant_conv = nn.Conv2d(2 * config["latent_channels"], 2 * config["latent_channels"], 1) if config["use_quant_conv"] else None
         self.post_quant_conv = nn.Conv2d(config["latent_channels"], config["latent_channels"], 1) if config["use_post_quant_conv"] else None
