@@ -124,6 +124,11 @@ def test_a_resumed_run_goes_on_bitwise(run_job, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_captioned_images_are_learned(run_job):
+    losses = run_job.losses(run_job(compose_job("experiment=flux_laptop", "gpus=1", "steps=40", "validation.interval=40")))
+    assert losses[40] < 0.5 * losses[1]
+
+
 def test_draws_follow_from_seed_and_sample_alone():
     job = compose_job("experiment=flux_laptop", "gpus=1", "data.local_batch=4", "data.global_batch=8")
     whole = [data.build(job, 0, 1).next() for _ in range(2)]
