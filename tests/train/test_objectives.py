@@ -78,7 +78,7 @@ def test_its_loss_is_the_weighted_mean(folder, run_job):
 
 @pytest.mark.parametrize(("words", "line"), [
     (["train.objective=wieghted"], "train.objective=wieghted: not one of the choices; nearest legal: language or sft or dpo or policy or "
-                                   "image_text or weighted"),
+                                   "image_text or diffusion or weighted"),
     (["data=synthetic"], "data.name=synthetic: train.objective=weighted needs weights of each sample, which this source does not "
                               "give; nearest legal: weighted_tokens"),
     (["loss=linear_cross_entropy"], "loss.name=linear_cross_entropy: train.objective=weighted needs the logits; "

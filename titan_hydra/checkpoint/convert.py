@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, to_dict
+from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
 from titan_hydra.config.schema import Model, Source, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
@@ -52,7 +53,7 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
     shards = _plan_shards(sizes, max_shard_gb * 1e9)
     make_target(target)
-    files = [_shard_name(i, len(shards)) for i in range(len(shards))]
+    files = [_shard_name(hf.files, i, len(shards)) for i in range(len(shards))]
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
         tensors = {theirs: part for name in names
@@ -64,8 +65,9 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
         (target / file).chmod(mode)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(target / "model.safetensors.index.json", index)
-    ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len)
+        _write_json(target / f"{hf.files}.safetensors.index.json", index)
+    encodes = family_of(config).takes == "tokens"
+    ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len) if encodes else {}
     _write_json(target / "config.json", content | ids)
     return files
 
@@ -224,8 +226,8 @@ def _plan_shards(sizes: dict[str, int], limit: float) -> list[list[str]]:
     return shards
 
 
-def _shard_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+def _shard_name(stem: str, index: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def make_target(target: Path) -> None:

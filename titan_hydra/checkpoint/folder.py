@@ -41,10 +41,11 @@ class Folder:
             self.config: Model = self.hf.from_config(content, config_file)
         except KeyError as error:
             raise ConfigError(f"{config_file}: lacks {error}") from error
+        self.hf = self.hf.of(self.config)
         layers = self.config.n_layers  # after them stand the blocks that predict further tokens, which the model does not have
         self.unused = tuple(f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0))
         self.block = block_of(content.get("quantization_config"), config_file)
-        self.files = weight_files(source)
+        self.files = weight_files(source, self.hf.files)
 
     def dtypes(self, state: dict[str, Tensor], others: bool = False) -> dict[str, torch.dtype]:
         """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if one is not there or has
@@ -142,7 +143,7 @@ class Folder:
 def side_of(content: dict, file: Path) -> HuggingFace:
     """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family has it."""
     sides = [side for family in families().values() if (side := family.part("hf"))]
-    kind = content.get("model_type")
+    kind = content.get("model_type") or content.get("_class_name")
     found = next((side for side in sides if side.model_type == kind), None)
     if found is None:
         raise ConfigError(f"{file}: model_type={kind}: only {', '.join(side.model_type for side in sides)} can be converted")
@@ -162,12 +163,12 @@ def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
     return tuple(block)
 
 
-def weight_files(source: Path) -> dict[str, Path]:
-    """Return the file of a folder that holds each tensor."""
-    index = source / "model.safetensors.index.json"
+def weight_files(source: Path, stem: str) -> dict[str, Path]:
+    """Return the file of a folder that holds each tensor; the names of files begin with `stem`."""
+    index = source / f"{stem}.safetensors.index.json"
     if index.is_file():
         return {name: source / file for name, file in content_of(index)["weight_map"].items()}
-    single = source / "model.safetensors"
+    single = source / f"{stem}.safetensors"
     try:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)

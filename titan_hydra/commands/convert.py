@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     elif args.to:
         source = place_of(args.source, args.runs)
         files = convert.export_hf(source, args.target, convert.DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
-        print(f"{args.target}: {counted(len(files), 'file')} of weights; load with AutoModelForCausalLM.from_pretrained")
+        print(f"{args.target}: {counted(len(files), 'file')} of weights; load with from_pretrained")
     else:
         convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype), args.imports)
         print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")

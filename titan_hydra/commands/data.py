@@ -1,4 +1,4 @@
-"""`titan data`: show what a run with chat data would learn from, before it is started; let a reference score pairs of answers."""
+"""`titan data`: show what a run with chat data would learn from; let a reference score pairs of answers; encode captioned images."""
 import argparse
 import os
 import sys
@@ -39,11 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
     score.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
     add_runs(score)
+    images = commands.add_parser("encode-images", help="write latents and embeddings of captioned images, for data=encoded_images")
+    images.add_argument("lines", type=Path, metavar="FILE", help='.jsonl: {"image": path beside it, "caption": text} on each line')
+    images.add_argument("target", type=Path, metavar="FOLDER", help="folder to write; new or empty")
+    images.add_argument("--encoders", type=Path, required=True, metavar="FOLDER", help="text_encoder, text_encoder_2, vae, tokenizer, "
+                        "tokenizer_2, as Hugging Face has them for FLUX")
+    images.add_argument("--size", type=int, default=256, metavar="N", help="pixels along each side; the middle of an image is scaled (256)")
+    images.add_argument("--text-len", type=int, default=256, metavar="N", help="tokens of a caption: model.text_len (256)")
+    images.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="number format (bfloat16)")
+    images.add_argument("--batch", type=int, default=8, metavar="N", help="images that are encoded together (8)")
+    images.add_argument("--per-file", type=int, default=1000, metavar="N", help="images in a file (1000)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand."""
-    return _score_pairs(args) if args.data_command == "score" else _show_sources(args)
+    return {"score": _score_pairs, "encode-images": encode_images}.get(args.data_command, show_chat)(args)
 
 
 def _score_pairs(args: argparse.Namespace) -> int:
@@ -61,7 +71,24 @@ def _score_pairs(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _show_sources(args: argparse.Namespace) -> int:
+def encode_images(args: argparse.Namespace) -> int:
+    """Encode captioned images into a folder."""
+    for name in ("size", "text_len", "batch", "per_file"):
+        if (value := getattr(args, name)) < 1:
+            raise ConfigError(str(Fault(f"--{name.replace('_', '-')}", value, "must be at least 1", legal=(1,))))
+    import torch
+
+    from titan_hydra.train.encode import encode_files
+
+    described = encode_files(args.lines, args.target, args.encoders, args.size, args.text_len, getattr(torch, args.dtype), args.batch,
+                             args.per_file, print)
+    side = described["shapes"]["mean"][-1] // 2
+    print(f"{args.target}: {sum(described['images']):,} images; train with data=encoded_images data.path={args.target} "
+          f"model.text_len={args.text_len} data.seq_len={args.text_len + side * side}")
+    return Exit.DONE
+
+
+def show_chat(args: argparse.Namespace) -> int:
     """Print one conversation and what all of them hold, for each chat source of the job."""
     job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
     found = {key: source for key, source in data_sources(job.data).items() if source.name in ("chat", "embedded_chat")}

@@ -13,7 +13,7 @@ from .fault import Fault, suggest
 from .registry import REGISTRIES, Registry, resolve
 from .schema import Model
 
-OWN = tuple(f"titan_hydra.models.{family}" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "image_text"))
+OWN = tuple(f"titan_hydra.models.{family}" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "image_text", "flux"))
 
 
 def decoder_modules(config: Model) -> list[str]:
@@ -102,7 +102,9 @@ class Family:
     blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks  # (module or stage): what FSDP, checkpointing and compile wrap, by number
     parameters: Callable[[Any], int] | None = None  # (config): their number, where it is wanted without torch; None: not known
     flops: Callable[[Any, int, int], int] | None = decoder_flops  # (config, seq_len, parameters): of a token, forward and backward
-    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): of a block, for predictions
+    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): of a block, for predictions and adapters
+    takes: str = "tokens"  # what the objectives that suit it make of samples
+    pipeline: bool = True  # a stage passes one tensor to the next; False: pipeline parallelism is refused
 
     def part(self, name: str) -> Any:
         """Return the model, the sharding or the Hugging Face side, imported if it was given by name."""
@@ -114,10 +116,11 @@ REGISTRIES[Family] = FAMILIES  # so that `register` takes families too
 
 
 def families() -> dict[str, Family]:
-    """Return all families that are registered, the package's own among them."""
+    """Return all families that are registered, the package's own first, whichever was imported first."""
     for module in OWN:
         importlib.import_module(module)
-    return FAMILIES
+    return dict(sorted(FAMILIES.items(), key=lambda item: next(
+        (place for place, module in enumerate(OWN) if item[1].config.__module__.startswith(f"{module}.")), len(OWN))))
 
 
 def family_of(config: Model) -> Family:

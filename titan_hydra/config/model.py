@@ -34,6 +34,11 @@ class Model:
         return False
 
     @property
+    def causal(self) -> bool:
+        """Whether attention sees only what comes before."""
+        return True
+
+    @property
     def head_width(self) -> int:
         """The width of a head."""
         return self.head_dim or self.dim // self.n_heads

@@ -50,7 +50,8 @@ class ObjectiveKind:
     sequences: bool = False  # its loss joins the tokens of a document, so that context parallelism cannot cut it
     split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
     reads: tuple[str, ...] = ()  # the keys of `train` that it uses; those of other objectives must stay at their defaults
-    faults: Callable[[schema.Job], Iterable[Fault]] = lambda job: ()
+    makes: str = "tokens"  # what it gives a model; only families that take it suit
+    faults: Callable[[schema.Job], Iterable[Fault]] | str = lambda job: ()
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,8 @@ PIPELINE_SCHEDULES = Registry(
 CHAT, POLICY, IMAGE_TEXT = "titan_hydra.data.chat", "titan_hydra.data.policy", "titan_hydra.data.image_text"
 TURNS = ("tokens", "trained", "documents")
 PICTURES = ("patches", "cells", "images", "places")
+IMAGES = "titan_hydra.data.images"
+NOISY = ("latents", "noise", "time", "text", "pooled")
 DATA_SOURCES = Registry(
     "data.name",
     DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
@@ -219,6 +222,11 @@ DATA_SOURCES = Registry(
                    needs_path=True, suffixes=(".tar",), gives=(*TURNS, *PICTURES), encodes=True, faults=f"{IMAGE_TEXT}:pillow_is_there"),
     DataSourceKind("synthetic_image_text", f"{IMAGE_TEXT}:draw_image_text", documents=False, reads=("patches",), gives=(*TURNS, *PICTURES),
                    encodes=True, faults=f"{IMAGE_TEXT}:pillow_is_there"),
+    DataSourceKind("encoded_images", f"{IMAGES}:open_encoded", documents=False, reads=("path", "validation_path", "caption_dropout"),
+                   needs_path=True, gives=NOISY, faults=f"{IMAGES}:faults"),
+    DataSourceKind("image_files", "titan_hydra.train.encode:open_image_files", documents=False, needs_path=True, suffixes=(".jsonl",),
+                   reads=("path", "validation_path", "encoders", "caption_dropout"), gives=NOISY, faults=f"{IMAGES}:faults_of_files"),
+    DataSourceKind("synthetic_images", f"{IMAGES}:draw_images", documents=False, reads=("caption_dropout",), gives=NOISY),
 )
 OBJECTIVES = Registry(
     "train.objective",
@@ -230,6 +238,8 @@ OBJECTIVES = Registry(
                   head_loss=True, split_logits=True, reads=("clip",)),
     ObjectiveKind("image_text", "titan_hydra.train.objectives.image_text:ImageText", needs=(*TURNS, *PICTURES), head_loss=True,
                   split_logits=True),
+    ObjectiveKind("diffusion", "titan_hydra.train.objectives.diffusion:Diffusion", NOISY, makes="latents",
+                  faults="titan_hydra.config.rules.images:faults"),
 )
 ADAM = ("beta1", "beta2", "eps")
 OPTIMIZERS = Registry(

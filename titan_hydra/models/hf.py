@@ -31,10 +31,15 @@ EXPERTS = {  # those of a feed-forward of experts (moe.py), beside DECODER
 class HuggingFace:
     """A family's other side. Weights are exchanged unchanged: one to one, or a stack of experts and a tensor for each."""
 
-    model_type: str  # in config.json
+    model_type: str  # in config.json, as model_type or _class_name
     names: dict[str, str]  # of modules outside the blocks, of those within one, and of tensors that are not a module's weight
     to_config: Callable[[Any, torch.dtype], dict]  # (model section, dtype of the weights): config.json without token ids
     from_config: Callable[[dict, Path], Model]  # (config.json, its file): the model section; raises ConfigError for what cannot be had
+    files: str = "model"  # how the names of its files of weights begin
+
+    def of(self, config: Any) -> HuggingFace:
+        """Return the side of this model, where names depend on it."""
+        return self
 
     def name(self, fqn: str) -> str:
         """Return Hugging Face's name of the tensor `fqn`; of a stack of experts the name of one, with {} for its number."""
@@ -55,7 +60,7 @@ def hf_of(config: Model) -> HuggingFace:
     side = family_of(config).part("hf")
     if side is None:
         raise ConfigError(f"model.family={config.family}: has no Hugging Face format")
-    return side
+    return side.of(config)
 
 
 def meta_state(config: Model) -> dict[str, Tensor]:

@@ -159,21 +159,23 @@ class SDPA(nn.Module):
         "math": [SDPBackend.MATH],
     }
 
-    def __init__(self, backend: str):
+    def __init__(self, backend: str, causal: bool = True):
         super().__init__()
-        self.backend = backend
+        self.backend, self.causal = backend, causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute causal attention if `mask` is None; otherwise `mask` (boolean, True where a query sees a key) alone decides."""
+        """Compute attention, causal if it was made so and `mask` is None; otherwise `mask` (boolean, True where a query sees a key) alone
+        decides.
+        """
         if self.backend in ("cudnn", "efficient") and q.device.type == "cpu":
             raise ConfigError(f"model.attention={self.backend}: does not exist on the CPU; nearest legal: auto, flash or math")
         if self.backend == "efficient":  # does not support grouped queries
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = q.shape[1] != k.shape[1]
         if self.backend == "auto" and q.device.type != "cuda":
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped)
         with sdpa_kernel(self.BACKENDS[self.backend], set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped)
 
 
 class FeedForward(nn.Module):

@@ -77,7 +77,7 @@ def enable_ring(job: Job, device_type: str) -> None:
         from . import ring_cpu
 
         ring_cpu.register_ring()
-    OPTIONS.enable_load_balance = job.parallelism.cp_load_balance
+    OPTIONS.enable_load_balance = job.parallelism.cp_load_balance and job.model.causal  # else all queries cost the same, in any order
     private.set_rotate_method(job.parallelism.cp_rotate)
     private.enable_ring_dispatcher()
 
@@ -98,12 +98,12 @@ def cut_to(x: Tensor, width: int) -> Tensor:
 
 
 class Ring(nn.Module):
-    """Causal attention on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
+    """Attention, causal where `sdpa` is, on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
 
     def __init__(self, sdpa: nn.Module, mesh: DeviceMesh):
         """Take the allowed kernels from `sdpa`. Raises ConfigError if none of them works in a ring."""
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.causal = mesh, bool(sdpa.causal)
         self.options = ring_options()
         self.repeat = sdpa.backend == "efficient"  # does not support grouped queries; the other kernels communicate fewer keys and values
         # torch would silently fall back to the plain kernel, which takes rank order for sequence order (pytorch #147793).
@@ -114,7 +114,7 @@ class Ring(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
-            raise ValueError("ring attention supports only the causal mask")
+            raise ValueError("ring attention supports no mask")
         # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
@@ -123,7 +123,7 @@ class Ring(nn.Module):
         width, v = v.shape[-1], as_wide(v, q)
         q, k, v = (DTensor.from_local(x, self.mesh, [Shard(2)], run_check=False) for x in (q, k, v))
         with sdpa_kernel(self.kernels, set_priority=True):
-            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            h = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
         return cut_to(h.to_local(), width)
 
 

@@ -211,6 +211,8 @@ def shape_of(job: Job) -> Shape:
         lacks = "parameters" if family.parameters is None else "flops"
         raise NotPredictable(f"model.family={model.family}: has no formula for its {lacks} (Family({lacks}=...)), so nothing can be "
                              "predicted")
+    if family.takes != "tokens":
+        raise NotPredictable(f"model.family={model.family}: takes {family.takes}, and predictions know models of tokens alone")
     linears, experts = family.linears(model), experts_of(job)
     ends = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
     table = model.vocab_size * model.dim / degrees.tp

@@ -83,6 +83,7 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
                     "`source` a file in cluster.setup")
 
 
+VALUES.extend(objective.VALUES)
 VALUES.append(experts.dense_models_have_no_expert_ranks)
 
 
@@ -129,6 +130,13 @@ def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     """A family says how tensor parallelism splits its modules; nobody else can."""
     if job.parallelism.tp > 1 and family_of(job.model).sharding is None:
         yield Fault("parallelism.tp", job.parallelism.tp, f"family {job.model.family} has no tensor-parallel sharding", legal=(1,))
+
+
+@rule(LAYOUT)
+def family_can_be_cut_into_stages(job: Job) -> Iterator[Fault]:
+    """A stage of a pipeline passes one tensor to the next: a model with two streams has no such place."""
+    if job.parallelism.pp > 1 and not family_of(job.model).pipeline:
+        yield Fault("parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,))
 
 
 @rule(LAYOUT)
@@ -207,7 +215,7 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
-    """The ring merges the results of fused kernels and supports only the causal mask. Ulysses runs any attention, on whole sequences."""
+    """The ring merges the results of fused kernels and supports no mask of documents. Ulysses runs any attention, on whole sequences."""
     if job.parallelism.cp == 1 or job.parallelism.cp_rotate == "ulysses":
         return
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"

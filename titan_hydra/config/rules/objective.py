@@ -2,9 +2,9 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from titan_hydra.config.family import families
+from titan_hydra.config.family import families, family_of
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES
+from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.config.schema import Job, default_of
 
 from .data import data_sources
@@ -20,6 +20,15 @@ def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
                         "which this source does not give", legal=suitable)
 
 
+def objective_suits_the_model(job: Job) -> Iterator[Fault]:
+    """An objective gives a model what its family takes: tokens, or latents of images."""
+    makes, takes = OBJECTIVES[job.train.objective].makes, family_of(job.model).takes
+    if makes != takes:
+        legal = tuple(name for name, record in OBJECTIVES.items() if record.makes == takes)
+        yield Fault("train.objective", job.train.objective, f"makes {makes} of samples, and model.family={job.model.family} takes {takes}",
+                    legal=legal)
+
+
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
     """Only some losses can be computed in the head, or from logits that are split over the vocabulary: the objective's record tells."""
     record = OBJECTIVES[job.train.objective]
@@ -27,7 +36,7 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
         yield Fault("loss.name", job.loss.name, f"train.objective={record.name} needs the logits", legal=("cross_entropy",))
     if job.parallelism.tp > 1 and job.parallelism.loss_parallel and not record.split_logits:
         yield Fault("parallelism.loss_parallel", True, f"train.objective={record.name} needs whole logits", legal=(False,))
-    yield from record.faults(job)
+    yield from resolve(record.faults)(job)
 
 
 def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
@@ -73,3 +82,4 @@ def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
 
 RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss, objective_sees_whole_documents, objective_reads_its_keys,
          images_go_with_a_tower]
+VALUES = [objective_suits_the_model]

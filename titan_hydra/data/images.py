@@ -1,0 +1,226 @@
+"""Captioned images as samples of the objective `diffusion`, and what is drawn for them; synthetic ones of coloured shapes.
+
+All that is random in a sample (its place in the epoch, time, noise, which embeddings of its caption are left out) follows from the seed and
+the sample's number, which is step * global batch + slot: every layout and every resumed run sees the same.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import home, read_json
+
+from .items import OPEN_FILES
+from .permutation import permute
+
+if TYPE_CHECKING:
+    from titan_hydra.config.schema import Job, Source
+
+    from . import Wanted
+
+DESCRIPTION, EMPTY = "images.json", "empty.safetensors"  # files of encoded images, beside images-00000.safetensors and so on
+TIMES = 8  # at which a validation measures, one a sample in turn
+
+
+@dataclass(frozen=True)
+class Caption:
+    """What the text encoders make of a caption: an embedding of each token, and one of the whole."""
+
+    text: np.ndarray  # [tokens, width]
+    pooled: np.ndarray  # [width]
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image as the autoencoder sees it, the mean and the standard deviation of its latents [channels, side, side], with its caption."""
+
+    mean: np.ndarray
+    std: np.ndarray | float
+    caption: Caption
+
+
+class CaptionedImages:
+    """Numbered samples from `size` examples, which `read` returns by index; `empty` is the empty caption."""
+
+    separators: tuple[int | None, int | None] = (None, None)
+    tokenizer: str | None = None
+
+    def __init__(self, read: Callable[[int], Example], size: int, empty: Caption, seed: int, shuffle: bool, dropout: float, split: str):
+        self.read, self.size, self.empty, self.seed, self.shuffle = read, size, empty, seed, shuffle
+        self.dropout, self.held_out = dropout, split != "train"
+        self.signature = {"images": size}
+
+    def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
+        """Return a sample with its noise and time. A held-out one has a fixed time, and its caption whole."""
+        epoch, index = divmod(number, self.size)
+        example = self.read(permute(index, self.size, self.seed, epoch) if self.shuffle else index)
+        dice = np.random.Generator(np.random.Philox(key=np.array([self.seed % (1 << 64), number], dtype=np.uint64)))
+        time, left_out = dice.random(), dice.random(2) < self.dropout
+        if self.held_out:
+            time, left_out = (number % TIMES + 0.5) / TIMES, (False, False)
+        latents = example.mean + example.std * dice.standard_normal(example.mean.shape, dtype=np.float32)
+        text, pooled = (self.empty if left else example.caption for left in left_out)
+        return {"latents": latents.astype(np.float32), "noise": dice.standard_normal(latents.shape, dtype=np.float32),
+                "time": np.array(time, np.float32), "text": text.text, "pooled": pooled.pooled}
+
+    def state(self, slot: int) -> dict[str, int]:
+        return {}
+
+    def load(self, slot: int, state: dict[str, int]) -> None:
+        """Do nothing: the sample number determines everything."""
+
+
+class EncodedImages:
+    """Examples from the files that `titan data encode-images` has written into a folder, by index."""
+
+    def __init__(self, key: str, folder: Path):
+        """Read the description. Raises ConfigError if the folder has none, or not the files that it lists."""
+        described = description_of(key, folder)
+        files = [folder / f"images-{number:05d}.safetensors" for number in range(len(described["images"]))]
+        if missing := [file for file in (*files, folder / EMPTY) if not file.is_file()]:
+            raise ConfigError(f"{key}={folder}: has no {missing[0].name}, which its {DESCRIPTION} lists")
+        self.ends = list(accumulate(described["images"]))
+        from safetensors import safe_open  # here, as the rules import this module without torch
+        from safetensors.torch import load_file
+
+        self.open = functools.lru_cache(OPEN_FILES)(lambda number: safe_open(files[number], framework="pt"))
+        self.empty = Caption(*(tensor.float().numpy() for _, tensor in sorted(load_file(folder / EMPTY).items(), reverse=True)))
+
+    def read(self, index: int) -> Example:
+        number = bisect_right(self.ends, index)
+        place, file = index - (self.ends[number - 1] if number else 0), self.open(number)
+        mean, std, text, pooled = (file.get_slice(name)[place].float().numpy() for name in ("mean", "std", "text", "pooled"))
+        return Example(mean, std, Caption(text, pooled))
+
+
+def description_of(key: str, folder: Path) -> dict[str, Any]:
+    """Return the description of encoded images. Raises ConfigError if it is not there."""
+    described = read_json(folder / DESCRIPTION)
+    if not described or not described.get("images") or "shapes" not in described:
+        raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan data encode-images` writes it last")
+    return described
+
+
+def faults(key: str, source: Source, job: Job) -> Iterator[Fault]:
+    """Yield what keeps the encoded images of a source from the model: another size, other encoders."""
+    model: Any = job.model
+    side = 2 * round((job.data.seq_len - model.text_len) ** 0.5)
+    needed = {"mean": [model.channels, side, side], "text": [model.text_len, model.text_dim], "pooled": [model.pooled_dim]}
+    for name in ("path", "validation_path") if job.validation.name == "on" else ("path",):
+        if not (path := getattr(source, name)):
+            if name == "validation_path":
+                yield Fault(f"{key}.{name}", None, f"validation=on with data={source.name} needs it")
+            continue
+        folder = home(path)
+        try:
+            shapes = description_of(f"{key}.{name}", folder)["shapes"]
+        except ConfigError as error:
+            yield Fault(f"{key}.{name}", str(folder), str(error).partition(": ")[2])
+            continue
+        for tensor, shape in needed.items():
+            if shapes.get(tensor) != shape:
+                yield Fault(f"{key}.{name}", str(folder), f"{tensor} of an image is {shapes.get(tensor)}; data.seq_len and the model need "
+                            f"{shape}")
+
+
+def faults_of_files(key: str, source: Source, job: Job) -> Iterator[Fault]:
+    """Yield what is missing of the encoders of images that are encoded in the run."""
+    wanted = [f"{part}/config.json" for part in ("text_encoder", "text_encoder_2", "vae")]
+    if not source.encoders:
+        yield Fault(f"{key}.encoders", None, f"data={source.name} needs it")
+    elif missing := [file for file in wanted if not (home(source.encoders) / file).is_file()]:
+        yield Fault(f"{key}.encoders", source.encoders, f"has no {missing[0]}")
+
+
+def open_encoded(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
+    """Open images that were encoded before the run."""
+    name, path = ("path", source.path) if wanted.split == "train" else ("validation_path", source.validation_path)
+    images = EncodedImages(f"{key}.{name}", home(path))
+    return CaptionedImages(images.read, images.ends[-1], images.empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)
+
+
+COLOURS = {"red": (1, -1, -1), "green": (-1, 0.6, -1), "blue": (-1, -1, 1), "yellow": (1, 1, -1), "purple": (0.4, -1, 0.8),
+           "cyan": (-1, 1, 1), "orange": (1, 0.2, -1), "black": (-1, -1, -1)}
+SHAPES = ("circle", "square", "triangle", "cross")
+CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES)
+CELL = 8  # pixels along each side of a latent
+
+
+def draw_images(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
+    """Draw a synthetic image for each of CAPTIONS; those for validation show the same shapes in other places."""
+    model: Any = wanted.job.model
+    data = wanted.job.data
+    side = 2 * round((data.seq_len - model.text_len) ** 0.5)
+
+    def read(index: int) -> Example:
+        pixels = picture(CAPTIONS[index], side * CELL, seed if wanted.split == "train" else ~seed)
+        return Example(to_cells(pixels, model.channels), 0.0, spoken(CAPTIONS[index], model))
+
+    return CaptionedImages(read, len(CAPTIONS), spoken("", model), seed, data.shuffle, source.caption_dropout, wanted.split)
+
+
+def picture(caption: str, side: int, seed: int) -> np.ndarray:
+    """Return the image [3, side, side] of a synthetic caption: white, with the shape somewhere near the middle; colours are -1 to 1."""
+    _, colour, kind = caption.split()
+    dice = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), CAPTIONS.index(caption)], dtype=np.uint64)))
+    x, y = (np.indices((side, side)) + 0.5)[::-1] / side - 0.5 - dice.uniform(-0.08, 0.08, (2, 1, 1))
+    size = dice.uniform(0.28, 0.34)
+    inside = {
+        "circle": x**2 + y**2 < size**2,
+        "square": np.maximum(abs(x), abs(y)) < 0.85 * size,
+        "triangle": (y < 0.8 * size) & (2 * abs(x) < 0.8 * size + y),
+        "cross": (np.maximum(abs(x), abs(y)) < size) & (np.minimum(abs(x), abs(y)) < 0.35 * size),
+    }[kind]
+    return np.where(inside, np.array(COLOURS[colour])[:, None, None], 1.0).astype(np.float32)
+
+
+def spoken(caption: str, model: Any) -> Caption:
+    """Return embeddings of a synthetic caption without an encoder: a random vector for each word, and their mean."""
+    def vector(word: str, width: int) -> np.ndarray:
+        key = int.from_bytes(hashlib.blake2b(f"{word} {width}".encode(), digest_size=8).digest(), "little")
+        return np.random.Generator(np.random.Philox(key=key)).standard_normal(width, dtype=np.float32)
+
+    every = (caption.split() + [""] * model.text_len)[: model.text_len]
+    return Caption(np.stack([vector(word, model.text_dim) for word in every]),
+                    np.mean([vector(word, model.pooled_dim) for word in caption.split() or [""]], axis=0))
+
+
+def to_cells(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Return the lowest frequencies of each cell of an image [3, side, side] as its latents [channels, side / CELL, side / CELL]: the
+    autoencoder of synthetic images.
+    """
+    rows = pixels.shape[1] // CELL
+    cells = pixels.reshape(3, rows, CELL, rows, CELL).transpose(1, 3, 0, 2, 4).reshape(rows, rows, 3 * CELL * CELL)
+    return np.ascontiguousarray((cells @ basis(channels)).transpose(2, 0, 1), dtype=np.float32)
+
+
+def to_pixels(latents: np.ndarray) -> np.ndarray:
+    """Return the image [3, side, side] of latents that `to_cells` has made, without the frequencies that they lack."""
+    channels, rows, _ = latents.shape
+    table = basis(channels)
+    cells = latents.transpose(1, 2, 0) @ (table.T / np.maximum((table**2).sum(axis=0), 1e-9)[:, None])
+    return cells.reshape(rows, rows, 3, CELL, CELL).transpose(2, 0, 3, 1, 4).reshape(3, rows * CELL, rows * CELL)
+
+
+def basis(channels: int) -> np.ndarray:
+    """Return cosines over a cell for each colour [3 * CELL * CELL, channels], low frequencies first, scaled so that a latent is at most
+    about 1.
+    """
+    place = (np.arange(CELL) + 0.5) * np.pi / CELL
+    waves = np.cos(np.outer(np.arange(CELL), place))
+    table = np.zeros((3, CELL, CELL, channels))
+    frequencies = sorted(np.ndindex(CELL, CELL), key=lambda pair: (sum(pair), pair))
+    for channel in range(min(channels, table[..., 0].size)):
+        down, right = frequencies[channel // 3]
+        table[channel % 3, :, :, channel] = np.outer(waves[down], waves[right]) / CELL**2 * (1 if down == right == 0 else 2)
+    return table.reshape(-1, channels)

@@ -1,0 +1,104 @@
+"""The keys of FLUX, its size and its FLOPs. Imports no torch."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titan_hydra.config.family import Linear
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.ranges import COUNT, NOT_NEGATIVE, WIDTH, Interval
+from titan_hydra.config.schema import Model, key
+
+PATCH = 2  # latents along each side of a token
+TIME = 256  # sines and cosines of the time
+
+
+@dataclass
+class FluxConfig(Model):
+    double_layers: int = key(19, "blocks, the first ones, in which image and text have weights of their own; in the others they share "
+                             "them", Interval(0, 10_000))
+    channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
+    text_len: int = key(512, "tokens of a caption; data.seq_len less these are the image's, a square", COUNT)
+    text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
+    pooled_dim: int = key(768, "width of the embedding of a whole caption", WIDTH)
+    rope_first: int = key(16, "part of a head's width that turns with the first of three coordinates, which is 0; rows and columns of "
+                          "the image share the rest", Interval(0, 1_000_000))
+    guidance: float | None = key(None, "strength of guidance that a distilled model is told while it trains; null: it has no embedding "
+                                 "of it", NOT_NEGATIVE)
+
+    @property
+    def causal(self) -> bool:
+        """Whether attention sees only what comes before."""
+        return False
+
+    @property
+    def patch_width(self) -> int:
+        """The numbers of an image's token: a square of latents."""
+        return PATCH * PATCH * self.channels
+
+    @property
+    def rope_axes(self) -> tuple[int, int, int]:
+        """The parts of a head's width that turn with each of three coordinates."""
+        rest = (self.head_width - self.rope_first) // 2
+        return self.rope_first, rest, rest
+
+    def arithmetic(self) -> dict[str, Any]:
+        return super().arithmetic() | dict.fromkeys(("text_len", "vocab_size", "norm_eps")) | {"guidance": self.guidance is not None}
+
+    def faults(self) -> Iterator[Fault]:
+        """Each of three coordinates turns pairs of a head's numbers, together all of them. Attention has no grouped queries."""
+        if self.rope_first % 2 or (self.head_width - self.rope_first) % 4 or self.rope_first > self.head_width:
+            legal = range(self.head_width % 4, self.head_width + 1, 4)
+            yield Fault("model.rope_first", self.rope_first, f"must be even, and the rest of a head's width {self.head_width} divide by 4",
+                        legal=tuple(sorted(legal, key=lambda width: abs(width - self.rope_first))[:2]))
+        if self.double_layers > self.n_layers:
+            yield Fault("model.double_layers", self.double_layers, f"the model has {self.n_layers} blocks", legal=(self.n_layers,))
+        if self.n_kv_heads != self.n_heads:
+            yield Fault("model.n_kv_heads", self.n_kv_heads, "each query head has keys of its own", legal=(self.n_heads,))
+        if self.tie_embeddings:
+            yield Fault("model.tie_embeddings", True, "there is no embedding of tokens", legal=(False,))
+
+
+def running_order(config: FluxConfig) -> list[str]:
+    """Return the modules in running order."""
+    guidance = ["guidance_in"] if config.guidance is not None else []
+    blocks = [f"layers.{block}" for block in range(config.n_layers)]
+    return ["img_in", "txt_in", "time_in", "vector_in", *guidance, *blocks, "modulation", "output"]
+
+
+def no_linears(config: FluxConfig) -> tuple[Linear, ...]:
+    """Return nothing: the blocks are of two kinds, and what asks for one kind's linears (adapters, predictions) is refused."""
+    return ()
+
+
+def parameters(config: FluxConfig) -> int:
+    """Return the number of parameters."""
+    per_image, per_text, per_both, per_sample = matrices(config)
+    single, double = config.n_layers - config.double_layers, config.double_layers
+    dim, width = config.dim, config.ffn_width
+    embeddings = 2 if config.guidance is None else 3
+    biases = double * (2 * (6 * dim + 4 * dim + width + dim)) + single * (3 * dim + 3 * dim + width + dim)
+    biases += 2 * dim + embeddings * 2 * dim + 2 * dim + config.patch_width
+    norms = config.head_width * (4 * double + 2 * single)
+    return per_image + per_text + per_both + per_sample + biases + norms
+
+
+def matrices(config: FluxConfig) -> tuple[int, int, int, int]:
+    """Return the numbers in matrices that each token of an image meets, each of a text, each of both, and each sample once."""
+    dim, width = config.dim, config.ffn_width
+    single, double = config.n_layers - config.double_layers, config.double_layers
+    block = 4 * dim * dim + 2 * dim * width  # attention, feed-forward
+    embeddings = (TIME * dim + dim * dim) * (1 if config.guidance is None else 2) + config.pooled_dim * dim + dim * dim
+    modulations = double * 12 * dim * dim + single * 3 * dim * dim + 2 * dim * dim
+    return double * block + 2 * config.patch_width * dim, double * block + config.text_dim * dim, single * block, embeddings + modulations
+
+
+def flops(config: FluxConfig, seq_len: int, parameters: int) -> int:
+    """Return the FLOPs of forward and backward of a sample, for each of its tokens: 6 per weight that a token meets, and attention over
+    all tokens.
+    """
+    per_image, per_text, per_both, per_sample = matrices(config)
+    image = seq_len - config.text_len
+    met = per_image * image + per_text * config.text_len + per_both * seq_len + per_sample
+    return 6 * met // seq_len + 12 * config.n_layers * config.dim * seq_len

@@ -1,0 +1,102 @@
+"""Draw images with a model of rectified flow: from noise to an image, in Euler steps against the velocity."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.checkpoint.convert import DTYPES, find_section, read_model_config, reader_of
+from titan_hydra.config.family import family_of
+from titan_hydra.config.files import home
+from titan_hydra.data.images import Caption, spoken, to_pixels
+from titan_hydra.models.flux.encoders import Encoders
+
+from .encode import device_here
+from .generate import load_model
+from .objectives.diffusion import as_latents, coordinates
+
+
+def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str,
+           encoders: str | None = None) -> list[np.ndarray]:
+    """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the strength of guidance: how far a
+    step goes beyond that of the empty prompt, or what a distilled model is told. Raises ConfigError if the model draws no images.
+    """
+    config: Any = read_model_config(checkpoint)
+    if family_of(config).takes != "latents":
+        raise ConfigError(f"model.family={config.family}: takes tokens and draws no images; titan generate continues a text")
+    _, section = find_section("data", checkpoint)
+    model = load_model(config, section["seq_len"], DTYPES[dtype], reader_of(checkpoint))
+    tools = None if section["name"] == "synthetic_images" else encoders_of(section, encoders)
+    captions = [spoken(prompt, config) if tools is None else tools.caption(prompt, config.text_len) for prompt in ("", *prompts)]
+    side = round((section["seq_len"] - config.text_len) ** 0.5)
+    noise = torch.stack([first_noise(seed, place, side * side, config.patch_width) for place in range(len(prompts))])
+    tokens = flow(model, noise, captions[1:], captions[0], times(steps, shift), scale)
+    latents = as_latents(tokens.float())
+    return [as_bytes(to_pixels(one.cpu().numpy()) if tools is None else tools.image(one)) for one in latents]
+
+
+def encoders_of(section: dict, folder: str | None) -> Tools:
+    """Return the encoders of a folder, or of that which the run's data section names. Raises ConfigError if there is none."""
+    if not (named := folder or section.get("encoders")):
+        raise ConfigError(f"data={section['name']}: prompts are encoded and images decoded as those of the run were: name the folder with "
+                          "--encoders")
+    return Tools(home(named), device_here())
+
+
+class Tools(Encoders):
+    """Encoders that give what samples hold."""
+
+    def caption(self, text: str, length: int) -> Caption:
+        """Return the embeddings of a text."""
+        return Caption(*(tensor[0].cpu().numpy() for tensor in self.captions([text], length)))
+
+    @torch.no_grad()
+    def image(self, latents: Tensor) -> np.ndarray:
+        """Return the image [3, height, width] of latents."""
+        return self.autoencoder.decode(latents.to(self.device)[None])[0].cpu().numpy()
+
+
+def first_noise(seed: int, place: int, tokens: int, width: int) -> Tensor:
+    """Return the noise [tokens, width] of the prompt at a place."""
+    dice = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), place], dtype=np.uint64)))
+    return torch.from_numpy(dice.standard_normal((tokens, width), dtype=np.float32))
+
+
+def times(steps: int, shift: float) -> list[float]:
+    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 makes more of them noisy, as large images need."""
+    even = [1 - step / steps for step in range(steps + 1)]
+    return [math.exp(shift) / (math.exp(shift) + 1 / time - 1) if time else 0.0 for time in even]
+
+
+@torch.no_grad()
+def flow(model: nn.Module, noise: Tensor, captions: Sequence[Caption], empty: Caption, times: Sequence[float], scale: float) -> Tensor:
+    """Return what noise [samples, tokens, width] becomes under each caption."""
+    weight = next(model.parameters())
+    text = torch.from_numpy(np.stack([one.text for one in captions])).to(weight)
+    pooled = torch.from_numpy(np.stack([one.pooled for one in captions])).to(weight)
+    no_text, no_pooled = (torch.from_numpy(row).to(weight).expand_as(rows)
+                          for row, rows in ((empty.text, text), (empty.pooled, pooled)))
+    distilled = getattr(model, "guidance_in", None) is not None
+    positions = coordinates(round(noise.shape[1] ** 0.5)).expand(len(captions), -1, -1).to(weight.device)
+    told = {"guidance": torch.full((len(captions),), scale, device=weight.device)} if distilled else {}
+    x = noise.to(weight.device)
+    for time, following in pairwise(times):
+        now = torch.full((len(captions),), time, device=weight.device)
+        velocity = model(x.to(weight), text, pooled, now, positions, **told).float()
+        if scale != 1 and not distilled:
+            blind = model(x.to(weight), no_text, no_pooled, now, positions).float()
+            velocity = blind + scale * (velocity - blind)
+        x = x + (following - time) * velocity
+    return x
+
+
+def as_bytes(pixels: np.ndarray) -> np.ndarray:
+    """Return an image [3, height, width] of -1 to 1 as bytes [height, width, 3]."""
+    return ((pixels.clip(-1, 1) + 1) * 127.5).round().astype(np.uint8).transpose(1, 2, 0)
