@@ -12,7 +12,8 @@ from titan_hydra.runs.layout import Entry
 ROOT = Path(__file__).parents[2]
 ENTRIES = [entry for entry in vars(layout).values() if isinstance(entry, Entry)]
 # Words of these names with another meaning: Hugging Face's config.json, options, signals, SLURM's programs.
-OTHERS = {"checkpoint/convert.py", "checkpoint/folder.py", "models/flux/encoders.py", "checkpoint/initial.py", "commands/from_torchtitan.py"}
+OTHERS = {"checkpoint/convert.py", "checkpoint/folder.py", "checkpoint/initial.py", "models/flux/encoders.py",
+          "commands/from_torchtitan.py"}
 
 
 def test_the_map_has_every_file():
