@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 
-# `pytest -m quick`: what a change breaks most often, and what a release of torch changes. .ci/run takes it for the oldest torch.
+# `pytest -m quick`: what a change breaks most often, and what a release of torch changes.
 QUICK = ("test_walls.py", "runs/", "config/test_load.py", "config/test_checks.py", "parallel/", "train/test_optimizer.py",
          "train/test_loss.py")
 QUICK_LAYOUTS = (

@@ -179,7 +179,7 @@ def test_synthetic_images_survive_their_autoencoder():
     (["train.objective=language"], "train.objective=language: makes tokens of samples, and model.family=flux takes latents; "
                                    "nearest legal: diffusion"),
     (["model=llama3_debug"], "train.objective=diffusion: makes latents of samples, and model.family=llama3 takes tokens; "
-                             "nearest legal: language or sft"),
+                             "nearest legal: language or sft or dpo or policy or image_text"),
     (["parallelism=tp"], "parallelism.tp=2: family flux has no tensor-parallel sharding; nearest legal: 1"),
     (["parallelism=pp"], "parallelism.pp=2: family flux cannot be cut into stages; nearest legal: 1"),
     (["data.seq_len=25"], "data.seq_len=25: model.text_len=8 tokens of text leave 17 for the image, which are no square; "

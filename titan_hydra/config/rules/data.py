@@ -42,9 +42,10 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
         return
     if not job.data.shuffle:
         yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,))
-    if not any(DATA_SOURCES[source.name].documents for source in data_sources(job.data).values()):
-        names = ", ".join(name for name, record in DATA_SOURCES.items() if not record.documents)
-        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, f"{names} are shuffled as a whole", legal=(0,))
+    names = sorted({source.name for source in data_sources(job.data).values()})
+    if not any(DATA_SOURCES[name].documents for name in names):
+        whole = f"data={' and '.join(names)} is shuffled as a whole"
+        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, whole, legal=(0,))
 
 
 def data_files_are_there(job: Job) -> Iterator[Fault]:
