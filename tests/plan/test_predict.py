@@ -69,6 +69,19 @@ def test_the_quick_estimate_of_a_pipeline_is_near_the_played_one():
         assert quick == pytest.approx(exact, rel=0.15), schedule
 
 
+def test_a_process_that_starts_passes_slowly_is_slower_with_every_pass():
+    """One stage of a rank makes two passes for a microbatch, two stages with a backward in halves six."""
+    def seconds(*overrides: str) -> float:
+        job = job_of("parallelism=pp", "parallelism.pp=8", "data.local_batch=16", "pp_schedule.microbatches=16", *overrides)
+        return predict.predict(job).speed.step_seconds
+
+    def added(*schedule: str) -> float:
+        return seconds(*schedule, "hardware.passes_per_second=100") - seconds(*schedule)
+
+    plain, halves = added("pp_schedule=1f1b"), added("pp_schedule=interleaved_zb")
+    assert 2 * 16 / 100 < plain < 2 * (16 + 8) / 100 and 6 * 16 / 100 < halves < 6 * (16 + 8) / 100
+
+
 @pytest.mark.parametrize(("overrides", "expected"), [
     (("ac=none",), "ac=none: "), (("data.seq_len=49152", "data.local_batch=1", "ac=full"), "loss=cross_entropy: "),
     (("model=llama3_70b", "ac=full", "loss=linear_cross_entropy", "data.local_batch=1"), "parallelism.dp_shard=8: "),

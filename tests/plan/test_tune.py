@@ -128,5 +128,6 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
     head, *lines = csv.reader(titan(tmp_path, "report", "--predicted", "--csv", newest.name).stdout.splitlines())
     rows = [dict(zip(head, line, strict=True)) for line in lines]
     assert len(rows) >= 8
-    winner = max(rows, key=lambda row: float(row["predicted_tokens_per_second"]))
-    assert winner in sorted(rows, key=lambda row: -float(row["tokens_per_second"]))[:2]
+    most = max(float(row["predicted_tokens_per_second"]) for row in rows)  # of several, where a schedule changes memory alone
+    best = sorted(rows, key=lambda row: -float(row["tokens_per_second"]))[:2]
+    assert any(float(row["predicted_tokens_per_second"]) == most for row in best)

@@ -130,7 +130,7 @@ def family_of(config: Model) -> Family:
 
 def family_named(name: Any) -> Family:
     """Return a family by its name. Raises ConfigError if there is none."""
-    if name not in families():
+    if name not in FAMILIES and name not in families():
         raise ConfigError(str(unknown_family(name)))
     return FAMILIES[name]
 

@@ -262,6 +262,8 @@ class Hardware:
     memory_tbs: float | None = key(None, "bandwidth of the device's memory, 10^12 bytes/s", POSITIVE, identity=False)
     nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s a device", POSITIVE, identity=False)
     nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s a device", POSITIVE, identity=False)
+    passes_per_second: float | None = key(None, "empty passes over a pipeline stage that a process starts; null: they hide behind kernels",
+                                          POSITIVE, identity=False)
 
 
 @dataclass

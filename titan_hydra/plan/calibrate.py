@@ -12,7 +12,7 @@ from titan_hydra.config.schema import Hardware, Job
 from . import time
 from .predict import changed
 
-RATES = ("bf16_tflops", "float8_tflops", "attention_tflops", "flash_tflops", "memory_tbs", "nvlink_gbs", "nic_gbs")
+RATES = ("bf16_tflops", "float8_tflops", "attention_tflops", "flash_tflops", "memory_tbs", "nvlink_gbs", "nic_gbs", "passes_per_second")
 PULL = 1e-3  # towards the start: a rate that the runs tell little of stays near it
 STEPS = (0.5, 0.2, 0.05, 0.01)  # of the search, in logarithms
 

@@ -14,6 +14,7 @@ from titan_hydra.config.schema import Job
 from .schedules import in_flight
 from .shape import Shape, shape_of
 
+SAVED = "saved activations"  # the term that checkpointing changes
 CHUNK = 2**24  # elements that an update of split masters joins at a time (kernels/split_masters.py)
 BAND = 0.10  # half-width of the error band, relative: of the paper's 18 rows none is further off
 
@@ -101,16 +102,17 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     whole = shape.gathered_parameters(stages)
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
+    kept, others = saved(shape), _between_stages(shape, rank)
     late = shape.job.pp_schedule.name in ("gpipe", "looped_bfs")  # no backward before the last forward
     if end in stages:
         for head in _head(shape, rank, constants):
-            yield before, [*_kept(shape, rank, flying.at_end), *_unsharded(shape, whole, None, not late), *head]
+            yield before, [Term(SAVED, flying.at_end * kept), *others, *_unsharded(shape, whole, None, not late), *head]
     of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)  # of the linears' outputs, and of the weights
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
         block.append(postponed)
-        first = [*_kept(shape, rank, flying.most - 1), *_unsharded(shape, whole, shape.head, not late), *block]
-        last = [*_kept(shape, rank, 0), *_unsharded(shape, whole, shape.whole, True), *block]
+        first = [Term(SAVED, (flying.most - 1) * kept), *others, *_unsharded(shape, whole, shape.head, not late), *block]
+        last = [Term(SAVED, 0), *others, *_unsharded(shape, whole, shape.whole, True), *block]
         yield before or (0 if pp else shape.head), first
         yield before or (0 if pp else parameters - shape.block - shape.embedding), last
     joined = min(CHUNK, parameters / shape.shards) * (shape.job.optimizer.masters == "split")
@@ -189,15 +191,14 @@ def _mask(shape: Shape) -> float:
     return shape.samples * shape.job.data.seq_len**2 * shape.job.data.document_mask
 
 
-def _kept(shape: Shape, rank: int, blocks: float) -> list[Term]:
-    """Return saved activations of as many blocks of all microbatches in flight and, in a pipeline, the buffers between stages.
+def _between_stages(shape: Shape, rank: int) -> list[Term]:
+    """Return the masks of all microbatches in flight and, in a pipeline, the buffers between stages.
 
     torch allocates receive buffers for all microbatches, forward and backward, and keeps a stage's outputs until their backward.
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
-    whole = _mask(shape) * number * (shape.compiled or job.ac.name != "none")  # a byte each
-    terms = [Term("saved activations", blocks * saved(shape)), Term("masks", whole)]
+    terms = [Term("masks", _mask(shape) * number * (shape.compiled or job.ac.name != "none"))]  # a byte each
     if last:
         message = shape.tokens * shape.used * shape.residual
         buffers = sum((stage > 0) + (stage < last) for stage in shape.stages[rank]) * shape.microbatches

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_hydra.config.fault import Fault
@@ -13,7 +13,7 @@ from titan_hydra.config.schema import ActivationCheckpoint, Job
 
 from . import memory, time
 from .memory import Peak
-from .shape import NotPredictable, shape_of
+from .shape import NotPredictable
 from .time import Speed
 
 Change = tuple[str, Any, Any]  # key, old value, new value
@@ -61,13 +61,20 @@ def capacity_of(job: Job) -> float | None:
 
 def predict(job: Job, exact: bool = True) -> Prediction:
     """Predict a frozen, legal job. Raises NotPredictable if not even its memory can be predicted."""
-    shape = shape_of(job)
-    speed = reason = None
+    return timed(in_memory(job), exact)
+
+
+def in_memory(job: Job) -> Prediction:
+    """Predict a job's memory alone. Raises NotPredictable."""
+    return Prediction(job, memory.peak(job), capacity_of(job), None)
+
+
+def timed(prediction: Prediction, exact: bool = True) -> Prediction:
+    """Return a prediction with the job's speed, or with the reason why it has none."""
     try:
-        speed = time.speed(job, shape=shape, exact=exact)
+        return replace(prediction, speed=time.speed(prediction.job, exact=exact))
     except NotPredictable as error:
-        reason = str(error)
-    return Prediction(job, memory.peak(job, shape=shape), capacity_of(job), speed, reason)
+        return replace(prediction, reason=str(error))
 
 
 def of_launch(job: Job) -> Prediction | None:

@@ -36,10 +36,15 @@ def known(name: str) -> str:
 @cache
 def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
     """Return the actions of `pp` ranks with `stages` stages each for a number of microbatches. The result is cached: do not change it."""
+    return [actions_of_rank(rank, name, pp, stages, number) for rank in range(pp)]
+
+
+def actions_of_rank(rank: int, name: str, pp: int, stages: int, number: int) -> list[Action]:
+    """Return the actions of one pipeline rank."""
     if name in ("gpipe", "1f1b"):
-        return [pipeline.actions_of_one_stage(rank, pp, number, name == "gpipe") for rank in range(pp)]
-    order = [numbered(STEPS[name](rank, pp, stages, number)) for rank in range(pp)]
-    return [[action for action in ranks if action[2] < number] for ranks in order]  # zbv plans more than there may be
+        return pipeline.actions_of_one_stage(rank, pp, number, name == "gpipe")
+    order = numbered(STEPS[name](rank, pp, stages, number))
+    return [action for action in order if action[2] < number]  # zbv plans more than there may be
 
 
 def numbered(steps: Iterable[Step]) -> list[Action]:
@@ -143,7 +148,7 @@ def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
 
 @cache
 def _held_by(name: str, pp: int, stages: int, number: int, rank: int, weights: tuple[float, ...]) -> Held:
-    return _held(actions(name, pp, stages, number)[rank], weights)
+    return _held(actions_of_rank(rank, name, pp, stages, number), weights)
 
 
 def _held(order: Iterable[Action], weights: tuple[float, ...]) -> Held:

@@ -1,7 +1,7 @@
 """Every legal layout of a job on a number of devices, at a fixed global batch: which fit, and how fast each is."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from titan_hydra.config.fault import divisors
@@ -10,8 +10,7 @@ from titan_hydra.config.rules import checks
 from titan_hydra.config.schema import Job
 
 from .experts import expert_degrees
-from .memory import peak
-from .predict import MODES, Prediction, capacity_of, changed, fits, on_nodes, predict, with_mode
+from .predict import MODES, Prediction, changed, in_memory, on_nodes, predict, timed, with_mode
 from .shape import NotPredictable
 
 ROWS = 10  # of an answer
@@ -57,10 +56,10 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
     Those that fit come first, the front of speed against memory before what it dominates; if none fits, those that need least memory.
     """
-    found = [predict(point, exact=False) for point in _points(prepared(job, gpus))]
-    if found and found[0].reason:
-        raise NotPredictable(found[0].reason)
-    fitting = [one for one in found if one.fits != "no"]
+    found = [*_points(prepared(job, gpus))]
+    if found and (reason := timed(found[0], exact=False).reason):
+        raise NotPredictable(reason)
+    fitting = [timed(one, exact=False) for one in found if one.fits != "no"]
     ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(found, key=lambda one: one.peak.gib)
     rows: dict[tuple, Row] = {}
     for one in ranked:
@@ -71,7 +70,7 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
             break
     exact = [Row(predict(row.prediction.job)) for row in rows.values()]
     if fitting:
-        exact.sort(key=lambda row: -row.prediction.speed.tokens_per_second)
+        exact.sort(key=lambda row: (-row.prediction.speed.tokens_per_second, row.prediction.peak.gib))
     marked, least = [], float("inf")
     for row in exact:
         marked.append(replace(row, front=row.prediction.peak.gib < least))
@@ -80,16 +79,22 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
     return [row for row in marked if row in best], len(found)
 
 
-def _points(job: Job) -> Iterator[Job]:
-    """Yield the legal points of the space; of those that differ in checkpointing alone, the one that recomputes least among what fits."""
+def _points(job: Job) -> Iterator[Prediction]:
+    """Yield the memory of the legal points of the space; of those that differ in checkpointing alone, the one that recomputes least among
+    what fits.
+    """
     for layout in _layouts(job):
         for batches in _batches(layout):
-            legal = [point for mode in MODES if not checks.check(
-                point := with_mode(batches, mode), (checks.RECIPE,))]
-            # Most fit in no mode, which is seen in the last one.
-            some = legal[-1:] and fits(peak(legal[-1]).gib, capacity_of(batches)) != "no"
-            first = next((point for point in legal[:-1] if fits(peak(point).gib, capacity_of(point)) != "no"), None) if some else None
-            yield from [first] if first else legal[-1:]
+            last = next(_legal(batches, reversed(MODES)), None)
+            if last and (memory := in_memory(last)).fits == "no":  # as most do
+                yield memory
+            elif last:
+                yield next(one for one in map(in_memory, _legal(batches, MODES)) if one.fits != "no")
+
+
+def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:
+    """Return a job with each of the modes of checkpointing that the rules accept."""
+    return (point for mode in modes if not checks.check(point := with_mode(job, mode), (checks.RECIPE,)))
 
 
 def _layouts(job: Job) -> Iterator[Job]:

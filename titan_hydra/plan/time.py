@@ -18,6 +18,7 @@ Passes = dict[str, tuple[float, float]]  # seconds of the forward and of the bac
 BAND, UNMEASURED = 0.15, 0.20  # half-widths of the error band, relative: of a preset that was fitted to runs, and of one that was not
 TOKEN_BYTES = 36  # of memory traffic for each parameter: 28 of AdamW in float32, 8 of the norm (H200: 7.95 and 3.5 ms for 10^9)
 LATENCY = 0.01  # seconds of a step outside all that is counted
+OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
     `exact` plays the pipeline's schedule with the times of its own stages; otherwise its idle time is that of equal stages.
     """
     shape, hardware = shape or shape_of(job), job.hardware
-    needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in ("float8_tflops", "flash_tflops")]
+    needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in OPTIONAL]
     if missing := [name for name in needed if getattr(hardware, name) is None]:
         raise NotPredictable(f"hardware={hardware.name}: has no {missing[0]}, so no time can be predicted")
     if shape.format and hardware.float8_tflops is None:
@@ -66,6 +67,8 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
     forward, backward = (sum(passes[side] for passes in block.values()) for side in (0, 1))
     if len(shape.stages) > 1:
+        passes = (2 + pipeline.splits_backward(job)) * len(shape.stages[0]) * shape.microbatches
+        parts["pipeline calls"] = _call(job) * passes * shape.rounds
         span = _span(shape, (forward, backward), head, exact)
         parts["pipeline idle"] = (span - (sum(parts.values()) - parts["optimizer"]) / shape.rounds) * shape.rounds
     gather, reduce = _sharding(shape)
@@ -212,20 +215,27 @@ def _sharding(shape: Shape) -> tuple[float, float]:
     return gather * shape.gathered, gather * shape.reduced + replicas
 
 
+def _call(job: Job) -> float:
+    """Return the seconds of a pass over a stage beside what it computes and sends."""
+    return 1 / job.hardware.passes_per_second if job.hardware.passes_per_second else 0.0
+
+
 def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], exact: bool) -> float:
     """Return the seconds in which the pipeline works through one local batch."""
-    job, last, pp = shape.job, len(shape.layers) - 1, len(shape.stages)
-    forward, backward = ([layers * block[side] + head[side] * (stage == last) for stage, layers in enumerate(shape.layers)]
+    job, last, pp, call = shape.job, len(shape.layers) - 1, len(shape.stages), _call(shape.job)
+    forward, backward = ([layers * block[side] + head[side] * (stage == last) + call for stage, layers in enumerate(shape.layers)]
                          for side in (0, 1))
+    half = [(seconds + call) / 2 for seconds in backward]  # of a backward in two passes
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
-    most = max(sum(forward[stage] + backward[stage] for stage in stages) for stages in shape.stages)
-    number = min(shape.microbatches, 4 * pp)  # idle time does not grow with more, so the rest costs the slowest rank's work
+    most = max(sum(forward[stage] + backward[stage] + call * pipeline.splits_backward(job) for stage in stages)
+               for stages in shape.stages)
+    number = min(shape.microbatches, 2 * pp)  # idle time does not grow with more, so the rest costs the slowest rank's work
     if job.pp_schedule.name == "csv":
         number = shape.microbatches
     elif not exact:
         chunks = job.pp_schedule.stages_per_rank
         return most * (shape.microbatches + idle_time(known(job.pp_schedule.name), pp, chunks, number) / (3 * chunks))
-    seconds = {"F": forward.__getitem__, "B": backward.__getitem__} | dict.fromkeys("IW", lambda stage: backward[stage] / 2)
-    played = pipeline.play(actions_of(job, number), last + 1, lambda action: seconds[action[1]](action[0]), hop)
-    ends = (start + seconds[action[1]](action[0]) for rank in played for start, action in rank[-1:])
+    seconds = {"F": forward, "B": backward, "I": half, "W": half}
+    played = pipeline.play(actions_of(job, number), last + 1, lambda action: seconds[action[1]][action[0]], hop)
+    ends = (start + seconds[action[1]][action[0]] for rank in played for start, action in rank[-1:])
     return max(ends) + (shape.microbatches - number) * most
