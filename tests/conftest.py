@@ -54,6 +54,30 @@ def card():
     return environment
 
 
+@pytest.fixture(scope="module")
+def user_modules(tmp_path_factory):
+    """A function that writes files, given by name, into a folder on the path of Python, and returns it. What they register is forgotten."""
+    from titan_hydra.config.family import families
+    from titan_hydra.config.registry import REGISTRIES
+
+    families()  # those of the package register once
+    known = [(registry, dict(registry)) for registry in REGISTRIES.values()]
+    folder = tmp_path_factory.mktemp("user")
+
+    def write(files):
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        return folder
+
+    sys.path.insert(0, str(folder))
+    yield write
+    sys.path.remove(str(folder))
+    for registry, records in known:
+        registry.clear()
+        registry.update(records)
+
+
 @pytest.fixture
 def on_ranks(tmp_path):
     """A function that runs `task(rank)` in `world` forked processes over gloo and fails with the first traceback."""

@@ -40,22 +40,12 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(user_modules):
     """A folder with nothing in it but the files of docs/extend.md, on the path of Python, and a family that lacks most parts."""
-    folder = tmp_path_factory.mktemp("stranger")
     text = (ROOT / "docs" / "extend.md").read_text()
     blocks = re.findall(r"`(squared/\w+\.py)`.*?```python\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [f"squared/{part}.py" for part in ("__init__", "model", "sharding", "hf")]
-    for name, code in blocks:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(code)
-    (folder / "bare.py").write_text(BARE)
-    known = dict(FAMILIES)
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
-    FAMILIES.clear()
-    FAMILIES.update(known)
+    return user_modules({**dict(blocks), "bare.py": BARE})
 
 
 def launched(folder, *words):

@@ -1,5 +1,4 @@
 """Rectified flow on captioned images: the same on every layout, resumed or not, and as a float64 formula written apart."""
-import sys
 
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ import torch
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
-from titan_hydra.config.family import FAMILIES
 from titan_hydra.data import images
 from titan_hydra.models.init import init_weights
 from titan_hydra.runs.checkpoints import newest
@@ -63,15 +61,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def awake(tmp_path_factory):
+def awake(user_modules):
     """The family of AWAKE, on the path of Python."""
-    folder = tmp_path_factory.mktemp("awake")
-    (folder / "awake.py").write_text(AWAKE)
-    (folder / "awake_on_ranks.py").write_text(AWAKE_ON_RANKS)
-    sys.path.insert(0, str(folder))
-    yield
-    sys.path.remove(str(folder))
-    FAMILIES.pop("awake")
+    user_modules({"awake.py": AWAKE, "awake_on_ranks.py": AWAKE_ON_RANKS})
 
 
 def test_every_layout_learns_what_one_process_learns(awake):

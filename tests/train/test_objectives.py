@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job, from_dict, identity, to_dict
-from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, ObjectiveKind, register
+from titan_hydra.config.registry import OBJECTIVES, ObjectiveKind, register
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.models.init import init_weights
@@ -34,19 +34,11 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(user_modules):
     """A folder with nothing in it but the modules of docs/extend.md, on the path of Python."""
-    folder = tmp_path_factory.mktemp("stranger")
     blocks = re.findall(r"```(?:python|yaml)\n# ([\w/]*weighted\w*\.\w+)\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.S)
     assert [name for name, _ in blocks] == ["weighted.py", "weighted_on_ranks.py", "conf/data/weighted_tokens.yaml"]
-    (folder / "conf/data").mkdir(parents=True)
-    for name, code in blocks:
-        (folder / name).write_text(code)
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
-    OBJECTIVES.pop("weighted")
-    DATA_SOURCES.pop("weighted_tokens")
+    return user_modules(dict(blocks))
 
 
 def job_of(folder, *words):

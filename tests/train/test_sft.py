@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from titan_hydra import cli, data, models
 from titan_hydra.config import compose_job, freeze
 from titan_hydra.config.files import ASSETS
-from titan_hydra.config.registry import OBJECTIVES
 from titan_hydra.data import tokenizer
 from titan_hydra.data.chat import ConversationReader
 from titan_hydra.models import layers
@@ -71,14 +70,8 @@ def test_every_layout_learns_what_one_process_learns():
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recording")
-    (folder / "recording.py").write_text(RECORDING)
-    (folder / "recording_on_ranks.py").write_text(RECORDING_ON_RANKS)
-    sys.path.insert(0, str(folder))
-    yield
-    sys.path.remove(str(folder))
-    OBJECTIVES.pop("recording")
+def recording(user_modules):
+    user_modules({"recording.py": RECORDING, "recording_on_ranks.py": RECORDING_ON_RANKS})
 
 
 def alone(job, batch):

@@ -2,7 +2,6 @@
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,8 @@ from titan_hydra.config.schema import Source
 from titan_hydra.data import chat, tokenizer
 from titan_hydra.data.chat import ConversationReader, Turns
 from titan_hydra.data.shards import BadShard, BadShards
-from titan_hydra.runs.view import add_runs, place_of
+
+from .model import add_model, checkpoint_of
 
 BAR = 40  # characters of the longest bar
 SHOWN = 5  # rows that cannot be used
@@ -33,12 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     show.add_argument("--row", type=int, default=1, metavar="N", help="show the N-th conversation (1)")
     show.add_argument("--split", choices=("train", "validation"), default="train", help="of what is trained on, or held out (train)")
-    score = commands.add_parser("score", help="write beside pairs of answers the log-probabilities that a reference gives them")
-    score.add_argument("cell", metavar="RUN", help="the reference: directory of a run, start of its hash, or a checkpoint's folder")
+    score = commands.add_parser("score", help="write beside pairs of answers the log-probabilities that a reference model gives them")
+    add_model(score)
     score.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
     score.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
-    score.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
-    add_runs(score)
     images = commands.add_parser("encode-images", help="write latents and embeddings of captioned images, for data=encoded_images")
     images.add_argument("lines", type=Path, metavar="FILE", help='.jsonl: {"image": path beside it, "caption": text} on each line')
     images.add_argument("target", type=Path, metavar="FOLDER", help="folder to write; new or empty")
@@ -62,11 +60,9 @@ def _score_pairs(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.pairs}: no such file")
     if args.out.exists():
         raise ConfigError(f"--out={args.out}: exists already")
-    from titan_hydra.checkpoint.convert import find_checkpoint
     from titan_hydra.train.score import score
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    rows = score(find_checkpoint(place_of(args.cell, args.runs)), args.pairs, args.out, args.dtype)
+    rows = score(checkpoint_of(args), args.pairs, args.out, args.dtype)
     print(f"{args.out}: {rows:,} pairs")
     return Exit.DONE
 

@@ -1,15 +1,15 @@
 """`titan generate`: continue a text with the model of a run or checkpoint."""
 import argparse
 import math
-import warnings
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault
-from titan_hydra.runs.view import add_runs, place_of
+
+from .model import add_model, checkpoint_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
+    add_model(parser)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
     parser.add_argument("--chat", action="store_true", help="the prompt is a question: it goes through the run's chat template, and the "
                         "answer alone is printed")
@@ -17,8 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (1)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (0)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
-    add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -29,12 +27,9 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(str(Fault("--top-k", args.top_k, "must not be negative", legal=(0,))))
     if not (args.temperature >= 0 and math.isfinite(args.temperature)):
         raise ConfigError(str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1))))
-    from titan_hydra.checkpoint.convert import find_checkpoint
     from titan_hydra.train.generate import generate
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    checkpoint = find_checkpoint(place_of(args.cell, args.runs))
-    pieces = generate(checkpoint, args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype, args.chat)
+    pieces = generate(checkpoint_of(args), args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype, args.chat)
     first = next(pieces)  # report errors before the prompt is printed
     print("" if args.chat else args.prompt, first, sep="", end="", flush=True)
     for piece in pieces:

@@ -3,7 +3,6 @@ import argparse
 import math
 import re
 import struct
-import warnings
 import zlib
 from pathlib import Path
 
@@ -11,11 +10,12 @@ import numpy as np
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault
-from titan_hydra.runs.view import add_runs, place_of
+
+from .model import add_model, checkpoint_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
+    add_model(parser)
     parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="what each image shows")
     parser.add_argument("--to", type=Path, default=Path("."), metavar="FOLDER", help="write 01-NAME.png and so on here (.)")
     parser.add_argument("--sheet", action="store_true", help="write all images side by side, as FOLDER/sheet.png")
@@ -26,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoders", metavar="FOLDER", help="text encoders and autoencoder, for a run on encoded images; those of "
                         "data=synthetic_images need none")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
-    add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -37,12 +35,9 @@ def main(args: argparse.Namespace) -> int:
     for name in ("guidance", "shift"):
         if not (math.isfinite(value := getattr(args, name)) and value >= 0):
             raise ConfigError(str(Fault(f"--{name}", value, "must be a number, and not negative", legal=(0, 1))))
-    from titan_hydra.checkpoint.convert import find_checkpoint
     from titan_hydra.train.sample import sample
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    checkpoint = find_checkpoint(place_of(args.cell, args.runs))
-    images = sample(checkpoint, args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders)
+    images = sample(checkpoint_of(args), args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders)
     names = [f"{place:02}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower())[:60].strip('-')}.png" for place, prompt in enumerate(args.prompt, 1)]
     files = {"sheet.png": np.concatenate(images, axis=1)} if args.sheet else dict(zip(names, images, strict=True))
     try:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .family import families, family_named, unknown_family
@@ -277,14 +277,12 @@ def elements(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _hints(cls: Any) -> dict[str, Any]:
-    """Return the types of a section's keys; a constant of its class is none."""
-    return _types(cls)
-
-
-@functools.cache
 def _types(cls: Any) -> dict[str, Any]:
+    """Return the types of a section's keys; a constant of its class is none."""
     return {name: kind for name, kind in typing.get_type_hints(cls).items() if typing.get_origin(kind) is not typing.ClassVar}
+
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)
 
 
 def _entry(kind: Any) -> Any:

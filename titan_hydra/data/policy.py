@@ -1,4 +1,4 @@
-"""Rows that a policy learns from: two answers to one question, one of them preferred, or tokens that it has drawn, with their advantages.
+"""Data of preference and policy training: rows with a preferred and a rejected answer, or with sampled tokens and their advantages.
 
 They are packed as conversations are. The two answers of a pair are documents beside each other, so that no layout separates them.
 """

@@ -1,6 +1,7 @@
 """float32 master weights in two halves of 16 bits: the nearest bfloat16, with which a model computes, and the rest as an int16."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -50,7 +51,7 @@ def _update(batch: list[list[Tensor]], options: dict[str, Any]) -> None:
     if not batch:
         return
     weights, remainders, gradients, means, squares, steps = map(list, zip(*batch, strict=True))
-    joined, halve = _on(weights[0].device)
+    joined, halve = _on(weights[0].device.type)
     masters = [joined(weight, remainder) for weight, remainder in zip(weights, remainders, strict=True)]
     adamw(masters, [gradient.float() for gradient in gradients], means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
           **options)
@@ -64,9 +65,10 @@ def halve_into(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         half.copy_(new)
 
 
-def _on(device: torch.device) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], None]]:
-    """Return `join` and `halve_into` for a device: where there is Triton, kernels with the same bits."""
-    if device.type != "cuda" or find_spec("triton") is None:
+@functools.cache
+def _on(device: str) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], None]]:
+    """Return `join` and `halve_into` for a type of devices: where there is Triton, kernels with the same bits."""
+    if device != "cuda" or find_spec("triton") is None:
         return join, halve_into
     from .split_triton import halve_on_gpu, join_on_gpu
 

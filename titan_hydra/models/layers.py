@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         return self.output(h) if targets is None else self.output(h, targets=targets)  # by name: hooks take only the first by place
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the hidden state before the blocks; `tokens` themselves if they are one."""
+        """Return the input of the first block: the embedding of token ids, or, in a later stage, the hidden state itself."""
         return tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
 
     @staticmethod

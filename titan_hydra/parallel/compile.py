@@ -26,8 +26,8 @@ def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
     cache key tag prevents that.
     """
     torch.compiler.config.cache_key_tag = place(mesh)
-    join_collectives(config.name == "model")
     if config.name != "off":
+        join_collectives(config.name == "model")
         for block in blocks.values():
             for name in getattr(block, "compiled", ("",)):
                 part = attrgetter(name)(block) if name else block

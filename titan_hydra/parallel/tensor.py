@@ -57,7 +57,8 @@ def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
 
     Raises ConfigError on a CPU: the pieces are exchanged through memory that GPUs share.
     """
-    set_async_tp(job.parallelism.async_tp)
+    if job.compile.name != "off":
+        set_async_tp(job.parallelism.async_tp)
     if not job.parallelism.async_tp:
         return
     if tp.device_type != "cuda":

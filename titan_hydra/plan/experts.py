@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
-from titan_hydra.config.fault import divisors
 from titan_hydra.config.rules.experts import sparse
+from titan_hydra.config.rules.memory import SIZE
 from titan_hydra.config.schema import Job
 
 
@@ -70,17 +69,7 @@ def experts_of(job: Job) -> ExpertShape | None:
     model, layout = sparse(job), job.parallelism
     ranks = layout.dp_shard * layout.cp * layout.tp
     return ExpertShape(model.n_experts, layout.ep, ranks // layout.ep, model.experts_per_token / layout.tp, model.dim, model.expert_dim,
-                   2 if job.precision.compute_dtype == "bfloat16" else 4, model.n_dense_layers, layout.tp)
-
-
-def expert_degrees(job: Job, ranks: int) -> tuple[int, ...]:
-    """Return the numbers of ranks over which experts can be split if they are taken from so many; 1 without experts."""
-    return divisors(gcd(ranks, sparse(job).n_experts)) if job.model.sparse else (1,)
-
-
-def tensor_parallel_halves(job: Job) -> int:
-    """Return how many halves of a block gather their input from tensor-parallel ranks: routed experts take split tokens."""
-    return 1 if job.model.sparse and not sparse(job).n_shared_experts else 2
+                   SIZE[job.precision.compute_dtype], model.n_dense_layers, layout.tp)
 
 
 def shared_width(job: Job) -> int:

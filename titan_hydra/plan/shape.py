@@ -10,11 +10,12 @@ from titan_hydra.config.load import data_parallel
 from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.rules.adapter import adapted
+from titan_hydra.config.rules.experts import sparse
 from titan_hydra.config.rules.memory import SIZE, gradient_dtype
 from titan_hydra.config.rules.precision import has_one_scale
 from titan_hydra.config.schema import Job
 
-from .experts import ExpertShape, experts_of, lighter, shared_width, tensor_parallel_halves
+from .experts import ExpertShape, experts_of, lighter, shared_width
 
 
 class NotPredictable(ValueError):
@@ -130,8 +131,8 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """The halves of a block, attention and feed-forward, whose input tensor-parallel ranks gather."""
-        return tensor_parallel_halves(self.job)
+        """The halves of a block, attention and feed-forward, whose input tensor-parallel ranks gather: routed experts take split tokens."""
+        return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
 
     @property
     def fused_loss(self) -> bool:

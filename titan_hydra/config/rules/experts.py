@@ -16,6 +16,11 @@ def sparse(job: Job) -> Any:
     return job.model
 
 
+def expert_degrees(job: Job, ranks: int) -> tuple[int, ...]:
+    """Return the numbers of ranks, among so many, over which a model's experts can be split; 1 without experts."""
+    return divisors(gcd(ranks, sparse(job).n_experts)) if job.model.sparse else (1,)
+
+
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
     """`ep` splits experts, `debug.balance_experts` balances them, and a dense model has none."""
     if not job.model.sparse and job.parallelism.ep != 1:
@@ -30,11 +35,10 @@ def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
         return
     model, degrees, ep = sparse(job), job.parallelism, job.parallelism.ep
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
-    legal = divisors(gcd(ranks, model.n_experts))
     if ranks % ep:
-        yield Fault("parallelism.ep", ep, f"dp_shard x cp x tp = {ranks} cannot be divided by it", legal=legal)
+        yield Fault("parallelism.ep", ep, f"dp_shard x cp x tp = {ranks} cannot be divided by it", legal=expert_degrees(job, ranks))
     elif model.n_experts % ep:
-        yield Fault("parallelism.ep", ep, f"{model.n_experts} experts cannot be split over it", legal=legal)
+        yield Fault("parallelism.ep", ep, f"{model.n_experts} experts cannot be split over it", legal=expert_degrees(job, ranks))
 
 
 def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:

@@ -8,7 +8,7 @@ from titan_hydra.config.schema import Job
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """The image's tokens are a square, context parallelism cuts image and text alike, and nothing asks for tokens' documents."""
+    """Images are square. Context parallelism splits the image's tokens and the text's. There are no documents to mask or to pack."""
     model: Any = job.model
     seq_len, text_len, parallelism = job.data.seq_len, model.text_len, job.parallelism
     image, side = seq_len - text_len, isqrt(max(seq_len - text_len, 1))

@@ -63,7 +63,7 @@ def as_tokens(latents: torch.Tensor) -> torch.Tensor:
 
 
 def as_latents(tokens: torch.Tensor) -> torch.Tensor:
-    """Put the tokens [..., tokens, width] of a square image together again."""
+    """Return the latents of a square image from its tokens [..., tokens, width]: the inverse of `as_tokens`."""
     side = round(tokens.shape[-2] ** 0.5)
     squares = tokens.unflatten(-1, (-1, PATCH, PATCH)).unflatten(-4, (side, side))  # [..., rows, columns, channels, PATCH, PATCH]
     return squares.movedim((-5, -4), (-4, -2)).flatten(-4, -3).flatten(-2)

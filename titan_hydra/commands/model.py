@@ -1,0 +1,21 @@
+"""What the commands share that compute with one model in this process: which one, and in which numbers."""
+import argparse
+import warnings
+from pathlib import Path
+
+from titan_hydra.runs.view import add_runs, place_of
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a model."""
+    parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
+    add_runs(parser)
+
+
+def checkpoint_of(args: argparse.Namespace) -> Path:
+    """Return the checkpoint that is named, a run's newest. Raises ConfigError."""
+    from titan_hydra.checkpoint.convert import find_checkpoint
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    return find_checkpoint(place_of(args.cell, args.runs))
