@@ -229,7 +229,7 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     most = max(sum(forward[stage] + backward[stage] + call * pipeline.splits_backward(job) for stage in stages)
                for stages in shape.stages)
-    number = min(shape.microbatches, 2 * pp)  # idle time does not grow with more, so the rest costs the slowest rank's work
+    number = min(shape.microbatches, (4 if exact else 2) * pp)  # idle time grows no more, so the rest costs the slowest rank's work
     if job.pp_schedule.name == "csv":
         number = shape.microbatches
     elif not exact:
