@@ -1,6 +1,7 @@
 """Hang drills: real ranks of which one skips an operation, sleeps or dies; `titan flight` names it, the operation, the mesh, the step."""
 import json
 import re
+import shutil
 import socket
 
 import pytest
@@ -116,3 +117,7 @@ def test_a_rank_that_dies_is_a_death_and_no_hang(drill, launcher):
     earlier = {**dump, "rank": 1, "step": 2, "time": dump["time"] - 60, "collectives": dump["collectives"][:3]}
     (launcher.attempt() / "flight_1.json").write_text(json.dumps(earlier))
     assert launcher.python("-m", "titan_hydra.cli", "flight", str(launcher.run_directory)).stdout == said
+    other = launcher.run_directory / "replicas/1/attempts/1"  # as of a replica group that is a job of its own on SLURM
+    shutil.copytree(launcher.attempt(), other)
+    both = launcher.python("-m", "titan_hydra.cli", "flight", str(launcher.run_directory)).stdout
+    assert both == f"group 0: {said}group 1: {said}"

@@ -15,11 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the paragraph about the late rank."""
+    """Print the paragraph about the late rank, of each replica group that has one."""
     directory = choose_one(args.cell, args.runs).directory
     attempt = layout.ATTEMPT.of(directory, args.attempt or newest_attempt(directory))
-    said = verdict(attempt)
-    if said is None:
+    groups = {0: attempt, **layout.REPLICA.all(attempt)}
+    # On SLURM a group is a job of its own, with its own attempts.
+    groups |= {group: layout.ATTEMPT.of(home, args.attempt or newest) for group, home in layout.REPLICA.all(directory).items()
+               if (newest := newest_attempt(home))}
+    said = {group: found.text for group, folder in groups.items() if (found := verdict(folder))}
+    if not said:
         raise ConfigError(f"{attempt}: no rank has written its flight recorder; kill -USR1 PID makes a rank do so")
-    print(said.text)
+    for group, text in said.items():
+        print(*[f"group {group}:"] * (len(groups) > 1), text)
     return Exit.DONE
