@@ -20,7 +20,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import home, read_json
 
-from .items import OPEN_FILES
+from .items import OPEN_FILES, dice_of
 from .permutation import permute
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class CaptionedImages:
         """Return a sample with its noise and time. A held-out one has a fixed time, and its caption whole."""
         epoch, index = divmod(number, self.size)
         example = self.read(permute(index, self.size, self.seed, epoch) if self.shuffle else index)
-        dice = np.random.Generator(np.random.Philox(key=np.array([self.seed % (1 << 64), number], dtype=np.uint64)))
+        dice = dice_of(self.seed, number)
         time, left_out = dice.random(), dice.random(2) < self.dropout
         if self.held_out:
             time, left_out = (number % TIMES + 0.5) / TIMES, (False, False)
@@ -114,7 +114,7 @@ def description_of(key: str, folder: Path) -> dict[str, Any]:
 def faults(key: str, source: Source, job: Job) -> Iterator[Fault]:
     """Yield what keeps the encoded images of a source from the model: another size, other encoders."""
     model: Any = job.model
-    side = 2 * round((job.data.seq_len - model.text_len) ** 0.5)
+    side = model.latent_side(job.data.seq_len)
     needed = {"mean": [model.channels, side, side], "text": [model.text_len, model.text_dim], "pooled": [model.pooled_dim]}
     for name in ("path", "validation_path") if job.validation.name == "on" else ("path",):
         if not (path := getattr(source, name)):
@@ -160,7 +160,7 @@ def draw_images(key: str, source: Source, wanted: Wanted, seed: int) -> Captione
     """Draw a synthetic image for each of CAPTIONS; those for validation show the same shapes in other places."""
     model: Any = wanted.job.model
     data = wanted.job.data
-    side = 2 * round((data.seq_len - model.text_len) ** 0.5)
+    side = model.latent_side(data.seq_len)
 
     def read(index: int) -> Example:
         pixels = picture(CAPTIONS[index], side * CELL, seed if wanted.split == "train" else ~seed)
@@ -172,7 +172,7 @@ def draw_images(key: str, source: Source, wanted: Wanted, seed: int) -> Captione
 def picture(caption: str, side: int, seed: int) -> np.ndarray:
     """Return the image [3, side, side] of a synthetic caption: white, with the shape somewhere near the middle; colours are -1 to 1."""
     _, colour, kind = caption.split()
-    dice = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), CAPTIONS.index(caption)], dtype=np.uint64)))
+    dice = dice_of(seed, CAPTIONS.index(caption))
     x, y = (np.indices((side, side)) + 0.5)[::-1] / side - 0.5 - dice.uniform(-0.08, 0.08, (2, 1, 1))
     size = dice.uniform(0.28, 0.34)
     inside = {

@@ -130,6 +130,11 @@ class TokenFiles:
         return header
 
 
+def dice_of(seed: int, number: int) -> np.random.Generator:
+    """Return what draws the sample of a number; it follows from seed and number alone."""
+    return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), number], dtype=np.uint64)))
+
+
 class Synthetic:
     """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for learning."""
 
@@ -141,8 +146,7 @@ class Synthetic:
         self.signature = {"vocab_size": vocab_size}
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
-        key = np.array([self.seed % (1 << 64), number], dtype=np.uint64)
-        return {"tokens": np.random.Generator(np.random.Philox(key=key)).integers(self.vocab_size, size=self.seq_len + 1)}
+        return {"tokens": dice_of(self.seed, number).integers(self.vocab_size, size=self.seq_len + 1)}
 
     def state(self, slot: int) -> dict[str, int]:
         return {}

@@ -17,6 +17,8 @@ from titan_hydra.config.files import home, write_json
 from titan_hydra.data.images import DESCRIPTION, EMPTY, Caption, CaptionedImages, Example
 from titan_hydra.models.flux.encoders import Encoders
 
+from .generate import device_here
+
 if TYPE_CHECKING:
     from titan_hydra.config.schema import Source
     from titan_hydra.data import Wanted
@@ -95,7 +97,7 @@ def open_image_files(key: str, source: Source, wanted: Wanted, seed: int) -> Cap
     model: Any = wanted.job.model
     tools = Encoders(home(source.encoders), device_here())
     listed = list(captioned(home(source.path if wanted.split == "train" else source.validation_path)))
-    side = 2 * round((wanted.job.data.seq_len - model.text_len) ** 0.5) * tools.autoencoder.factor
+    side = model.latent_side(wanted.job.data.seq_len) * tools.autoencoder.factor
 
     def read(index: int) -> Example:
         row = {name: tensor[0].cpu().numpy() for name, tensor in encoded([listed[index]], tools, side, model.text_len).items()}
@@ -103,8 +105,3 @@ def open_image_files(key: str, source: Source, wanted: Wanted, seed: int) -> Cap
 
     empty = Caption(*(tensor[0].cpu().numpy() for tensor in tools.captions([""], model.text_len)))
     return CaptionedImages(read, len(listed), empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)
-
-
-def device_here() -> torch.device:
-    """Return this process's GPU, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

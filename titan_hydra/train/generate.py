@@ -48,13 +48,18 @@ def load_model(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader |
         model = models.build(config, seq_len)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: positions are always float32
-    model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+    model.to_empty(device=device_here())
     for part in model.modules():
         if hasattr(part, "reset_buffers"):
             part.reset_buffers()
     for name, parameter in model.named_parameters():
         parameter.data.copy_(reader.tensor(name, parameter.shape, dtype))
     return model.eval()
+
+
+def device_here() -> torch.device:
+    """Return this process's GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ from titan_hydra.checkpoint.convert import DTYPES, find_section, read_model_conf
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import home
 from titan_hydra.data.images import Caption, spoken, to_pixels
+from titan_hydra.data.items import dice_of
 from titan_hydra.models.flux.encoders import Encoders
 
-from .encode import device_here
-from .generate import load_model
+from .generate import device_here, load_model
 from .objectives.diffusion import as_latents, coordinates
 
 
@@ -35,8 +35,8 @@ def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, s
     model = load_model(config, section["seq_len"], DTYPES[dtype], reader_of(checkpoint))
     tools = None if section["name"] == "synthetic_images" else encoders_of(section, encoders)
     captions = [spoken(prompt, config) if tools is None else tools.caption(prompt, config.text_len) for prompt in ("", *prompts)]
-    side = round((section["seq_len"] - config.text_len) ** 0.5)
-    noise = torch.stack([first_noise(seed, place, side * side, config.patch_width) for place in range(len(prompts))])
+    size = (section["seq_len"] - config.text_len, config.patch_width)
+    noise = torch.stack([torch.from_numpy(dice_of(seed, place).standard_normal(size, dtype=np.float32)) for place in range(len(prompts))])
     tokens = flow(model, noise, captions[1:], captions[0], times(steps, shift), scale)
     latents = as_latents(tokens.float())
     return [as_bytes(to_pixels(one.cpu().numpy()) if tools is None else tools.image(one)) for one in latents]
@@ -61,12 +61,6 @@ class Tools(Encoders):
     def image(self, latents: Tensor) -> np.ndarray:
         """Return the image [3, height, width] of latents."""
         return self.autoencoder.decode(latents.to(self.device)[None])[0].cpu().numpy()
-
-
-def first_noise(seed: int, place: int, tokens: int, width: int) -> Tensor:
-    """Return the noise [tokens, width] of the prompt at a place."""
-    dice = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), place], dtype=np.uint64)))
-    return torch.from_numpy(dice.standard_normal((tokens, width), dtype=np.float32))
 
 
 def times(steps: int, shift: float) -> list[float]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from titan_hydra.config.family import Linear
@@ -42,6 +43,10 @@ class FluxConfig(Model):
         """The parts of a head's width that turn with each of three coordinates."""
         rest = (self.head_width - self.rope_first) // 2
         return self.rope_first, rest, rest
+
+    def latent_side(self, seq_len: int) -> int:
+        """Return the latents along each side of an image, a square of the tokens that the text leaves; 0 if it leaves none."""
+        return PATCH * isqrt(max(seq_len - self.text_len, 0))
 
     def arithmetic(self) -> dict[str, Any]:
         return super().arithmetic() | dict.fromkeys(("text_len", "vocab_size", "norm_eps")) | {"guidance": self.guidance is not None}

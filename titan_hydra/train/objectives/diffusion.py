@@ -8,10 +8,9 @@ import torch
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.data.loader import Sample
+from titan_hydra.models.flux.config import PATCH
 
 from . import Objective, Tensors
-
-PATCH = 2  # latents along each side of a token
 
 
 class Diffusion(Objective):
@@ -28,7 +27,7 @@ class Diffusion(Objective):
 
     def blank_sample(self) -> Sample:
         model = self.model
-        side = PATCH * round((self.job.data.seq_len - model.text_len) ** 0.5)
+        side = model.latent_side(self.job.data.seq_len)
         latents = np.zeros((model.channels, side, side), np.float32)
         return {"latents": latents, "noise": latents, "time": np.zeros((), np.float32),
                 "text": np.zeros((model.text_len, model.text_dim), np.float32),
