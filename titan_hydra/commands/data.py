@@ -1,4 +1,4 @@
-"""`titan data`: show what a run with chat data would learn from; let a reference score pairs of answers; encode captioned images."""
+"""`titan data`: show what a run would learn of packed rows; let a reference score pairs of answers; encode captioned images."""
 import argparse
 import os
 import sys
@@ -12,11 +12,11 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import COLOURS, table
 from titan_hydra.config import Fault, Job, freeze
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.config.rules import checks
 from titan_hydra.config.rules.data import data_sources
-from titan_hydra.config.schema import Source
-from titan_hydra.data import chat, tokenizer
-from titan_hydra.data.chat import ConversationReader, Turns
+from titan_hydra.data import Wanted
+from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
 
 from .model import add_model, checkpoint_of
@@ -28,10 +28,10 @@ SHOWN = 5  # rows that cannot be used
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands and options of `titan data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
-    show = commands.add_parser("show", help="print a conversation with what is learned of it, lengths, shares, and the samples of an epoch")
+    show = commands.add_parser("show", help="print a row with what is learned of it, lengths, shares, and the steps of an epoch")
     show.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=...")
     show.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
-    show.add_argument("--row", type=int, default=1, metavar="N", help="show the N-th conversation (1)")
+    show.add_argument("--row", type=int, default=1, metavar="N", help="show the N-th row (1)")
     show.add_argument("--split", choices=("train", "validation"), default="train", help="of what is trained on, or held out (train)")
     score = commands.add_parser("score", help="write beside pairs of answers the log-probabilities that a reference model gives them")
     add_model(score)
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand."""
-    return {"score": _score_pairs, "encode-images": encode_images}.get(args.data_command, show_chat)(args)
+    return {"score": _score_pairs, "encode-images": encode_images, "show": show_rows}[args.data_command](args)
 
 
 def _score_pairs(args: argparse.Namespace) -> int:
@@ -84,25 +84,27 @@ def encode_images(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def show_chat(args: argparse.Namespace) -> int:
-    """Print one conversation and what all of them hold, for each chat source of the job."""
+def show_rows(args: argparse.Namespace) -> int:
+    """Print one row and what all of them hold, for each source of the job that packs rows into samples."""
     job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
-    found = {key: source for key, source in data_sources(job.data).items() if source.name in ("chat", "embedded_chat")}
+    shown = [name for name, record in DATA_SOURCES.items() if "trained" in record.gives]
+    found = {key: source for key, source in data_sources(job.data).items() if source.name in shown}
     if not found:
-        raise ConfigError(str(Fault("data.name", job.data.name, "only conversations are shown", legal=("chat", "embedded_chat"))))
+        raise ConfigError(str(Fault("data.name", job.data.name, "only rows that share samples are shown", legal=tuple(shown))))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.RECIPE, checks.PLACE)):
         raise ConfigError("\n".join(map(str, faults)))
+    wanted = Wanted(job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards))
     for key, source in found.items():
-        _show(key, source, job, args.split, args.row)
+        _show(resolve(DATA_SOURCES[source.name].build)(key, source, wanted, job.seed), job, args.row)
     return Exit.DONE
 
 
-def _show(key: str, source: Source, job: Job, split: str, row: int) -> None:
+def _show(samples: Chat, job: Job, row: int) -> None:
     """Print one source."""
-    reader = chat.open_conversations(key, source, job, split, tokenizer.load(job.tokenizer), BadShards(job.data.max_bad_shards))
+    reader = samples.reader
     if not 1 <= row <= len(reader.lines):
         nearest = (max(1, min(row, len(reader.lines))),)
-        raise ConfigError(str(Fault("--row", row, f"there are {len(reader.lines):,} conversations", legal=nearest)))
+        raise ConfigError(str(Fault("--row", row, f"there are {len(reader.lines):,} {reader.rows}", legal=nearest)))
     where = reader.lines.row(row - 1)[0]
     print(f"{where}: what is learned is {'green' if coloured() else 'between >>> and <<<'}")
     print(marked(reader, reader.turns(row - 1)), end="\n\n")
@@ -112,7 +114,7 @@ def _show(key: str, source: Source, job: Job, split: str, row: int) -> None:
             turns.append(reader.turns(number))
         except BadShard as error:
             bad.append(str(error))
-    print(*_summary(job, reader, turns, bad), sep="\n")
+    print(*_summary(job, samples, turns, bad), sep="\n")
 
 
 def coloured() -> bool:
@@ -121,38 +123,40 @@ def coloured() -> bool:
 
 
 def marked(reader: ConversationReader, turns: Turns) -> str:
-    """Return the text of a conversation with marks around what is learned, or in green."""
+    """Return the text of a row with marks around what is learned, or in green."""
     before, behind = (f"\x1b[{COLOURS['green']}m", "\x1b[0m") if coloured() else (">>>", "<<<")
     edges = [0, *(np.flatnonzero(np.diff(turns.trained)) + 1).tolist(), len(turns.tokens)]
-    pieces = [(reader.tokenizer.decode(turns.tokens[begin:end].tolist()), turns.trained[begin]) for begin, end in pairwise(edges)]
+    pieces = [(reader.text(turns, begin, end), turns.trained[begin]) for begin, end in pairwise(edges)]
     return "".join(f"{before}{text}{behind}" if trained else text for text, trained in pieces)
 
 
-def _summary(job: Job, reader: ConversationReader, turns: list[Turns], bad: list[str]) -> Iterator[str]:
-    """Yield lines about all conversations: their number, lengths and shares, and the samples that they fill."""
-    data, size = job.data, job.data.seq_len + 1
-    short = [one for one in turns if len(one.tokens) <= size]
+def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Iterator[str]:
+    """Yield lines about all rows: their number, lengths and shares, and the samples that they fill."""
+    data, size, rows = job.data, job.data.seq_len + 1, samples.reader.rows
+    short = [one for one in turns if samples.takes(one)]
     long = f"{len(turns) - len(short):,} have more than data.seq_len + 1 = {size:,} tokens"
-    yield f"{len(reader.lines):,} conversations: {len(bad):,} cannot be used, {long}"
+    long += f" or data.patches={samples.patches:,} patches" if samples.patches else ""
+    yield f"{len(samples.reader.lines):,} {rows}: {len(bad):,} cannot be used, {long}"
     yield from (f"  {line}" for line in bad[:SHOWN])
     if not short:
         shortest = min((len(one.tokens) for one in turns), default=0)
-        raise ConfigError(f"data.seq_len={data.seq_len}: no conversation is left, the shortest has {shortest} tokens")
+        raise ConfigError(f"data.seq_len={data.seq_len}: none of the {rows} is left, the shortest has {shortest} tokens")
     tokens, trained = (sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True))
-    windows = [short[begin:begin + chat.WINDOW] for begin in range(0, len(short), chat.WINDOW)]
-    samples = sum(len(chat.first_fit(window, size)) for window in windows)
-    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned (data.train_on={reader.train_on})"
-    steps = f"{samples / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
-    yield f"about {samples:,} samples an epoch, {tokens / samples / size:.1%} full: {steps}"
-    yield ""
-    yield from histogram("tokens", np.array([len(one.tokens) for one in turns]))
-    yield ""
-    yield from histogram("learned, %", np.array([100 * one.trained.mean() for one in turns]))
+    windows = [short[begin:begin + WINDOW] for begin in range(0, len(short), WINDOW)]
+    packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
+    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned"
+    steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
+    yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
+    columns = {"tokens": [len(one.tokens) for one in turns], "learned, %": [100 * one.trained.mean() for one in turns]}
+    if samples.patches:
+        columns["patches"] = [one.patches for one in turns]
+    for title, values in columns.items():
+        yield from ("", *histogram(title, rows, np.array(values)))
 
 
-def histogram(title: str, values: np.ndarray) -> list[str]:
+def histogram(title: str, what: str, values: np.ndarray) -> list[str]:
     """Return the lines of a histogram in ten steps."""
     counts, edges = np.histogram(values, bins=10)
     rows = [(f"{edges[place]:,.0f} to {edges[place + 1]:,.0f}", f"{count:,}", "#" * -(-BAR * count // counts.max()))
             for place, count in enumerate(counts)]
-    return table((title, "conversations", ""), rows, (title, "conversations"))
+    return table((title, what, ""), rows, (title, what))

@@ -50,7 +50,9 @@ class Turns:
 
 
 class ConversationReader:
-    """Conversations by number, encoded. Another kind of rows is another `read`."""
+    """Conversations by number, encoded. Another kind of rows is another `read`; `rows` is what they are called."""
+
+    rows = "conversations"
 
     def __init__(self, lines: ConversationFiles, template: template.Template, tokenizer: Tokenizer, train_on: str):
         self.lines, self.template, self.tokenizer, self.train_on = lines, template, tokenizer, train_on
@@ -92,6 +94,10 @@ class ConversationReader:
             raise ValueError("nothing to learn in it: no token of the assistant's")
         return Turns(np.array(found.ids, dtype=np.int32), trained)
 
+    def text(self, turns: Turns, begin: int, end: int) -> str:
+        """Return some tokens of a row, all of them learned or none, as they are shown."""
+        return self.tokenizer.decode(turns.tokens[begin:end].tolist())
+
 
 class Chat:
     """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places that are left over are a document of end-of-text tokens."""
@@ -126,6 +132,10 @@ class Chat:
     def load(self, slot: int, state: dict[str, int]) -> None:
         self.places[slot] = state["window"], state["first"]
 
+    def takes(self, turns: Turns) -> bool:
+        """Whether a sample has room for a row."""
+        return len(turns.tokens) <= self.seq_len + 1 and turns.patches <= self.patches
+
     def _pack(self, window: int) -> list[list[Turns]]:
         """Return the samples of a window. What is too long is left out, and counted in the first epoch."""
         epoch, place = divmod(window, self.windows)
@@ -138,7 +148,7 @@ class Chat:
             except BadShard as error:
                 self.bad.add(error)
                 continue
-            if len(found.tokens) <= self.seq_len + 1 and found.patches <= self.patches:
+            if self.takes(found):
                 turns.append(found)
             else:
                 long.append((self.reader.lines.row(index)[0], len(found.tokens)))
@@ -182,20 +192,15 @@ def first_fit(turns: list[Turns], size: int, patches: int = 0) -> list[list[Turn
 
 def open_chat(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the conversations of data=chat or data=embedded_chat."""
-    return pack(key, open_conversations(key, source, wanted.job, wanted.split, wanted.tokenizer, wanted.bad), wanted, seed)
+    own = template.load_template(key, source, wanted.job.tokenizer)
+    reader = ConversationReader(open_rows(key, source, wanted.split, wanted.bad), own, wanted.tokenizer, source.train_on)
+    return pack(key, reader, wanted, seed)
 
 
 def pack(key: str, reader: ConversationReader, wanted: Wanted, seed: int) -> Chat:
     """Return the samples of a rank, packed from what a reader gives."""
     data = wanted.job.data
     return Chat(key, reader, wanted.slots, data.seq_len, seed if data.shuffle else None, wanted.bad)
-
-
-def open_conversations(key: str, source: schema.Source, job: schema.Job, split: str, tokenizer: Tokenizer,
-                       bad: BadShards) -> ConversationReader:
-    """Open the conversations of one split. Raises ConfigError if there are none."""
-    lines = open_rows(key, source, split, bad)
-    return ConversationReader(lines, template.load_template(key, source, job.tokenizer), tokenizer, source.train_on)
 
 
 def open_rows(key: str, source: schema.Source, split: str, bad: BadShards) -> ConversationFiles:

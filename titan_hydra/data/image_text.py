@@ -120,6 +120,7 @@ def _members(file: Path) -> list[tuple[Path, str, dict[str, tuple[int, int]]]]:
 class ImageReader(ConversationReader):
     """Documents of texts and images by number, encoded."""
 
+    rows = "documents"
     lines: Any  # TarRows
 
     def __init__(self, lines: Any, tokenizer: Tokenizer, side: int, most: int):
@@ -151,6 +152,10 @@ class ImageReader(ConversationReader):
             ids += new
             trained += [isinstance(part, str)] * len(new)
         return Illustrated(np.array([*ids, words.eos_id], dtype=np.int32), np.array([*trained, True]), pictures=pictures)
+
+    def text(self, turns: Turns, begin: int, end: int) -> str:
+        sizes = [f"{one.rows} x {one.columns}" for place, one in turns.pictures if begin <= place < end]  # type: ignore[attr-defined]
+        return "".join(f"[image of {size} patches]" for size in sizes) or super().text(turns, begin, end)
 
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
         """Return an image with its size, of which only the header is read."""

@@ -30,6 +30,8 @@ REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `tita
 class PairReader(ConversationReader):
     """Pairs of answers by number; `scored` asks for the log-probabilities that the reference gives them."""
 
+    rows = "pairs"
+
     def __init__(self, lines: ConversationFiles, template: Template, tokenizer: Tokenizer, scored: bool = True):
         super().__init__(lines, template, tokenizer, train_on="last")
         self.scored = scored
@@ -74,6 +76,8 @@ def _number(row: dict[str, Any], column: str) -> float:
 
 class RolloutReader(ConversationReader):
     """Token ids that a policy has drawn, by number, each with its log-probability then and its advantage."""
+
+    rows = "rollouts"
 
     def __init__(self, lines: ConversationFiles, tokenizer: Tokenizer, vocab_size: int):
         self.lines, self.tokenizer, self.vocab_size = lines, tokenizer, vocab_size

@@ -1,4 +1,4 @@
-"""`titan data show`: a conversation with its mask, and what all of them hold."""
+"""`titan data show`: a row with its mask, and what all of them hold."""
 import json
 
 import pytest
@@ -27,8 +27,26 @@ def test_what_cannot_be_used_is_counted(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"{tmp_path}/a.jsonl:2: not a JSON line")
 
 
+def test_pairs_rollouts_and_images_are_shown(tmp_path, capsys):
+    pair = {"prompt": "6 x 7?", "chosen": "42", "rejected": "36", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n" + json.dumps(pair | {"chosen": 5}))
+    assert cli.main(["data", "show", "data=preference", f"data.path={tmp_path}/pairs.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    assert ">>>42<|eot_id|><<<<|begin_of_text|>" in shown and ">>>36<|eot_id|><<<" in shown and "2 pairs: 1 cannot be used" in shown
+    (tmp_path / "drawn.jsonl").write_text(json.dumps({"tokens": [300, 301, 302], "old_logprobs": [-0.4], "advantages": 0.8}))
+    assert cli.main(["data", "show", "data=rollouts", f"data.path={tmp_path}/drawn.jsonl"]) == 0
+    assert "1 rollouts: 0 cannot be used" in (shown := capsys.readouterr().out) and "3 tokens, 33.3% of them learned" in shown
+    assert cli.main(["data", "show", "model=llama3_vision_debug", "data=synthetic_image_text", "data.patches=40", "--row", "5"]) == 2
+    assert capsys.readouterr().err.startswith("data.image_patches=")
+    assert cli.main(["data", "show", "model=llama3_vision_debug", "data=synthetic_image_text", "--row", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "[image of 7 x 3 patches]>>>green in black<<<[image of" in shown and "10,000 documents: 0 cannot be used, 0 have more" in shown
+    assert "or data.patches=128 patches" in shown and "patches  documents" in shown
+
+
 @pytest.mark.parametrize(("words", "line"), [
-    ([], "data.name=embedded: only conversations are shown; nearest legal: chat or embedded_chat"),
+    ([], "data.name=embedded: only rows that share samples are shown; nearest legal: chat or embedded_chat or preference or rollouts or "
+         "image_text or synthetic_image_text"),
     (["data=embedded_chat", "--row", "370"], "--row=370: there are 369 conversations; nearest legal: 369"),
     (["data=chat"], "data.path=null: data=chat needs it"),
 ])
