@@ -190,7 +190,7 @@ LINES = {  # of a room, at most: the design's budget stands behind where it is n
     "parallel": 2030,  # 1,700; up by 320: experts over ranks; by 100: adapters; by 45: losses of tokens; by 75: split masters
     "data": 2430,  # 1,400; up by 550: conversations, templates, masks, packing; by 170: pairs, rollouts; by 545: images; by 20: rows shown
     "observe": 1245,  # 1,100
-    "checkpoint": 1295,  # 900; up by 125: experts and float8 of Hugging Face; by 140: merged adapters, PEFT's format; by 15: masters
+    "checkpoint": 1305,  # 900; up by 125: experts and float8 of Hugging Face; by 140: merged adapters, PEFT; by 25: masters, mixtures
     "train": 1660,  # 1,200; up by 25: fine-tuning; by 145: policies, scores; by 60: split masters; by 325: images, encoding
     "fault_tolerance": 1005,  # 500
     "verify": 1447,  # 550; up by 245: the fake world's tracker; by 70: cases of experts; by 135: the same in float64; by 20: masters

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_hydra import cli, data, models
+from titan_hydra.checkpoint.convert import read_template
 from titan_hydra.config import compose_job, freeze
 from titan_hydra.config.files import ASSETS
 from titan_hydra.data import tokenizer
@@ -153,6 +154,15 @@ def test_from_the_command_line_to_an_answer(tmp_path, capsys):
     assert answer.strip() and "<|" not in answer and "What is 3 + 4?" not in answer
     assert cli.main(["convert", str(directory), "--to", "hf", str(tmp_path / "exported")]) == 0
     assert "<|start_header_id|>" in (tmp_path / "exported/chat_template.jinja").read_text()
+
+
+def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):
+    (tmp_path / "own.jinja").write_text("own")
+    (tmp_path / "env.json").write_text(json.dumps({"folder": str(tmp_path)}))
+    parts = {"a": {"name": "chat", "chat_template": "qwen3", "weight": 1.0}, "b": {"name": "embedded", "weight": 9.0},
+             "c": {"name": "embedded_chat", "chat_template": "own.jinja", "weight": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps({"data": {"name": "mixture", "mixture": parts}, "tokenizer": {"name": "embedded"}}))
+    assert read_template(tmp_path).source == "own"
 
 
 def learned(job, batch):

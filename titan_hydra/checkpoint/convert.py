@@ -23,6 +23,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
+from titan_hydra.config.registry import DATA_SOURCES, Names
 from titan_hydra.config.schema import Model, Source, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
@@ -76,7 +77,7 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
-        if find_section("train", checkpoint, config_file)[1].get("objective") in ("sft", "dpo"):
+        if _with_template(find_section("data", checkpoint, config_file)[1]):
             (target / "chat_template.jinja").write_text(read_template(checkpoint, config_file).source)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
@@ -174,12 +175,23 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
 
 
 def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
-    """Load the chat template of the run that wrote a checkpoint. Raises ConfigError if there is none."""
+    """Load the chat template of the run that wrote a checkpoint; of a mixture, that of the heaviest source with one. Raises ConfigError if
+    there is none.
+    """
     from titan_hydra.data import template
 
-    _, section = find_section("data", checkpoint, config_file)
-    source = Source(name="chat", chat_template=section.get("chat_template"))
-    return template.load_template("data", source, read_tokenizer_config(checkpoint, config_file))
+    file, section = find_section("data", checkpoint, config_file)
+    sources = _with_template(section)
+    name = max(sources, key=lambda source: source.get("weight", 1)).get("chat_template") if sources else None
+    if name and name not in template.BUILT_IN:
+        name = _as_started(file, name)
+    return template.load_template("data", Source(name="chat", chat_template=name), read_tokenizer_config(checkpoint, config_file))
+
+
+def _with_template(section: dict) -> list[dict]:
+    """Return the sources of a data section whose text a chat template makes."""
+    sources = section["mixture"].values() if section.get("name") == "mixture" else [section]
+    return [source for source in sources if source.get("name") in Names(DATA_SOURCES, "chat_template")]
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
