@@ -52,6 +52,11 @@ def test_the_linears_of_all_blocks_are_converted_and_the_report_says_so():
     assert line.endswith("1 not: output (the head)")
 
 
+def test_the_report_names_experts():
+    _, (line,) = converted(job_of(*EMULATED, "model=qwen3_moe_debug"))
+    assert line.endswith("5 not: output (the head), layers.*.feed_forward.experts x4 (grouped matmuls, computed in float32)")
+
+
 @pytest.mark.parametrize("overrides", [("precision.skip=[]",), ("model.tie_embeddings=true",)])
 def test_the_head_is_never_converted(overrides):
     model, (line,) = converted(job_of(*EMULATED, *overrides))

@@ -35,7 +35,8 @@ def needs_hardware(precision: Precision, device: torch.device, capability: tuple
 
 
 def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the linears to convert, and the others with the reason. Raises ConfigError if no linear matches a name to skip.
+    """Return the names of the linears to convert, and the others with the reason, stacked experts among them. Raises ConfigError if no
+    linear matches a name to skip.
 
     A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), if its dimensions
     are not multiples of the format's step, or if it is the head, whose logits decide the loss.
@@ -57,7 +58,8 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
     chosen = [name for name in names if name not in left]
     if not chosen:
         raise ConfigError(f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16")
-    return chosen, left
+    experts = dict.fromkeys(name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dim() == 3)
+    return chosen, left | dict.fromkeys(experts, f"grouped matmuls, computed in {precision.compute_dtype}")
 
 
 def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
