@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from titan_hydra import models
 from titan_hydra.config import compose_job
@@ -24,14 +25,14 @@ def counter():
     torch.compiler.reset()
 
 
-def build(ac, backend):
+def build(ac, backend, config=JOB.model):
     with torch.device("meta"):
-        model = models.build(JOB.model, 16)
+        model = models.build(config, 16)
     names = [name for name, _ in model.named_parameters()]
     activation_checkpoint.apply(model.layers, ActivationCheckpoint(name=ac))
     compile.apply(model.layers, ALONE, Compile("block", backend))
     model.to_empty(device="cpu")
-    init_weights(model, JOB.model, seed=0)
+    init_weights(model, config, seed=0)
     assert [name for name, _ in model.named_parameters()] == names
     return model
 
@@ -43,6 +44,18 @@ def test_equal_blocks_are_compiled_once(counter, ac, kinds):
         model(torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
     assert counter.frame_count == kinds
     assert model.tok_embeddings.weight.grad is not None
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "op"])
+@pytest.mark.parametrize(("name", "kinds"), [("qwen3_moe_debug", 1), ("deepseek_v3_debug", 3)])
+def test_of_sparse_blocks_attention_and_shared_experts_are_compiled_whole(counter, name, kinds, ac):
+    """In both families attention is one kind; DeepSeek-V3 has shared experts and a dense block too."""
+    config = compose_job(f"model={name}", "precision=fp32", "data=synthetic", "data.seq_len=16", "parallelism=single").model
+    counters.clear()
+    model = build(ac, counter, config)
+    for _ in range(2):
+        model(torch.arange(32).view(2, 16)).sum().backward()
+    assert counter.frame_count == kinds and not counters["graph_break"]
 
 
 def test_the_loss_is_compiled_too_and_only_where_asked(counter):

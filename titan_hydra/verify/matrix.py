@@ -320,6 +320,9 @@ MATRIX = [
       for family, base in SPARSE),
     *(case(f"{family}, tp 2, ep 2, compile", 2, "parallelism=tp", "parallelism.ep=2", "data.local_batch=16", "compile=block",
            "compile.backend=aot_eager", base=base, slow=True) for family, base in SPARSE),
+    *(case(f"{family}, {layout} {ranks}, ep {ranks}, compile by inductor", ranks, f"parallelism={layout}", f"parallelism.ep={ranks}",
+           "data.local_batch=4", "compile=block", base=base, slow=True) for ranks, layout in ((1, "single"), (2, "fsdp"))
+      for family, base in SPARSE),
     case("deepseek_v3, fsdp 2, tp 2, ep 2, no latent of queries", 4, "parallelism=fsdp_tp", "parallelism.ep=2", "data.local_batch=8",
          base=(*LATENT, "model.q_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
