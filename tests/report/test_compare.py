@@ -154,6 +154,17 @@ def test_without_a_target_it_is_the_newest_sweep_as_for_status(sweep, capsys, mo
     assert "data.seq_len differs" in capsys.readouterr().err
 
 
+def test_a_sweep_is_meant_though_a_newer_one_has_a_cell_of_its_name(sweep, new_sweep, capsys):
+    newer = new_sweep(sweep.runs)
+    newer.name = "newer"
+    for one, cells in ((sweep, ("dense", "sparse")), (newer, ("table", "other"))):
+        for cell in cells:
+            one.cell(cell, losses=[5.0, 4.0], result={"tokens_per_second": 100.0})
+        one.report(capsys)
+    assert all(cell in (shown := newer.report(capsys, target="table")[1]) for cell in ("dense", "sparse")) and "other" not in shown
+    assert "other" in (shown := sweep.report(capsys, target="other")[1]) and "dense" not in shown
+
+
 def test_hundreds_of_cells_are_read_quickly(sweep, capsys):
     for number in range(200):
         sweep.cell(f"cell{number}", losses=[5.0] * 20, result=SLOW)

@@ -64,7 +64,7 @@ def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects: as find.select_runs, or a cell's name in the newest sweep with it; None: that sweep."""
+    """Return the runs that `target` selects: as find.select_runs, or a cell, unless a sweep has its name; None: the newest sweep."""
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()
@@ -74,7 +74,7 @@ def choose(target: str | None, runs: Path) -> Selection:
             print(f"{layout.SWEEP.of(folder)} cannot be read: its sweep is left out", file=sys.stderr)
     if target is None:
         target = str(newest[0] if newest else runs)
-    if not Path(target).exists():
+    if not Path(target).exists() and target not in [find.sweep(folder).name for folder in newest]:
         for folder in newest:
             cells = find.sweep(folder).cells
             if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
