@@ -1,6 +1,7 @@
 """Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards); DDP and HSDP are special cases."""
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if last:
             fully_shard(last, **options, reshard_after_forward=always)
     fully_shard(module, **options, reshard_after_forward=reshard)
+    # FSDP warns of modules that return views, as heads under tp and FLUX's modulations: nothing here changes an output in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # The loss is a sum divided once by the tokens of the global batch: every reduction over ranks must be a plain sum.

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from dataclasses import replace
 
 import torch
@@ -35,8 +34,6 @@ def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears())
     parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
     for block in family.blocks(module).values():
         parallelize_module(block, tp, plan.of(block))
-    # FSDP warns of a head whose logits are a view: nothing here changes logits in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for name in plan.around:
         if isinstance(part := getattr(module, name), nn.Embedding):
             part.register_forward_hook(_arrived)
