@@ -1,16 +1,18 @@
-"""Random legal jobs: degrees, schedules, odd shapes, masks and optimizers that no written matrix covers. Imports no torch."""
+"""Random legal jobs: degrees, schedules, odd shapes, experts, masks and optimizers that no written matrix covers. Imports no torch."""
 import math
 import random
 from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
+from titan_hydra.config.fault import divisors
 
-from .matrix import BASE, SCHEDULES, Case, later_wins
+from .matrix import BASE, LATENT, MOE, SCHEDULES, Case, later_wins
 
 # A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose
 # rounding grows over the steps: one process alone was 8e-5 from the reference in its loss, and 0.3 in a weight.
 EXACT = {"loss": 2e-6, "norm": 5e-5, "gradients": 1e-5, "weights": 2e-3, "reference": "float64"}
+SPARSE = EXACT | {"gradients": 2e-5}  # a router's gradient is a small sum of large terms: 9.8e-6 was seen in one process
 MUON = EXACT | {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}
 # bfloat16 against one process in bfloat16, or, coarsely, against float64, which shows what is biased in both.
 BF16 = {"loss": 2e-4, "norm": 2e-2, "gradients": 2e-2, "weights": 0.3}
@@ -43,10 +45,14 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     local_batch = dice.choice((1, 2, 4, 6, 8))
     global_batch = min(local_batch * degrees["dp_replicate"] * degrees["dp_shard"] * dice.choice((1, 1, 2, 3)), 48)
     optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
+    if sparse := dice.random() < 0.4:  # rules refuse more of these
+        optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"  # rounding to bfloat16 sends tokens to other experts
+        degrees["ep"] = dice.choice(divisors(degrees["dp_shard"] * degrees["cp"] * degrees["tp"])[1:] or (1,))
     layout = (f"gpus={ranks}", "parallelism=single", *(f"parallelism.{name}={degree}" for name, degree in degrees.items() if degree > 1),
               *technique(dice, degrees), f"data.local_batch={local_batch}")
-    base = (*_shape(dice), *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
-    tolerances = dice.choice((BF16, BF16_COARSE)) if precision == "bf16" else MUON if optimizer == "muon" else EXACT
+    shape = _experts(dice) if sparse else _shape(dice)
+    base = (*shape, *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
+    tolerances = dice.choice((BF16, BF16_COARSE)) if precision == "bf16" else MUON if optimizer == "muon" else SPARSE if sparse else EXACT
     maskable = degrees["cp"] == 1 or "parallelism.cp_rotate=ulysses" in layout
     return Case(f"random {index}", ranks, layout, base, uneven_mask=dice.random() < 0.5,
                 documents=maskable and dice.random() < 0.3, **tolerances)
@@ -62,6 +68,21 @@ def _shape(dice: random.Random) -> tuple[str, ...]:
         f"model.tie_embeddings={dice.choice((True, False))}",
         f"model.rope_scaling.factor={dice.choice((1.0, 8.0))}", "model.rope_scaling.original_max_seq_len=32",
         f"data.seq_len={dice.choice((24, 48, 64, 72, 96))}",
+    )
+
+
+def _experts(dice: random.Random) -> tuple[str, ...]:
+    """Draw a model with experts and a sequence length."""
+    groups = dice.choice((1, 2, 4))
+    return (
+        *dice.choice((MOE, LATENT)), f"model.dim={dice.choice((32, 48, 64))}", f"model.expert_dim={dice.choice((8, 24, 48))}",
+        f"model.n_layers={dice.choice((2, 4))}", f"model.n_dense_layers={dice.choice((0, 1))}",
+        f"model.n_experts={groups * dice.choice((4, 6))}", f"model.experts_per_token={dice.choice((2, 3))}",
+        f"model.expert_groups={groups}", f"model.groups_per_token={max(1, groups // 2)}",
+        f"model.n_shared_experts={dice.choice((0, 1, 2))}", f"model.router={dice.choice(('softmax', 'sigmoid'))}",
+        f"model.normalize_scores={dice.choice((True, False))}", f"model.score_scale={dice.choice((1.0, 2.5))}",
+        f"model.balance_rate={dice.choice((0.0, 0.001))}", f"model.sequence_balance={dice.choice((0.0, 0.01))}",
+        f"model.vocab_size={dice.choice((97, 256))}", f"data.seq_len={dice.choice((24, 48))}",
     )
 
 
