@@ -52,6 +52,14 @@ def test_a_sweep_may_vary_what_it_varies(sweep, capsys):
     assert "+50.00 %" in sweep.report(capsys, "--allow", "data.seq_len")[1]
 
 
+def test_models_of_one_name_are_told_apart(sweep, capsys):
+    sweep.cell("dense", {"model.name": "dense"}, result=SLOW)
+    sweep.cell("sparse", {"model.name": "sparse"}, result=SLOW)
+    sweep.cell("wide", {"model.name": "sparse", "model.dim": 512}, result=FAST)
+    shown = "model differs (on purpose): dense (dense); sparse, model.dim=256 (sparse); sparse, model.dim=512 (wide):"
+    assert shown in sweep.report(capsys)[1]
+
+
 def test_a_recipe_may_vary_everything_but_the_machine(sweep, capsys):
     sweep.cell("a", {"experiment": "one"}, result=SLOW)
     sweep.cell("b", {"experiment": "two"}, result=FAST)

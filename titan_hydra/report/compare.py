@@ -136,10 +136,12 @@ def _within(key: str, group: str) -> bool:
 
 
 def _shown(key: str, value: object, values: Iterable) -> str:
-    """Format a value for the reader; of a group its name or, if all have the same name, the keys that differ."""
+    """Format a value for the reader; of a group its name, unless all have the same, and the keys in which those of this name differ."""
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
         return as_typed(value)
     own, others = dict(value), [dict(other) for other in values]
-    changing = [name for name in own if len({other.get(name) for other in others}) > 1]
     name = f"{key}.name"
-    return own[name].strip("'") if name in changing else ", ".join(f"{leaf}={own[leaf]}" for leaf in changing[:3])
+    alike = [other for other in others if other.get(name) == own.get(name)]
+    changing = [leaf for leaf in own if len({other.get(leaf) for other in alike}) > 1]
+    names = [own[name].strip("'")] if name in own and len(alike) < len(others) else []
+    return ", ".join(names + [f"{leaf}={own[leaf]}" for leaf in changing[:3]])
