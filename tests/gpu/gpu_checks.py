@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_hydra.checkpoint import state
 from titan_hydra.config import Job, compose_job, identity
 from titan_hydra.config.files import read_json
+from titan_hydra.kernels.documents import document_mask
 from titan_hydra.launch import worker
 from titan_hydra.models.init import Normal, fill
 from titan_hydra.models.layers import SDPA
@@ -318,26 +319,32 @@ class Operators(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
-        if "scaled_dot_product" in str(function) and "backward" not in str(function):
+        if any(name in str(function) for name in ("scaled_dot_product", "attend_documents")) and "backward" not in str(function):
             self.seen.append(str(function).removeprefix("aten._scaled_dot_product_").removesuffix(".default"))
         return function(*arguments, **(kwargs or {}))
 
 
 def kernels(here: Here) -> dict[str, Any]:
-    """attention=auto takes cuDNN for bf16 on a GPU, and finds a kernel for float32, grouped queries and masks."""
+    """attention=auto takes cuDNN for bf16 on a GPU, and finds a kernel for float32, grouped queries and documents."""
     place = torch.device("cuda" if here.gpu else "cpu")
     found = {}
-    for name, dtype, kv_heads, masked in (("bf16", torch.bfloat16, 2, False), ("bf16 masked", torch.bfloat16, 2, True),
-                                          ("fp32", torch.float32, 4, False), ("fp32 grouped", torch.float32, 2, False)):
+    for name, dtype, kv_heads, packed in (("bf16", torch.bfloat16, 2, False), ("bf16 documents", torch.bfloat16, 2, True),
+                                          ("fp32", torch.float32, 4, False), ("fp32 grouped", torch.float32, 2, False),
+                                          ("fp32 documents", torch.float32, 2, True)):
         q, k, v = (torch.randn(2, heads, 256, 64, device=place, dtype=dtype, requires_grad=True) for heads in (4, kv_heads, kv_heads))
-        mask = torch.ones(2, 1, 256, 256, dtype=torch.bool, device=place).tril() if masked else None
+        offsets = torch.tensor([0, 1, 100, 100, 256, 300, 512], dtype=torch.int32, device=place) if packed else None
+        mask = document_mask(offsets, 2, 256) if packed else None
         with Operators() as operators:
-            out = SDPA("auto")(q, k, v, mask)
+            out = SDPA("auto")(q, k, v, offsets)
         out.sum().backward()
-        right = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
-        assert ((out.double() - right).norm() / right.norm()).item() < 1e-2, name
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        right = F.scaled_dot_product_attention(*exact, mask, is_causal=not packed, enable_gqa=True)
+        right.sum().backward()
+        for one, other in [(out, right), *((x.grad, y.grad) for x, y in zip((q, k, v), exact, strict=True))]:
+            assert ((one.double() - other).norm() / other.norm()).item() < 1e-2, name
         found[name] = operators.seen[0] if operators.seen else "math"
     assert not here.gpu or found["bf16"] == "cudnn_attention", found
+    assert "attend_documents" in found["bf16 documents"], found
     return found
 
 

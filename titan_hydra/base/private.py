@@ -48,6 +48,9 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "ring_forward": f"{RING}:_templated_ring_attention", "ring_backward": f"{RING}:_templated_ring_attention_backward",
     "flash_on_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flash_on_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    # Documents: the kernels behind scaled_dot_product_attention, which takes no offsets, and cannot be called below autograd.
+    "flash_attention": "torch:ops.aten._flash_attention_forward.default",
+    "flash_attention_backward": "torch:ops.aten._flash_attention_backward.default",
     "OpOverload": "torch._ops:OpOverload", "OpSchema": "torch.distributed.tensor._op_schema:OpSchema",
     "OpStrategy": "torch.distributed.tensor._op_schema:OpStrategy",
     "RuntimeSchemaInfo": "torch.distributed.tensor._op_schema:RuntimeSchemaInfo",

@@ -1,4 +1,4 @@
-"""A decoder-only transformer and its layers: attention, feed-forward, a tied head, rotary positions, masks of packed documents.
+"""A decoder-only transformer and its layers: attention, feed-forward, a tied head, rotary positions, packed documents.
 
 They run on one device and know nothing of meshes, sharding or stages. Parameters have the names of Llama's reference code, which survive
 any split: layers are in a ModuleDict, and a pipeline stage is the model with layers deleted and `tok_embeddings`, `norm` or `output` set to
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
+from titan_hydra.kernels.documents import attend_within, can_attend, document_mask, document_offsets
 
 from .init import Normal
 
@@ -49,24 +50,21 @@ class Decoder(nn.Module):
         rotary.copy_(self.rotary_table(rotary.device))
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, targets: Tensor | None = None,
+        self, tokens: Tensor, positions: Tensor | None = None, ends: Tensor | None = None, targets: Tensor | None = None,
         **own: Tensor,
     ) -> Tensor:
         """Compute logits, the hidden state (a stage without head) or the loss. Without an embedding, `tokens` is the hidden state [batch,
         seq, dim].
 
-        `positions` [batch, seq] replace 0, 1, ... if the sequence is split or reordered. `documents` [batch, seq] are ids of packed
-        documents: attention stays within one, and positions restart with each unless given. `targets` [batch, seq] are passed to an
-        `output` that accepts them, which then returns the loss. What a family has beside it takes in `embed`.
+        `positions` [batch, seq] replace 0, 1, ... if the sequence is split, reordered, or of packed documents. `ends` [batch, n] (int32)
+        are where a sample's documents end, the last one's repeated: attention stays within a document. `targets` [batch, seq] are passed
+        to an `output` that accepts them, which then returns the loss. What a family has beside it takes in `embed`.
         """
-        mask = None
-        if documents is not None:
-            mask = document_mask(documents)
-            positions = document_positions(documents) if positions is None else positions
+        offsets = None if ends is None else document_offsets(ends)
         rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
         h = self.embed(tokens, **own)
         for block in self.layers.values():
-            h = block(h, rotary, mask)
+            h = block(h, rotary, offsets)
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
@@ -104,14 +102,14 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Run the layer. `rotary` is as `rotate` takes it; `mask` is None (causal) or boolean, True where a query sees a key."""
-        x = self.attend(x, rotary, mask)
+    def forward(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Run the layer. `rotary` is as `rotate` takes it, `offsets` are those of packed documents."""
+        x = self.attend(x, rotary, offsets)
         return x + self.feed_forward(self.ffn_norm(x))
 
-    def attend(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Run the first half of the layer."""
-        return x + self.attention(self.attention_norm(x), rotary, mask)
+        return x + self.attention(self.attention_norm(x), rotary, offsets)
 
 
 class Attention(nn.Module):
@@ -129,14 +127,14 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (HeadNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk")
         self.sdpa = SDPA(config.attention)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         # -1 heads: under tensor parallelism the linears return only this rank's.
         q, k, v = (linear(x).view(batch, seq, -1, self.head_dim) for linear in (self.wq, self.wk, self.wv))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rotary), rotate(k, rotary)
-        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), offsets)
         return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -163,12 +161,16 @@ class SDPA(nn.Module):
         super().__init__()
         self.backend, self.causal = backend, causal
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute attention, causal if it was made so and `mask` is None; otherwise `mask` (boolean, True where a query sees a key) alone
-        decides.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Compute attention, causal if it was made so, and within the documents of `offsets`, which are causal in any case.
+
+        Documents need a mask of all pairs where a kernel is asked for that takes no offsets, and in float32 on CUDA.
         """
         if self.backend in ("cudnn", "efficient") and q.device.type == "cpu":
             raise ConfigError(f"model.attention={self.backend}: does not exist on the CPU; nearest legal: auto, flash or math")
+        if offsets is not None and self.backend in ("auto", "flash") and can_attend(q):
+            return attend_within(q, k, v, offsets)
+        mask = None if offsets is None else document_mask(offsets, len(q), q.shape[2])
         if self.backend == "efficient":  # does not support grouped queries
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = q.shape[1] != k.shape[1]
@@ -219,17 +221,3 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """Return the mask [batch, 1, seq, seq], True for earlier tokens of the same document. Built once for all layers."""
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return same.tril().unsqueeze(1)
-
-
-def document_positions(documents: Tensor) -> Tensor:
-    """Return positions [batch, seq] that restart at 0 wherever the document id changes."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.zeros_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.config.schema import ActivationCheckpoint
+from titan_hydra.kernels import documents  # noqa: F401 - registers an operator of SAVED
 
 from .experts import sparse_layers
 
@@ -28,6 +29,7 @@ SAVED = (  # results that are expensive to recompute, or need communication
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
+    "titan_hydra.attend_documents",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_reduce",
     "aten.max",  # Float8's amax: one number that costs a pass over a whole tensor

@@ -22,6 +22,7 @@ from titan_hydra.base.private import all_to_all_single_autograd
 from titan_hydra.base.private import ring_options as OPTIONS
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
+from titan_hydra.kernels.documents import as_wide, cut_to
 
 from .mesh import Mesh
 
@@ -87,16 +88,6 @@ def ring_options() -> tuple[Any, ...]:
     return OPTIONS.rotate_method, OPTIONS.enable_load_balance
 
 
-def as_wide(v: Tensor, q: Tensor) -> Tensor:
-    """Return values padded with zeros to the width of the queries, for kernels and exchanges that take one width."""
-    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-
-
-def cut_to(x: Tensor, width: int) -> Tensor:
-    """Return the first columns of x; x itself if it has no more, as the gradient of a slice is a copy."""
-    return x if x.shape[-1] == width else x[..., :width]
-
-
 class Ring(nn.Module):
     """Attention, causal where `sdpa` is, on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
 
@@ -112,9 +103,9 @@ class Ring(nn.Module):
         if not self.kernels:
             raise ConfigError(f"model.attention={sdpa.backend}: cannot work in a ring on {mesh.device_type}; nearest legal: auto or flash")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            raise ValueError("ring attention supports no mask")
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
+        if offsets is not None:
+            raise ValueError("ring attention knows no documents")
         # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
@@ -134,15 +125,15 @@ class Ulysses(nn.Module):
         super().__init__()
         self.sdpa, self.group = sdpa, group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute attention. `mask` covers the whole sequence."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Compute attention. `offsets` are of documents of the whole sequence."""
         ranks = self.group.size()
         heads = [x.shape[1] // ranks for x in (q, k, v)]
         width, v = v.shape[-1], as_wide(v, q)
         # Data for one rank is contiguous, so that one exchange serves q, k and v.
         qkv = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2).flatten(1, 2)
         q, k, v = self.exchange(qkv, scatter=1, gather=2).split(heads, dim=1)
-        return self.exchange(self.sdpa(q, k, cut_to(v, width), mask), scatter=2, gather=1)
+        return self.exchange(self.sdpa(q, k, cut_to(v, width), offsets), scatter=2, gather=1)
 
     def exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
         """All-to-all: split dimension `scatter` over the ranks and concatenate along `gather` (the two dimensions are adjacent)."""

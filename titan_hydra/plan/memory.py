@@ -187,8 +187,10 @@ def _attention(shape: Shape) -> float:
 
 
 def _mask(shape: Shape) -> float:
-    """Return the size of a microbatch's mask of documents."""
-    return shape.samples * shape.job.data.seq_len**2 * shape.job.data.document_mask
+    """Return the size of a microbatch's mask of documents, which attention needs unless it is flash's in half precision."""
+    job = shape.job
+    masked = job.data.document_mask and (job.model.attention not in ("auto", "flash") or job.precision.compute_dtype == "float32")
+    return shape.samples * job.data.seq_len**2 * masked
 
 
 def _between_stages(shape: Shape, rank: int) -> list[Term]:

@@ -29,11 +29,10 @@ from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.data.batch import Batch
 from titan_hydra.models.init import init_weights, local_box
-from titan_hydra.models.layers import document_positions
 from titan_hydra.parallel.mesh import local_part
 from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.runs.run import Run
-from titan_hydra.train.objectives.language import IGNORED
+from titan_hydra.train.objectives.language import IGNORED, packed
 from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
@@ -228,8 +227,8 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
         if case.uneven_mask:
             batch["labels"][row, torch.rand(shape[1], generator=dice) < share] = IGNORED
         documents[row] = (torch.rand(shape[1], generator=dice) < 0.1).cumsum(0)
-    packed = {"documents": documents, "positions": document_positions(documents)} if case.documents else {}
-    return Batch(batch.tensors | packed, batch.dims)
+    arrays = packed(documents.numpy()) if case.documents else {}
+    return Batch(batch.tensors | {name: torch.from_numpy(array) for name, array in arrays.items()}, batch.dims)
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:

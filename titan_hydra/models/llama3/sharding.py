@@ -27,7 +27,7 @@ def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
         },
         block={
             "attention_norm": norm,
-            # Gathered once for wq, wk and wv. Positions and mask are whole on every rank.
+            # Gathered once for wq, wk and wv. Positions and documents are whole on every rank.
             "attention": linears.prepare(input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None)),
             "attention.wq": linears.colwise(),
             "attention.wk": linears.colwise(),

@@ -52,7 +52,7 @@ class Objective(ABC):
         return self.loss(output, batch)
 
     def example(self, samples: int) -> Batch:
-        """Return a batch without data, of the shapes of real ones."""
+        """Return a batch without data, of the shapes of real ones, whose samples are one document each."""
         return self.batch([self.blank_sample()] * samples, (None, None))
 
 

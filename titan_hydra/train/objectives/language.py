@@ -16,10 +16,13 @@ IGNORED = -100  # the label of a token that does not count
 
 
 class Language(Objective):
-    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels, and documents and positions where something asks for them."""
+    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels, and positions, documents and their ends where something asks for
+    them.
+    """
 
-    # Documents stay whole: only Ulysses can mask by them, and there each rank's heads cover the whole sequence.
-    dims = {"tokens": Dims(sequence=1), "labels": Dims(sequence=1), "positions": Dims(sequence=1), "documents": Dims()}
+    # Documents stay whole: only Ulysses can keep them apart, and there each rank's heads cover the whole sequence.
+    dims = {"tokens": Dims(sequence=1), "labels": Dims(sequence=1), "positions": Dims(sequence=1), "documents": Dims(),
+            "ends": Dims()}
 
     def blank_sample(self) -> Sample:
         return {"tokens": np.zeros(self.job.data.seq_len + 1, dtype=np.int64)}
@@ -38,7 +41,7 @@ class Language(Objective):
         return (batch["labels"] != IGNORED).sum()
 
     def inputs(self, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
-        others: Tensors = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        others: Tensors = {name: batch[name] for name in ("positions", "ends") if name in batch}
         if self.job.loss.name == "linear_cross_entropy":
             others["targets"] = batch["labels"]
         return batch["tokens"], others
@@ -65,13 +68,29 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
     labels[begins[:, 1:]] = IGNORED
     documents = begins[:, :-1].cumsum(axis=1)
     documents -= documents[:, :1]  # a sample's first document is number 0, whether or not it begins there
-    return {"tokens": inputs.copy(), "labels": labels, "documents": documents, "positions": positions(begins[:, :-1])}
+    return {"tokens": inputs.copy(), "labels": labels} | packed(documents)
 
 
-def positions(begins: np.ndarray) -> np.ndarray:
-    """Return the position of each token in its document, from where documents begin."""
-    place = np.arange(begins.shape[1])
-    return place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the documents [n, seq] of samples, the position of each token in its document, and where each document ends."""
+    place = np.arange(documents.shape[1])
+    begins = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    return {"documents": documents, "positions": positions, "ends": ends_of(documents)}
+
+
+def ends_of(documents: np.ndarray) -> np.ndarray:
+    """Return where the documents of samples [n, seq] end: [n, m], rows of fewer than m filled with seq.
+
+    The kernels take as many as the host has made room for, without asking the device; m is a power of two, so that compiled code sees few.
+    """
+    last = np.ones(documents.shape, bool)
+    last[:, :-1] = documents[:, 1:] != documents[:, :-1]
+    number = last.cumsum(axis=1)
+    ends = np.full((len(documents), 1 << int(number.max() - 1).bit_length()), documents.shape[1], np.int32)
+    row, place = last.nonzero()
+    ends[row, number[row, place] - 1] = place + 1
+    return ends
 
 
 def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 from titan_hydra.data.batch import Batch
 from titan_hydra.data.loader import Sample
 
-from .language import IGNORED, Language, positions
+from .language import IGNORED, Language, packed
 
 
 class SupervisedFineTuning(Language):
@@ -24,5 +24,5 @@ class SupervisedFineTuning(Language):
         labels = np.where(trained & ~begins, tokens, IGNORED)[:, 1:]
         arrays = {"tokens": tokens[:, :-1].astype(np.int64), "labels": labels.astype(np.int64)}
         if self.job.data.document_mask:
-            arrays |= {"documents": documents[:, :-1].astype(np.int64), "positions": positions(begins[:, :-1])}
+            arrays |= packed(documents[:, :-1].astype(np.int64))
         return self.assembled(arrays)

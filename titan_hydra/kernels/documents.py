@@ -1,0 +1,133 @@
+"""Causal attention within packed documents: time and memory are linear in the pairs of tokens that are seen, as there is no mask.
+
+One operator for eager and compiled code, for CPUs and GPUs, whose results activation checkpointing can save. `offsets` (int32) are where
+each document begins if the tokens of all samples stand one after another, and where the last one ends. Documents may be empty.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+from titan_hydra.base.private import flash_attention, flash_attention_backward, flash_on_cpu, flash_on_cpu_backward
+
+
+def document_offsets(ends: Tensor) -> Tensor:
+    """Return the offsets [batch * n + 1] of the documents that end at `ends` [batch, n] of their samples, which are all of one length."""
+    samples = torch.arange(len(ends), device=ends.device, dtype=ends.dtype).unsqueeze(1)
+    return F.pad((ends + samples * ends[:, -1:]).flatten(), (1, 0))
+
+
+def document_mask(offsets: Tensor, batch: int, seq: int) -> Tensor:
+    """Return the mask [batch, 1, seq, seq] of all pairs: True where a token sees another, which is an earlier one of its document."""
+    tokens = torch.arange(batch * seq, device=offsets.device, dtype=offsets.dtype)
+    document = torch.searchsorted(offsets, tokens, right=True).view(batch, seq)
+    return (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
+
+
+def attend_within(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """Compute the attention of q, k, v [batch, heads, seq, head_dim] within documents."""
+    batch, _, seq, _ = q.shape
+    width, v = v.shape[-1], as_wide(v, q)
+    out, _ = attend_documents(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), offsets, seq)
+    return cut_to(out, width).unflatten(0, (batch, seq)).transpose(1, 2)
+
+
+def as_wide(v: Tensor, q: Tensor) -> Tensor:
+    """Return values padded with zeros to the width of the queries, for kernels and exchanges that take one width."""
+    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+
+
+def cut_to(x: Tensor, width: int) -> Tensor:
+    """Return the first columns of x; x itself if it has no more, as the gradient of a slice is a copy."""
+    return x if x.shape[-1] == width else x[..., :width]
+
+
+def can_attend(q: Tensor) -> bool:
+    """Whether `attend_documents` takes queries of this dtype and width on their device: flash attention does on CUDA, any on the CPU."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.device.type == "cpu" or (q.is_cuda and half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0)
+
+
+@custom_op("titan_hydra::attend_documents", mutates_args=(), device_types="cpu")
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Return the attention of q, k, v [tokens, heads, head_dim] and its logsumexp [heads, tokens]. No document has more than `longest`
+    tokens. Fewer key and value heads than query heads are each shared by a group of these.
+    """
+    out, sums = _results(q)
+    for part in _documents(offsets):
+        one, its_sums = flash_on_cpu(*_as_batch(part, q, k, v), is_causal=True)
+        out[part], sums[:, part] = one[0].transpose(0, 1), its_sums[0]
+    return out, sums
+
+
+@custom_op("titan_hydra::attend_documents_backward", mutates_args=(), device_types="cpu")
+def attend_documents_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor,
+                              longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for part in _documents(offsets):
+        found = flash_on_cpu_backward(*_as_batch(part, gradient, q, k, v, out), sums[:, part].unsqueeze(0), 0.0, True)
+        for x, one in zip(whole, found, strict=True):
+            x[part] = one[0].transpose(0, 1)
+    return whole
+
+
+@attend_documents.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    out, sums, *_ = flash_attention(q, k, v, offsets, offsets, longest, longest, 0.0, True, False)
+    return out, sums
+
+
+@attend_documents_backward.register_kernel("cuda")
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor,
+      longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout's random numbers: there is none
+    return flash_attention_backward(
+        gradient, q, k, v, out, sums, offsets, offsets, longest, longest, 0.0, True, state, torch.empty(0, device=q.device))
+
+
+@attend_documents.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    return _results(q)
+
+
+@attend_documents_backward.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor,
+      longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, offsets, ctx.longest = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *attend_documents_backward(gradient, *ctx.saved_tensors, ctx.longest), None, None
+
+
+attend_documents.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the output and the logsumexp."""
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), torch.empty((q.shape[1], q.shape[0]), dtype=exact, device=q.device)
+
+
+def _documents(offsets: Tensor) -> Iterator[slice]:
+    """Yield the tokens of each document that has any."""
+    for begin, end in pairwise(offsets.tolist()):
+        if begin < end:
+            yield slice(begin, end)
+
+
+def _as_batch(part: slice, *tensors: Tensor) -> list[Tensor]:
+    """Return the tokens of a document of each tensor as [1, heads, tokens, head_dim]."""
+    return [x[part].transpose(0, 1).unsqueeze(0) for x in tensors]
