@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -28,11 +29,13 @@ ROOT = HERE.parents[1]
 # dim, layers, heads, key/value heads, feed-forward width, vocabulary. Heads have weights of their own, as in TorchTitan's model.
 SHAPES = {
     "8b": (4096, 32, 32, 8, 14336, 128256), "3b": (3072, 28, 24, 8, 8192, 128256), "1b": (2048, 16, 32, 8, 8192, 128256),
-    "debug": (256, 4, 4, 2, 768, 4096), "30b_a3b": (2048, 48, 32, 4, 6144, 151936), "debug_experts": (256, 4, 4, 2, 768, 4096),
+    "160m": (768, 12, 12, 12, 2048, 50304), "debug": (256, 4, 4, 2, 768, 4096),
+    "30b_a3b": (2048, 48, 32, 4, 6144, 151936), "debug_experts": (256, 4, 4, 2, 768, 4096),
 }
 EXPERTS = {"30b_a3b": (128, 128, 8, 768), "debug_experts": (64, 8, 2, 384)}  # head's width, experts, those of a token, their width: Qwen3's
 RECIPES = {"rowwise": "float8_rowwise", "tensorwise": "float8_tensorwise", "bf16": "bf16"}
 LEAST = 25  # seconds: with fewer left no row begins
+FIRST_STEP = re.compile(r"step:? +1\b.*loss")  # as both tools print it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +149,7 @@ def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, tr
             process = subprocess.Popen(command(row, scratch, trace), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
                                        env=environment | caches, start_new_session=True)
             try:
-                status = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                status = None
+                status, started = watch(process, seconds, scratch / "output")
             finally:
                 kill(process)
         text = (scratch / "output").read_text(errors="replace")
@@ -158,7 +159,17 @@ def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, tr
                 shutil.move(file, trace)
     with log.open("a") as file:
         file.write(f"=== {row.tool}: {row.name}\n{tail(text, 60)}\n")
-    return {"name": row.name, "tool": row.tool, **found, "seconds": round(time.monotonic() - began, 1)}
+    return {"name": row.name, "tool": row.tool, **found, "started_seconds": started, "seconds": round(time.monotonic() - began, 1)}
+
+
+def watch(process: subprocess.Popen, seconds: float, output: Path) -> tuple[int | None, float | None]:
+    """Wait for a row. Returns its exit status, None if it has not ended in time, and the seconds until it printed its first step."""
+    began, started = time.monotonic(), None
+    while process.poll() is None and time.monotonic() - began < seconds:
+        if started is None and FIRST_STEP.search(output.read_text(errors="replace")):
+            started = time.monotonic() - began
+        time.sleep(0.05)
+    return process.returncode, started
 
 
 def tail(text: str, lines: int) -> str:
@@ -209,7 +220,7 @@ def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     for settings in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}) if device == "cuda" else ({},):
-        environment = {**os.environ, **hidden, **threads, **settings}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **hidden, **threads, **settings}
         found = subprocess.run([sys.executable, str(HERE / "card.py"), device], capture_output=True, text=True, env=environment)
         if found.returncode == 0:
             return json.loads(found.stdout) | settings, environment
@@ -233,7 +244,8 @@ def results(rows: list[Row], until: float, limit: float, environment: dict[str, 
         yield found | {"settings": dataclasses.asdict(row)}
 
 
-HEADER = f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'ratio':>7}  against"
+HEADER = (f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}{'ratio':>7}"
+          "  against")
 
 
 def line(found: dict) -> str:
@@ -246,7 +258,9 @@ def line(found: dict) -> str:
     mfu = f"{found['mfu']:.1%}" if found["mfu"] is not None else unknown
     memory = f"{found['reserved_gib']:.1f}" if found["reserved_gib"] is not None else unknown
     ratio = f"{found['ratio']:.2f}" if found["ratio"] is not None else unknown
-    return f"{start}{rate:>10,.0f}{spread:>8.1%}{mfu:>7}{memory:>7}{found['first_step_seconds']:>9.1f} s{ratio:>7}  {found['against']}"
+    since = f"{found['started_seconds']:.1f} s" if found["started_seconds"] is not None else unknown
+    first = f"{found['first_step_seconds']:.1f} s"
+    return f"{start}{rate:>10,.0f}{spread:>8.1%}{mfu:>7}{memory:>7}{first:>11}{since:>11}{ratio:>7}  {found['against']}"
 
 
 def parse() -> argparse.Namespace:

@@ -139,3 +139,28 @@ def test_the_command_is_short_enough_for_every_part():
     carry = program("carry")
     words = carry.command(".gpu", ["tests", *LISTS, "profile=8b_block"], "--device cpu --dry-run")
     assert len(words) <= 2000 and words.count("--seconds") == len(LISTS) + 2
+
+
+BARE = "torch numpy triton filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions"  # where torch is
+ALONE = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions
+
+owners = packages_distributions()
+
+class Carried:
+    def find_spec(self, name, path=None, target=None):
+        here = {{owner.lower().replace("_", "-") for owner in owners.get(name.partition(".")[0], ())}}
+        return None if here and not here & {carried} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [Carried() if finder is PathFinder else finder for finder in sys.meta_path]
+import titan_hydra.launch.main, titan_hydra.launch.worker, titan_hydra.train.loop, titan_hydra.verify.verify
+"""
+
+
+def test_what_a_rank_imports_is_carried():
+    carry = program("carry")
+    wheels = (wheel.partition("==")[0].lower().replace("_", "-") for wheel in (*carry.WHEELS, carry.BUILT))
+    carried = {"titan-hydra", *BARE.split(), *wheels}
+    subprocess.run([sys.executable, "-c", ALONE.format(carried=carried)], check=True, cwd=ROOT)
