@@ -41,10 +41,10 @@ def build(**config):
     return model
 
 
-def backward(model, forwards=1):
+def backward(model, forwards=1, **packed):
     """What a backward executes after so many forwards."""
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
-    losses = [model(tokens).float().logsumexp(-1).sum() for _ in range(forwards)]
+    losses = [model(tokens, **packed).float().logsumexp(-1).sum() for _ in range(forwards)]
     with Counting() as counting:
         for loss in losses:
             loss.backward()
@@ -65,6 +65,13 @@ MODES = [  # configuration, matmuls and attentions of a backward beyond those of
     ({"name": "lean", "save_ops": ["aten.mm"]}, 0, 4),
     ({"name": "op", "save_ops": ["aten._scaled_dot_product_flash_attention_for_cpu.default"]}, 4 * 6, 0),
 ]
+
+
+@pytest.mark.parametrize(("mode", "attentions"), [("none", 0), ("full", 4), ("op", 0), ("lean", 0)])
+def test_attention_within_documents_is_saved_as_any_other(mode, attentions):
+    counts = backward(build(name=mode), ends=torch.tensor([[5, 16], [16, 16]], dtype=torch.int32))
+    assert counts[torch.ops.titan_hydra.attend_documents.default] == attentions
+    assert counts[torch.ops.titan_hydra.attend_documents_backward.default] == 4
 
 
 @pytest.mark.parametrize(("config", "matmuls", "attentions"), MODES, ids=lambda value: str(value))
