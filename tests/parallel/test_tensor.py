@@ -131,6 +131,15 @@ def test_every_rank_knows_the_norm_of_the_whole_gradient(on_ranks):
     on_ranks(4, task)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (5,), (1024,), (3, 4099), (2000, 2000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_norm_is_exact_however_many_elements_there_are(shape, dtype, fake_world):
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    half = (parameter.grad.double().square().sum() / 2).sqrt().float()  # of two ranks this one alone
+    torch.testing.assert_close(gradient_norm([parameter]), half, rtol=2e-7, atol=0)
+
+
 def test_a_gradient_that_is_not_summed_yet_has_no_norm(fake_world):
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
