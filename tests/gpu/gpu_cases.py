@@ -40,6 +40,7 @@ DOCUMENTS = ("data.document_mask=true",)
 CHUNKED = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
 BLOCK = ("compile=block",)
 ROWWISE, TENSORWISE = ("precision=float8_rowwise",), ("precision=float8_tensorwise",)
+FUSED = (*ROWWISE, "precision.kernels=fused")
 
 ALONE = [
     Case("device and its memory", "device"),
@@ -54,6 +55,9 @@ ALONE = [
     run("float8 rowwise", *ROWWISE, like=(), within=0.02),
     run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02),
     run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
+    Case("float8 casts are those of torch", "float8_casts"),
+    run("float8 fused", *FUSED, like=ROWWISE, within=5e-3),
+    run("float8 fused, ac lean", *FUSED, "ac=lean", like=FUSED, within=2e-3),
     run("mxfp8 is refused in one line", "precision=mxfp8", check="refuses", words="MXFP8 matmuls need a GPU of capability 10.0"),
     run("attention cudnn", "model.attention=cudnn", like=MATH, within=5e-3, gpu=KERNEL),
     run("attention flash", "model.attention=flash", like=MATH, within=5e-3),
@@ -140,6 +144,8 @@ COMPILED = [
     *(run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
       for mode in ("full", "op", "lean", "memory_budget")),
     run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+    run("compile, float8 fused", *BLOCK, *FUSED, like=ROWWISE, within=5e-3, seconds=240),
+    run("compile, float8 fused, ac lean", *BLOCK, *FUSED, "ac=lean", like=ROWWISE, within=5e-3, seconds=240),
     run("compile, float8 tensorwise", *BLOCK, *TENSORWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
 ]
 CASES = [*ALONE, *sorted(TOGETHER, key=lambda case: case.ranks), *COMPILED]

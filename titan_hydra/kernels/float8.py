@@ -5,6 +5,7 @@ A cast matrix is two tensors: e4m3 numbers, and the float32 factors by which the
 the bit patterns of float32, as integers.
 """
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -91,7 +92,7 @@ def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
     """Cast matrices of the same width as one, row by row: after RMSNorm if its weight is given, of SwiGLU's product of their two halves if
     `gated`. Returns the matrix, its factors, the maxima of its columns and RMSNorm's factors.
     """
-    if not on_gpu(parts[0]):
+    if not in_triton(parts[0].device):
         return rows_in_torch(parts, norm, eps, gated)
     from .float8_triton import rows_on_gpu
 
@@ -103,7 +104,7 @@ def float8_columns(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None,
     """Cast matrices of the same width as one, column by column, with the maxima and RMSNorm's factors that `float8_rows` returned. Returns
     the transpose and its factors.
     """
-    if not on_gpu(maxima):
+    if not in_triton(maxima.device):
         return columns_in_torch(parts, maxima, norm, rstds)
     from .float8_triton import columns_on_gpu
 
@@ -117,7 +118,7 @@ def float8_gated_backward(
     """Return the gradient of SwiGLU's input cast by rows, the same by columns and transposed, and SwiGLU's product by columns, with the
     maxima that `float8_rows` returned, and transposed; each with its factors.
     """
-    if not on_gpu(gates):
+    if not in_triton(gates.device):
         return gated_backward_in_torch(gates, gradient, maxima)
     from .float8_triton import gated_backward_on_gpu
 
@@ -127,7 +128,7 @@ def float8_gated_backward(
 @torch.library.custom_op("titan_hydra::norm_backward", mutates_args=())
 def norm_backward(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of RMSNorm's input and of its weight."""
-    if not on_gpu(x):
+    if not in_triton(x.device):
         return norm_backward_in_torch(x, norm, rstds, gradient)
     from .float8_triton import norm_backward_on_gpu
 
@@ -140,6 +141,7 @@ for operator, reference in ((float8_rows, rows_in_torch), (float8_columns, colum
     operator.register_fake(reference)
 
 
-def on_gpu(tensor: Tensor) -> bool:
+@cache
+def in_triton(device: torch.device) -> bool:
     """Whether Triton casts there: on a GPU that computes in Float8. Elsewhere torch does, to emulate it."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9) and find_spec("triton") is not None
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and find_spec("triton") is not None

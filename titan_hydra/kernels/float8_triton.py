@@ -161,7 +161,8 @@ def _rows_at_once(height: int) -> int:
 
 
 def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `float8_rows` of contiguous matrices."""
+    """Compute `float8_rows`."""
+    parts = [part.contiguous() for part in parts]
     device, width = parts[0].device, parts[0].shape[1] // (2 if gated else 1)
     height, block = sum(map(len, parts)), triton.next_power_of_2(width)
     quantized = torch.empty(height, width, dtype=E4M3, device=device)
@@ -179,7 +180,8 @@ def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
 
 
 def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `float8_columns` of contiguous matrices."""
+    """Compute `float8_columns`."""
+    parts = [part.contiguous() for part in parts]
     width, height = parts[0].shape[1], sum(map(len, parts))
     quantized = torch.empty(width, height, dtype=E4M3, device=maxima.device)
     inverses = torch.empty(width, dtype=torch.float32, device=maxima.device)
@@ -193,7 +195,8 @@ def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None,
 
 
 def gated_backward_on_gpu(gates: Tensor, gradient: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `float8_gated_backward` of contiguous matrices."""
+    """Compute `float8_gated_backward`."""
+    gates, gradient = gates.contiguous(), gradient.contiguous()
     height, width = gradient.shape
     device = gradient.device
     row_maxima, both = (torch.zeros(length, dtype=torch.int32, device=device) for length in (height, 2 * width))
@@ -210,7 +213,8 @@ def gated_backward_on_gpu(gates: Tensor, gradient: Tensor, maxima: Tensor) -> tu
 
 
 def norm_backward_on_gpu(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `norm_backward` of contiguous matrices."""
+    """Compute `norm_backward`."""
+    x, gradient = x.contiguous(), gradient.contiguous()
     height, width = x.shape
     block, at_once = triton.next_power_of_2(width), _rows_at_once(height)
     programs = triton.cdiv(height, at_once)

@@ -36,13 +36,17 @@ def into_weights(ctx: Any, columns: Cast, inputs: Cast, weights: list[Tensor]) -
     return multiply(columns, inputs, weights[0].dtype, ctx.emulate).split([len(weight) for weight in weights])
 
 
-class Linears(torch.autograd.Function):
+def matrix(x: Tensor) -> Tensor:
+    """Return a tensor with all dimensions but the last joined."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+class Float8Linears(torch.autograd.Function):
     """x [..., inputs], after RMSNorm if its weight is given, times several weights [outputs, inputs]: all outputs side by side."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor | None, eps: float, emulate: bool, *weights: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        rows, inverses, maxima, rstds = float8_rows([flat], norm, eps, False)
+        rows, inverses, maxima, rstds = float8_rows([matrix(x)], norm, eps, False)
         cast, factors, weight_maxima, _ = float8_rows(list(weights), None, 0.0, False)
         ctx.emulate = emulate
         ctx.save_for_backward(x, norm, rstds, maxima, weight_maxima, *weights)
@@ -51,20 +55,19 @@ class Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, rstds, maxima, weight_maxima, *weights = ctx.saved_tensors
-        flat, d = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        flat, d = matrix(x), matrix(gradient)
         rows, inverses, largest, _ = float8_rows([d], None, 0.0, False)
         dx, dnorm = into_input(ctx, flat, norm, rstds, (rows, inverses), weights, weight_maxima)
         dweights = into_weights(ctx, float8_columns([d], largest, None, None), float8_columns([flat], maxima, norm, rstds), weights)
         return dx.view_as(x), dnorm, None, None, *dweights
 
 
-class SwiGLU(torch.autograd.Function):
+class Float8SwiGLU(torch.autograd.Function):
     """w2(silu(w1 x) * w3 x) of x [..., inputs], after RMSNorm if its weight is given."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor | None, eps: float, emulate: bool, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        rows, inverses, maxima, rstds = float8_rows([flat], norm, eps, False)
+        rows, inverses, maxima, rstds = float8_rows([matrix(x)], norm, eps, False)
         cast, factors, weight_maxima, _ = float8_rows([w1, w3], None, 0.0, False)
         gates = multiply((rows, inverses), (cast, factors), x.dtype, emulate, fast=True)
         rows, inverses, product_maxima, _ = float8_rows([gates], None, 0.0, True)
@@ -76,7 +79,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, rstds, maxima, weight_maxima, gates, product_maxima, last_maxima, w1, w3, w2 = ctx.saved_tensors
-        flat, d = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        flat, d = matrix(x), matrix(gradient)
         rows, inverses, largest, _ = float8_rows([d], None, 0.0, False)
         product = multiply((rows, inverses), float8_columns([w2], last_maxima, None, None), x.dtype, ctx.emulate)
         rows, inverses, columns, factors, products, product_factors = float8_gated_backward(gates, product, product_maxima)

@@ -5,12 +5,13 @@ A declaration counts for the class that makes it alone: a subclass may compute s
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from titan_hydra.kernels.float8_units import Linears, SwiGLU
+from titan_hydra.kernels.float8_units import Float8Linears, Float8SwiGLU
 
 from .select import kinds
 
@@ -36,7 +37,7 @@ class FusedLinear(nn.Linear):
     emulate: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Linears.apply(x, None, 0.0, self.emulate, self.weight)
+        y = Float8Linears.apply(x, None, 0.0, self.emulate, self.weight)
         return y if self.bias is None else y + self.bias
 
 
@@ -46,7 +47,7 @@ def projecting(kind: type[nn.Module]) -> type[nn.Module]:
 
     def project(self: Any, x: Tensor | Normed) -> tuple[Tensor, ...]:
         weights = [getattr(self, name).weight for name in kind.projections]
-        y = Linears.apply(*pending(x), self.emulate, *weights)
+        y = Float8Linears.apply(*pending(x), self.emulate, *weights)
         return y.split([len(weight) for weight in weights], -1)
 
     return type(kind.__name__, (kind,), {"project": project, "__module__": kind.__module__})
@@ -57,9 +58,12 @@ def gating(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class with a forward that is SwiGLU as a whole."""
 
     def forward(self: Any, x: Tensor | Normed) -> Tensor:
-        return SwiGLU.apply(*pending(x), self.emulate, *(getattr(self, name).weight for name in kind.gated))
+        return Float8SwiGLU.apply(*pending(x), self.emulate, *(getattr(self, name).weight for name in kind.gated))
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+JOINED: tuple[tuple[str, Callable[..., type]], ...] = (("projections", projecting), ("gated", gating))
 
 
 def pending(x: Tensor | Normed) -> Normed:
@@ -73,7 +77,7 @@ def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
     names = {modules[name]: name for name in chosen}
     joined: dict[nn.Module, str] = {}
     for name, module in modules.items():
-        for change, attribute in ((projecting, "projections"), (gating, "gated")):
+        for attribute, change in JOINED:
             parts = declared(module, attribute)
             linears = [getattr(module, part) for part in parts]
             if parts and all(linear in names and linear.bias is None for linear in linears):
