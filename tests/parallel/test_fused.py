@@ -65,6 +65,25 @@ def test_a_row_that_is_not_finite_stays_so_and_the_others_are_unharmed():
     assert y[1:3].isnan().all() and y[[0, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_matmul_of_a_gpu_gives_what_its_emulation_does(norm):
+    """torch 2.13 has it on CPUs too, as slow as it is."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(4, 64, 256), torch.rand(256) if norm else None, *(torch.randn(height, 256) / 16 for height in (256, 64, 64))]
+    leaves = [leaf if leaf is None else leaf.bfloat16().requires_grad_() for leaf in leaves]
+    d, results = torch.randn(4, 64, 384).bfloat16(), []
+    for emulate in (True, False):
+        try:
+            y = Float8Linears.apply(*leaves[:2], 1e-5, emulate, *leaves[2:])
+        except RuntimeError as error:
+            if "per-tensor scaling for CPU" not in str(error):
+                raise
+            pytest.skip(f"torch {torch.__version__} has no matmul with scales of rows on CPUs")
+        results.append([y, *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], d)])
+    for found, exact in zip(*results, strict=True):
+        torch.testing.assert_close(found, exact, rtol=0.01, atol=1e-3)
+
+
 def block_of(job, seed):
     """A block with random weights in the job's compute dtype, and its rotary table."""
     model, _ = converted(job)
