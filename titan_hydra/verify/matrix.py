@@ -214,11 +214,11 @@ MATRIX = [
     case("float8 fused against torchao", 1, "parallelism=single", "data.local_batch=16", "precision.kernels=fused",
          gradients=1e-2, weights=0.1, **ROWWISE),  # a value that is rounded the other way; scales that several linears share
     *(case(f"float8 fused, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2, **FUSED)
-      for name, ranks, layout, batch, *more in (
-          ("fsdp 2", 2, "fsdp", 8), ("hsdp 4", 4, "hsdp", 4), ("fsdp 4, accumulation 2", 4, "fsdp", 2),
-          ("simple_fsdp 2", 2, "fsdp", 8, "parallelism.backend=simple_fsdp"), ("pp 2, 1f1b", 2, "pp", 16),
-          ("pp 2, zbv", 2, "pp", 16, "pp_schedule=zbv"), ("cp 2", 2, "cp", 16),
-          *((f"fsdp 2, ac {ac}", 2, "fsdp", 8, f"ac={ac}") for ac in ("full", "layer", "op", "lean")))),
+      for name, ranks, layout, batch, more in (
+          ("fsdp 2", 2, "fsdp", 8, ()), ("hsdp 4", 4, "hsdp", 4, ()), ("fsdp 4, accumulation 2", 4, "fsdp", 2, ()),
+          ("simple_fsdp 2", 2, "fsdp", 8, ("parallelism.backend=simple_fsdp",)), ("pp 2, 1f1b", 2, "pp", 16, ()),
+          ("pp 2, zbv", 2, "pp", 16, ("pp_schedule=zbv",)), ("cp 2", 2, "cp", 16, ()),
+          *((f"fsdp 2, ac {ac}", 2, "fsdp", 8, (f"ac={ac}",)) for ac in ("full", "layer", "op", "lean")))),
     *(case(f"float8 fused, fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", "compile=block",
            "compile.backend=aot_eager", f"ac={ac}", slow=True, **FUSED) for ac in ("none", "full", "lean")),
     case("mxfp8, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **MXFP8),
