@@ -127,6 +127,8 @@ TOGETHER = [
       for ranks, rotate, balance in ((2, "allgather", True), (2, "alltoall", True), (2, "alltoall", False), (2, "ulysses", True),
                                      (4, "allgather", True))),
     layout("fsdp 2", 2, "parallelism=fsdp", "data.local_batch=4", precision="float8_rowwise", tolerance=COARSE),
+    layout("fsdp 2, fused", 2, "parallelism=fsdp", "data.local_batch=4", "precision.kernels=fused", precision="float8_rowwise",
+           tolerance=COARSE),
     layout("fsdp 2, float8 all-gather", 2, "parallelism=fsdp", "data.local_batch=4", precision="float8_tensorwise", tolerance=COARSE),
     layout("tp 2", 2, *TP, precision="float8_tensorwise", tolerance=COARSE),
     layout("fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", precision="float8_tensorwise", tolerance=COARSE),

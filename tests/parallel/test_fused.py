@@ -131,10 +131,10 @@ def test_a_block_is_as_near_to_float32_as_torchaos(dtype, more):
 
 
 def test_what_a_block_saves_has_no_float8_copies():
-    """bf16 eager saves the results of norms, SiLU and the product; torchao the same."""
+    """At the proportions of Llama 3.1 8B, without compile. bf16 and torchao save the results of norms, SiLU and the product too."""
     saved = {}
-    for name, precision in (("bf16", ("precision=bf16",)), ("fused", FUSED)):
-        block, rotary = block_of(job_of(*WIDE, *precision), 0)
+    for name, precision in (("bf16", ("precision=bf16",)), ("torchao", EMULATED), ("fused", FUSED)):
+        block, rotary = block_of(job_of(*WIDE, "model.n_kv_heads=2", "model.ffn_dim=896", *precision), 0)
         own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), rotary)}
         bytes_of = {}
 
@@ -146,8 +146,9 @@ def test_what_a_block_saves_has_no_float8_copies():
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             block(torch.randn(1, 128, 256).bfloat16().requires_grad_(), rotary)
-        saved[name] = sum(bytes_of.values())
-    assert saved["fused"] < 0.55 * saved["bf16"]
+        saved[name] = sum(bytes_of.values()) / 128 / 256
+    print("bytes a token and unit of width:", saved)
+    assert saved["fused"] < 0.5 * saved["bf16"] <= 0.5 * saved["torchao"]
 
 
 def test_linears_that_read_the_same_input_are_cast_together_and_the_report_names_them():
