@@ -20,6 +20,7 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 NAMES = (  # the first that is found in a name; operators are aten::..., all else are kernels or ranges
     ("communication", r"nccl|gloo:|c10d|symm_mem|record_param_comms"),
     ("loss", r"soft_?max|nll_loss|cross_entropy|logsumexp"),
+    ("casts", r"titan_hydra::float8|^_(rows|columns|gated_maxima|gated_backward)$"),  # of precision.kernels=fused
     ("casts", r"triton.*(amax|clamp)|aten::(copy_|cat|clone)$|copy_kernel|memcpy|memset|CatArray|chunk_cat"),
     ("other", r"^triton_"),  # the compiler's kernels bear the names of all operators that they fuse
     ("optimizer", r"Optimizer\.step|adam|multi_tensor_apply|_foreach_|_fused_"),

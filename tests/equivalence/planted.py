@@ -59,6 +59,18 @@ FAULTS = {
         "train/objectives/language.py", 'ignore_index=IGNORED, reduction="sum")',
         'ignore_index=IGNORED, reduction="sum") * (1.02 if logits.dtype == torch.bfloat16 else 1)'),
 }
+UNITS = "kernels/float8_units.py"
+FAULTS |= {
+    "a scale is not divided out of the gradients of weights": (
+        UNITS, "    return multiply(columns, inputs,", "    return multiply((columns[0], torch.ones_like(columns[1])), inputs,",
+        "float8 fused against torchao"),
+    "the gradient of SwiGLU's halves is cast with the scale of the other": (
+        "kernels/float8.py", "*cast_columns(y, bits.amax(0)), ", "*cast_columns(y, bits.amax(0).roll(y.shape[1] // 2)), ",
+        "float8 fused against torchao"),
+    "a norm that is computed later has no weight": (
+        "parallel/formats/fused.py", "Normed(x, self.weight, self.eps)", "Normed(x, self.weight.detach() * 0 + 1, self.eps)",
+        "tests/parallel/test_fused.py::test_a_block_is_as_near_to_float32_as_torchaos"),
+}
 WHOLE, EXPERTS = "parallel/whole.py", "parallel/experts.py"
 FAULTS |= {
     "a router's gradient is not summed over tensor-parallel ranks": (

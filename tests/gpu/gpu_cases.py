@@ -40,6 +40,7 @@ DOCUMENTS = ("data.document_mask=true",)
 CHUNKED = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
 BLOCK = ("compile=block",)
 ROWWISE, TENSORWISE = ("precision=float8_rowwise",), ("precision=float8_tensorwise",)
+FUSED = (*ROWWISE, "precision.kernels=fused")
 
 ALONE = [
     Case("device and its memory", "device"),
@@ -54,6 +55,9 @@ ALONE = [
     run("float8 rowwise", *ROWWISE, like=(), within=0.02),
     run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02),
     run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
+    Case("float8 casts are those of torch", "float8_casts"),
+    run("float8 fused", *FUSED, like=ROWWISE, within=5e-3),
+    run("float8 fused, ac lean", *FUSED, "ac=lean", like=FUSED, within=2e-3),
     run("mxfp8 is refused in one line", "precision=mxfp8", check="refuses", words="MXFP8 matmuls need a GPU of capability 10.0"),
     run("attention cudnn", "model.attention=cudnn", like=MATH, within=5e-3, gpu=KERNEL),
     run("attention flash", "model.attention=flash", like=MATH, within=5e-3),
@@ -123,6 +127,8 @@ TOGETHER = [
       for ranks, rotate, balance in ((2, "allgather", True), (2, "alltoall", True), (2, "alltoall", False), (2, "ulysses", True),
                                      (4, "allgather", True))),
     layout("fsdp 2", 2, "parallelism=fsdp", "data.local_batch=4", precision="float8_rowwise", tolerance=COARSE),
+    layout("fsdp 2, fused", 2, "parallelism=fsdp", "data.local_batch=4", "precision.kernels=fused", precision="float8_rowwise",
+           tolerance=COARSE),
     layout("fsdp 2, float8 all-gather", 2, "parallelism=fsdp", "data.local_batch=4", precision="float8_tensorwise", tolerance=COARSE),
     layout("tp 2", 2, *TP, precision="float8_tensorwise", tolerance=COARSE),
     layout("fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", precision="float8_tensorwise", tolerance=COARSE),
@@ -140,6 +146,8 @@ COMPILED = [
     *(run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
       for mode in ("full", "op", "lean", "memory_budget")),
     run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+    run("compile, float8 fused", *BLOCK, *FUSED, like=ROWWISE, within=5e-3, seconds=240),
+    run("compile, float8 fused, ac lean", *BLOCK, *FUSED, "ac=lean", like=ROWWISE, within=5e-3, seconds=240),
     run("compile, float8 tensorwise", *BLOCK, *TENSORWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
 ]
 CASES = [*ALONE, *sorted(TOGETHER, key=lambda case: case.ranks), *COMPILED]

@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_hydra.checkpoint import state
 from titan_hydra.config import Job, compose_job, identity
 from titan_hydra.config.files import read_json
+from titan_hydra.kernels import float8
 from titan_hydra.kernels.documents import document_mask
+from titan_hydra.kernels.float8_units import Float8Linears, Float8SwiGLU
 from titan_hydra.launch import worker
 from titan_hydra.models.init import Normal, fill
 from titan_hydra.models.layers import SDPA
@@ -366,6 +368,46 @@ def split_masters(here: Here) -> dict[str, Any]:
     if different:
         raise AssertionError(f"{different} weights differ")
     return {"weights": sum(parameter.numel() for parameter in whole)}
+
+
+def float8_casts(here: Here) -> dict[str, Any]:
+    """The operators cast as torch does on the same device, at sizes that fill no tile, and the matmuls multiply what was cast."""
+    place = torch.device("cuda" if here.gpu else "cpu")
+    torch.manual_seed(0)
+    x, d, norm = (torch.randn(*shape, device=place).bfloat16() for shape in ((272, 1040), (272, 1040), (1040,)))
+    weights = [torch.randn(height, 1040, device=place).bfloat16() / 32 for height in (1040, 144, 144)]
+    w1, w3, w2 = (torch.randn(*shape, device=place).bfloat16() / 32 for shape in ((2896, 1040), (2896, 1040), (1040, 2896)))
+    gates, halves = torch.randn(272, 2 * 2896, device=place).bfloat16(), torch.randn(272, 2896, device=place).bfloat16()
+    rows, product = float8.rows_in_torch([x], norm, 1e-5, False), float8.rows_in_torch([gates], None, 0.0, True)
+    plain = float8.rows_in_torch(weights, None, 0.0, False)
+    pairs = {
+        "rows": (float8.float8_rows([x], norm, 1e-5, False), rows), "product": (float8.float8_rows([gates], None, 0.0, True), product),
+        "weights": (float8.float8_rows(weights, None, 0.0, False), plain),
+        "columns": (float8.float8_columns([x], rows[2], norm, rows[3]), float8.columns_in_torch([x], rows[2], norm, rows[3])),
+        "weights' columns": (float8.float8_columns(weights, plain[2], None, None), float8.columns_in_torch(weights, plain[2], None, None)),
+        "SwiGLU": (float8.float8_gated_backward(gates, halves, product[2]), float8.gated_backward_in_torch(gates, halves, product[2])),
+        "norm": (float8.norm_backward(x, norm, rows[3], d), float8.norm_backward_in_torch(x, norm, rows[3], d)),
+    }
+    worst = {name: max(apart(*pair) for pair in zip(found, exact, strict=True)) for name, (found, exact) in pairs.items()}
+    for name, unit, more in (("linears", Float8Linears, weights), ("feed-forward", Float8SwiGLU, [w1, w3, w2])):
+        results = []
+        for emulate in (not here.gpu, True):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, norm, *more)]
+            y = unit.apply(*leaves[:2], 1e-5, emulate, *leaves[2:])
+            torch.manual_seed(1)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, torch.randn_like(y))])
+        worst[name] = max(apart(*pair) for pair in zip(*results, strict=True))
+    limits = {"weights": 0.0, "weights' columns": 0.0}
+    if bad := {name: value for name, value in worst.items() if value > limits.get(name, 0.02)}:
+        raise AssertionError(f"relative distances from torch: {bad}")
+    return worst
+
+
+def apart(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The relative distance of two tensors, whose shapes, types and strides must agree."""
+    if (found.shape, found.dtype, found.stride()) != (exact.shape, exact.dtype, exact.stride()):
+        raise AssertionError(f"{found.shape} {found.dtype} {found.stride()} is not {exact.shape} {exact.dtype} {exact.stride()}")
+    return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))
 
 
 def generators(here: Here) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def test_dimensions_that_are_not_in_steps_of_16_stay_as_they_are():
 
 def test_parameters_keep_names_dtype_and_shape():
     plain, _ = converted(job_of())
-    for overrides in (EMULATED, TENSORWISE, ("precision=mxfp8", "precision.emulate=true")):
-        model, _ = converted(job_of(*overrides))
+    for overrides in (EMULATED, (*EMULATED, "precision.kernels=fused"), TENSORWISE, ("precision=mxfp8", "precision.emulate=true")):
+        model, *_ = converted(job_of(*overrides))
         assert [(n, p.shape, p.dtype) for n, p in model.named_parameters()] == [(n, p.shape, p.dtype) for n, p in plain.named_parameters()]
 
 

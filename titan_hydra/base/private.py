@@ -71,6 +71,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     # MXFP8: torchao's matmul with both backward matmuls; 0.17 has it elsewhere.
     "mxfp8_matmul": ("torchao.prototype.moe_training.mxfp8_linear:_to_mxfp8_then_scaled_mm",
                      "torchao.prototype.mx_formats.mx_linear:_to_mxfp8_then_scaled_mm"),
+    # Float8: the matmul with a scale for each row of both matrices.
+    "scaled_mm": "torch:_scaled_mm",
     # Muon: the two steps of torch's own, for matrices that are sharded.
     "muon_adjust_lr": "torch.optim._muon:_adjust_lr", "muon_orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
     # A checkpoint's index is a pickle: these are among the classes that it consists of. set_element puts a value into a nested dict.

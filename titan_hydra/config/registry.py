@@ -113,6 +113,7 @@ class Format:
     rounding: float = 4e-3  # share of the loss that a mean may be off by rounding alone
     recipes: tuple[str, ...] = ()  # of `precision.recipe`; () if there is one way to scale
     one_scale: tuple[str, ...] = ()  # the recipes with one scale for a whole tensor: FSDP can gather such weights in this format
+    fused: tuple[str, ...] = ()  # the recipes that have kernels of our own: precision.kernels=fused
     tensor_parallel: bool = True  # its linears can be split over ranks
     linears: Reference | None = None  # (Job): the styles with which tensor parallelism splits them
     after_step: Reference | None = None  # (model): after the weights have changed
@@ -263,7 +264,7 @@ FLOAT8 = "titan_hydra.parallel.formats.float8"
 FORMATS = Registry(
     "precision.converter",
     Format("float8", f"{FLOAT8}:convert", 16, recipes=("rowwise", "tensorwise", "rowwise_with_gw_hp"), one_scale=("tensorwise",),
-           linears=f"{FLOAT8}:linears", after_step=f"{FLOAT8}:after_step", plain=f"{FLOAT8}:plain"),
+           fused=("rowwise",), linears=f"{FLOAT8}:linears", after_step=f"{FLOAT8}:after_step", plain=f"{FLOAT8}:plain"),
     Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False),
 )
 REGISTRIES: dict[type, Registry] = {

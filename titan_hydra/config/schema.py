@@ -74,6 +74,8 @@ class Precision:
     recipe: str | None = key(None, "how float8 scales: rowwise, tensorwise or rowwise_with_gw_hp", NAME)
     emulate: bool = key(False, "compute the format in higher precision, on hardware without it")
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
+    kernels: str = key("torchao", "what casts to Float8: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise "
+                       "only)", choices=("torchao", "fused"), late=True)
     skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
 
 

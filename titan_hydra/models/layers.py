@@ -95,6 +95,8 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
+    normed = {"attention_norm": "attention", "ffn_norm": "feed_forward"}  # norms whose output one module alone reads
+
     def __init__(self, config: Model):
         super().__init__()
         self.attention = Attention(config)
@@ -117,6 +119,8 @@ class Attention(nn.Module):
     query and key is normalized over its head's width before it is rotated.
     """
 
+    projections = ("wq", "wk", "wv")  # linears of the same input, which `project` computes
+
     def __init__(self, config: Model):
         super().__init__()
         self.head_dim = config.head_width
@@ -128,14 +132,17 @@ class Attention(nn.Module):
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
-        batch, seq, _ = x.shape
         # -1 heads: under tensor parallelism the linears return only this rank's.
-        q, k, v = (linear(x).view(batch, seq, -1, self.head_dim) for linear in (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rotary), rotate(k, rotary)
         h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), offsets)
-        return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
+        return self.wo(h.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values [batch, seq, width]."""
+        return self.wq(x), self.wk(x), self.wv(x)
 
 
 class HeadNorm(nn.RMSNorm):
@@ -182,6 +189,8 @@ class SDPA(nn.Module):
 
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    gated = ("w1", "w3", "w2")  # its linears; there is nothing else to it
 
     def __init__(self, dim: int, width: int):
         super().__init__()

@@ -53,6 +53,7 @@ DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
 ROWWISE = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32")}
+FUSED = {"base": (*ROWWISE["base"], "precision.kernels=fused")}
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
 LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
@@ -210,6 +211,16 @@ MATRIX = [
          base=(*ROWWISE["base"], "precision.recipe=rowwise_with_gw_hp")),
     case("float8 rowwise, pp 2", 2, "parallelism=pp", "parallelism.pp=2", "data.local_batch=8", **ROWWISE),
     case("float8 rowwise, cp 2", 2, "parallelism=cp", "parallelism.cp=2", "data.local_batch=16", **ROWWISE),
+    case("float8 fused against torchao", 1, "parallelism=single", "data.local_batch=16", "precision.kernels=fused",
+         gradients=1e-2, weights=0.1, **ROWWISE),  # a value that is rounded the other way; scales that several linears share
+    *(case(f"float8 fused, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2, **FUSED)
+      for name, ranks, layout, batch, more in (
+          ("fsdp 2", 2, "fsdp", 8, ()), ("hsdp 4", 4, "hsdp", 4, ()), ("fsdp 4, accumulation 2", 4, "fsdp", 2, ()),
+          ("simple_fsdp 2", 2, "fsdp", 8, ("parallelism.backend=simple_fsdp",)), ("pp 2, 1f1b", 2, "pp", 16, ()),
+          ("pp 2, zbv", 2, "pp", 16, ("pp_schedule=zbv",)), ("cp 2", 2, "cp", 16, ()),
+          *((f"fsdp 2, ac {ac}", 2, "fsdp", 8, (f"ac={ac}",)) for ac in ("full", "layer", "op", "lean")))),
+    *(case(f"float8 fused, fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", "compile=block",
+           "compile.backend=aot_eager", f"ac={ac}", slow=True, **FUSED) for ac in ("none", "full", "lean")),
     case("mxfp8, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **MXFP8),
     case("float8 rowwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", loss=5e-5, norm=2e-4, gradients=2e-2,
          **ROWWISE),
@@ -229,6 +240,8 @@ MATRIX = [
            gradients=gradients, weights=0.5)
       for name, more, gradients in (("bf16", (), 0.03), ("float8_emulate", (), 0.15), ("mxfp8", ("precision.emulate=true",), 0.15),
                                     ("float8_tensorwise", ("precision.emulate=true",), 0.25))),
+    case("float8 fused against fp32", 2, "parallelism=fsdp", "data.local_batch=8", "precision=float8_emulate", "precision.kernels=fused",
+         loss=1e-2, norm=1e-2, gradients=0.15, weights=0.5),
     case("bf16 against fp32, one process", 1, "parallelism=single", "data.local_batch=16", "precision=bf16", loss=1e-3, norm=5e-3,
          gradients=0.03, weights=0.1),
 
@@ -295,6 +308,7 @@ MATRIX = [
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, *ROWWISE["base"])),
+    case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, *FUSED["base"])),
 
     # Experts: over ep ranks, which are some of dp_shard x cp x tp, and sharded over the others
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
@@ -327,8 +341,8 @@ MATRIX = [
          base=(*LATENT, "model.q_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
-    *(case(f"{family}, fsdp 2, ep 2, float8 rowwise", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
-           base=(*base, *ROWWISE["base"])) for family, base in SPARSE),
+    *(case(f"{family}, fsdp 2, ep 2, float8 {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
+           base=(*base, *format["base"])) for family, base in SPARSE for name, format in (("rowwise", ROWWISE), ("fused", FUSED))),
     # A token that goes to another expert changes a router's gradient of step 1 by 0.13; where none does, it is 6e-3.
     *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
            **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})

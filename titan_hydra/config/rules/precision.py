@@ -39,9 +39,24 @@ def weights_can_be_gathered(job: Job) -> Iterator[Fault]:
                     legal=(False,))
 
 
+def fused_kernels_suit(job: Job) -> Iterator[Fault]:
+    """Our own kernels cast by rows and by columns, of whole weights."""
+    precision, format = job.precision, FORMATS.get(job.precision.converter)
+    if precision.kernels == "torchao":
+        return
+    if precision.recipe not in (format.fused if format else ()):
+        recipes = ", ".join(f"precision.recipe={recipe} of {kind.name}" for kind in FORMATS.values() for recipe in kind.fused)
+        yield Fault("precision.kernels", precision.kernels, f"there are such kernels for {recipes} alone", legal=("torchao",))
+    elif job.parallelism.tp > 1:
+        reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
+        yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
+
+
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
-    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places."""
-    if job.precision.emulate and job.compile.name != "off":
+    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places, but for those of our own
+    kernels, into which it does not see.
+    """
+    if job.precision.emulate and job.compile.name != "off" and job.precision.kernels == "torchao":
         yield Fault("precision.emulate", True, f"is not for compile={job.compile.name}", legal=(False,))
 
 
@@ -63,4 +78,5 @@ def has_one_scale(job: Job) -> bool:
     return format is not None and job.precision.recipe in format.one_scale
 
 
-RULES = [recipe_is_chosen, widths_suit_the_format, weights_can_be_gathered, emulation_is_eager, tensor_parallel_takes_the_format]
+RULES = [recipe_is_chosen, widths_suit_the_format, weights_can_be_gathered, fused_kernels_suit, emulation_is_eager,
+         tensor_parallel_takes_the_format]

@@ -1,7 +1,8 @@
-"""Float8 linears (torchao): which are converted, how tensor parallelism splits them, and how FSDP gathers them."""
+"""Float8 linears (torchao, or our own kernels): which are converted, how tensor parallelism splits them, and how FSDP gathers them."""
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from .select import needs_hardware, quietly, report, select
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Convert the linears of a meta-device model to torchao's Float8Linear, in place; parameters keep names, dtype and values.
+    """Convert the linears of a meta-device model to Float8, in place; parameters keep names, dtype and values.
 
     Returns a report of what was and was not converted. Raises ConfigError if this device has no Float8 matmuls, or the dimensions of a
     rank's shard do not suit them.
@@ -29,6 +30,11 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     chosen, left = select(model, precision)
     if not precision.emulate:
         parts_suit(model, chosen, mesh.degrees.tp, FORMATS["float8"].step)
+    if precision.kernels == "fused":
+        from .fused import fuse
+
+        lines = fuse(model, chosen, precision.emulate)
+        return [*report(f"float8 {precision.recipe}, fused{' (emulated)' * precision.emulate}", chosen, left), *lines]
     with quietly():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     recipe = Float8LinearConfig.from_recipe_name(precision.recipe)
@@ -40,6 +46,8 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
 
 def after_step(model: nn.Module) -> None:
     """Compute the scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one for each weight."""
+    if "torchao" not in sys.modules:  # linears with our own kernels, none of which is gathered as Float8
+        return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

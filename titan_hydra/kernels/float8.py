@@ -1,0 +1,147 @@
+"""Casts to Float8 with a scale for each row or for each column, a power of two, as torchao's rowwise recipe has them; operators, which a
+compiler passes on unseen.
+
+A cast matrix is two tensors: e4m3 numbers, and the float32 factors by which they are multiplied to undo the scale. Maxima of magnitudes are
+the bit patterns of float32, as integers.
+"""
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC  # bit patterns; the last is 1e-12, torchao's bound of a maximum
+
+
+def scales_of(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest powers of two at which maxima are at most 448, the largest e4m3 number, and their inverses. A maximum that is not
+    finite gives NaN.
+
+    448 is 1.75 * 2**8: a mantissa above 1.75 carries into the exponent.
+    """
+    exponent = (bits.clamp(min=SMALLEST) + 0x1FFFFF) >> 23
+    finite = bits < INFINITY
+    scale, inverse = (torch.where(finite, power << 23, NAN).int().view(torch.float32) for power in (262 - exponent, exponent - 8))
+    return scale, inverse
+
+
+def magnitudes(y: Tensor) -> Tensor:
+    """Return the bit patterns of the magnitudes of float32 numbers."""
+    return y.abs().view(torch.int32)
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return matrices of the same width as one, in float32."""
+    return torch.cat([part.float() for part in parts])
+
+
+def cast_columns(y: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the transpose of a matrix, cast with a scale for each of its columns, whose maxima are given."""
+    scale, inverse = scales_of(bits)
+    return (y * scale).t().contiguous().to(E4M3), inverse
+
+
+def rows_in_torch(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `float8_rows`."""
+    y = joined_rows(parts)
+    rstds = y.new_empty(0)
+    if gated:
+        u, g = y.chunk(2, dim=-1)
+        y = u * u.sigmoid() * g
+    if norm is not None:
+        rstds = (y.square().mean(-1) + eps).rsqrt()
+        y = y * rstds[:, None] * norm.float()
+    bits = magnitudes(y)
+    scale, inverse = scales_of(bits.amax(1))
+    return (y * scale[:, None]).to(E4M3), inverse, bits.amax(0), rstds
+
+
+def columns_in_torch(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute `float8_columns`."""
+    y = joined_rows(parts)
+    if norm is not None and rstds is not None:
+        y = y * rstds[:, None] * norm.float()
+    return cast_columns(y, maxima)
+
+
+def gated_backward_in_torch(
+    gates: Tensor, gradient: Tensor, maxima: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `float8_gated_backward`."""
+    (u, g), d = gates.float().chunk(2, dim=-1), gradient.float()
+    sigmoid = u.sigmoid()
+    silu = u * sigmoid
+    y = torch.cat((d * g * (sigmoid + silu * (1 - sigmoid)), d * silu), dim=-1)
+    bits = magnitudes(y)
+    scale, inverse = scales_of(bits.amax(1))
+    return (y * scale[:, None]).to(E4M3), inverse, *cast_columns(y, bits.amax(0)), *cast_columns(silu * g, maxima)
+
+
+def norm_backward_in_torch(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `norm_backward`."""
+    normed, d = x.float() * rstds[:, None], gradient.float()
+    w = d * norm.float()
+    result = rstds[:, None] * (w - normed * (normed * w).mean(-1, keepdim=True))
+    return result.to(x.dtype), (d * normed).sum(0).to(norm.dtype)
+
+
+@torch.library.custom_op("titan_hydra::float8_rows", mutates_args=())
+def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast matrices of the same width as one, row by row: after RMSNorm if its weight is given, of SwiGLU's product of their two halves if
+    `gated`. Returns the matrix, its factors, the maxima of its columns and RMSNorm's factors.
+    """
+    if not in_triton(parts[0].device):
+        return rows_in_torch(parts, norm, eps, gated)
+    from .float8_triton import rows_on_gpu
+
+    return rows_on_gpu(parts, norm, eps, gated)
+
+
+@torch.library.custom_op("titan_hydra::float8_columns", mutates_args=())
+def float8_columns(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cast matrices of the same width as one, column by column, with the maxima and RMSNorm's factors that `float8_rows` returned. Returns
+    the transpose and its factors.
+    """
+    if not in_triton(maxima.device):
+        return columns_in_torch(parts, maxima, norm, rstds)
+    from .float8_triton import columns_on_gpu
+
+    return columns_on_gpu(parts, maxima, norm, rstds)
+
+
+@torch.library.custom_op("titan_hydra::float8_gated_backward", mutates_args=())
+def float8_gated_backward(
+    gates: Tensor, gradient: Tensor, maxima: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradient of SwiGLU's input cast by rows, the same by columns and transposed, and SwiGLU's product by columns, with the
+    maxima that `float8_rows` returned, and transposed; each with its factors.
+    """
+    if not in_triton(gates.device):
+        return gated_backward_in_torch(gates, gradient, maxima)
+    from .float8_triton import gated_backward_on_gpu
+
+    return gated_backward_on_gpu(gates, gradient, maxima)
+
+
+@torch.library.custom_op("titan_hydra::norm_backward", mutates_args=())
+def norm_backward(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of RMSNorm's input and of its weight."""
+    if not in_triton(x.device):
+        return norm_backward_in_torch(x, norm, rstds, gradient)
+    from .float8_triton import norm_backward_on_gpu
+
+    return norm_backward_on_gpu(x, norm, rstds, gradient)
+
+
+# What is computed in torch has the shapes of what is computed in Triton.
+for operator, reference in ((float8_rows, rows_in_torch), (float8_columns, columns_in_torch),
+                            (float8_gated_backward, gated_backward_in_torch), (norm_backward, norm_backward_in_torch)):
+    operator.register_fake(reference)
+
+
+@cache
+def in_triton(device: torch.device) -> bool:
+    """Whether Triton casts there: on a GPU that computes in Float8. Elsewhere torch does, to emulate it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and find_spec("triton") is not None

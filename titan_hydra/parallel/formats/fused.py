@@ -1,0 +1,100 @@
+"""Float8 linears whose casts are our own kernels (precision.kernels=fused), with the norm and SwiGLU around them where the model's layers
+declare them: `normed`, `projections`, `gated` (models/layers.py).
+
+A declaration counts for the class that makes it alone: a subclass may compute something else, and each of its linears is cast by itself.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from titan_hydra.kernels.float8_units import Float8Linears, Float8SwiGLU
+
+from .select import kinds
+
+
+class Normed(NamedTuple):
+    """What RMSNorm was asked to compute, for the module after it."""
+
+    x: Tensor
+    weight: Tensor | None = None
+    eps: float = 0.0
+
+
+class DeferredNorm(nn.RMSNorm):
+    """RMSNorm that the module after it computes."""
+
+    def forward(self, x: Tensor) -> Normed:  # type: ignore[override]
+        return Normed(x, self.weight, self.eps)
+
+
+class FusedLinear(nn.Linear):
+    """A linear of its own."""
+
+    emulate: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Float8Linears.apply(x, None, 0.0, self.emulate, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+@cache
+def projecting(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class with a `project` that casts the input of all its projections once."""
+
+    def project(self: Any, x: Tensor | Normed) -> tuple[Tensor, ...]:
+        weights = [getattr(self, name).weight for name in kind.projections]
+        y = Float8Linears.apply(*pending(x), self.emulate, *weights)
+        return y.split([len(weight) for weight in weights], -1)
+
+    return type(kind.__name__, (kind,), {"project": project, "__module__": kind.__module__})
+
+
+@cache
+def gating(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class with a forward that is SwiGLU as a whole."""
+
+    def forward(self: Any, x: Tensor | Normed) -> Tensor:
+        return Float8SwiGLU.apply(*pending(x), self.emulate, *(getattr(self, name).weight for name in kind.gated))
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+JOINED: tuple[tuple[str, Callable[..., type]], ...] = (("projections", projecting), ("gated", gating))
+
+
+def pending(x: Tensor | Normed) -> Normed:
+    """Return an input with the norm that it still needs, if any."""
+    return x if isinstance(x, Normed) else Normed(x)
+
+
+def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
+    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Returns lines for the log."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    names = {modules[name]: name for name in chosen}
+    joined: dict[nn.Module, str] = {}
+    for name, module in modules.items():
+        for attribute, change in JOINED:
+            parts = declared(module, attribute)
+            linears = [getattr(module, part) for part in parts]
+            if parts and all(linear in names and linear.bias is None for linear in linears):
+                module.__class__, module.emulate = change(type(module)), emulate
+                joined[module] = f"{name}.{'+'.join(parts)}"
+                for linear in linears:
+                    del names[linear]
+    for linear in names:
+        linear.__class__, linear.emulate = FusedLinear, emulate
+    for module in modules.values():
+        for norm, reader in declared(module, "normed").items():
+            if getattr(module, reader) in joined:
+                getattr(module, norm).__class__ = DeferredNorm
+                joined[getattr(module, reader)] += f" after {norm}"
+    return [f"cast together: {', '.join(kinds(joined.values())) or 'none'}; each by itself: {', '.join(kinds(names.values())) or 'none'}"]
+
+
+def declared(module: nn.Module, attribute: str) -> Any:
+    """Return what a module's very class declares; () or {} if nothing."""
+    return vars(type(module)).get(attribute, {} if attribute == "normed" else ())
