@@ -40,14 +40,17 @@ def talk(job, tmp_path):
 
 
 def take(job, ranks, steps, state=None):
-    """The tensors of global batches [steps, G, ...] that so many ranks read together, and their merged state, gone through JSON."""
+    """The tensors of global batches [steps, G, ...] that so many ranks read together, and their merged state, gone through JSON.
+
+    The ends of documents, whose width changes, are left out: they follow from the documents.
+    """
     parts, states = [], []
     for rank in range(ranks):
         loader = data.build(job, rank, ranks)
         if state:
             loader.load(state)
         batches = [loader.next().tensors for _ in range(steps)]
-        parts.append({name: np.stack([batch[name].numpy() for batch in batches]) for name in batches[0]})
+        parts.append({name: np.stack([batch[name].numpy() for batch in batches]) for name in batches[0] if name != "ends"})
         states.append(loader.state())
         loader.close()
     whole = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
