@@ -26,12 +26,12 @@ from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
-from titan_hydra.parallel.pipeline import Pipeline, actions_of_ranks
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 from .groups import Groups
 from .optimizer import lr_factor, set_lr
+from .step import Plain
 from .trainer import Trainer, build
 from .world import GarbageCollection, refuse_stale, set_timeout, world
 
@@ -84,7 +84,9 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
     checkpointer.report = metrics.event
     groups.report_to(metrics.event)
     if run.rank == 0:
-        if isinstance(trainer.step, Pipeline):
+        if not isinstance(trainer.step, Plain):
+            from titan_hydra.parallel.pipeline import actions_of_ranks
+
             record_schedule(layout.SCHEDULE.of(run.home), actions_of_ranks(trainer.step.schedule, job))
         print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
     return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)

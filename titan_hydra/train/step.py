@@ -1,6 +1,8 @@
 """Run one local batch through the model: gradients or loss alone, with the same loss function whether or not there is a pipeline."""
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -11,9 +13,11 @@ from titan_hydra.parallel import compile
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import data as data_parallel
 from titan_hydra.parallel.mesh import Mesh, local_part
-from titan_hydra.parallel.pipeline import Inputs, Pipeline, Summed
 
 from .objectives import Objective
+
+if TYPE_CHECKING:
+    from titan_hydra.parallel.pipeline import Inputs, Pipeline, Summed
 
 
 def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, objective: Objective) -> Plain | Pipeline:
@@ -21,6 +25,8 @@ def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.devi
     loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
     if mesh.degrees.pp == 1:
         return Plain(stages[0], objective.inputs, loss, measure)
+    from titan_hydra.parallel.pipeline import Pipeline  # a second of imports that other jobs need not wait for
+
     microbatch = objective.example(job.data.local_batch // layout.microbatches(job))
     first, _ = objective.inputs(context_parallel.shard_batch(microbatch, mesh).tensors)
     return Pipeline(stages, mesh, job, device, first, objective.inputs, loss, measure)

@@ -1,6 +1,9 @@
 """The state of a step: the model of a job on this rank, its gradients and its update."""
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,6 @@ from titan_hydra.parallel import tensor as tensor_parallel
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.masters import Masters, separate
 from titan_hydra.parallel.mesh import Mesh
-from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.parallel.split_masters import split_masters
 from titan_hydra.parallel.stages import split, whole
 
@@ -26,6 +28,9 @@ from .objectives import Objective, build_objective
 from .optimizer import build_optimizers
 from .optimizer import step as optimizer_step
 from .step import Plain, build_step
+
+if TYPE_CHECKING:
+    from titan_hydra.parallel.pipeline import Pipeline
 
 
 class Agreement:
