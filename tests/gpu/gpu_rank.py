@@ -14,12 +14,15 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gpu_cases
 import gpu_checks
+import gpu_kernels
 import gpu_together
 import torch
 import torch.distributed as dist
@@ -45,12 +48,17 @@ def main(folder: Path, rank: int) -> None:
                 write_json(folder / "begun.json", {"number": number})
             began, case = time.monotonic(), known[name]
             check = "reference" if name.startswith("reference of ") else case.check
-            facts = getattr(gpu_together if plan["world"] else gpu_checks, check)(here, **case.options)
+            facts = check_of(check, plan["world"])(here, **case.options)
             tidy(here)
             if plan["world"]:
                 dist.barrier()
             if rank == 0:
                 write_json(folder / f"done_{number}.json", {"facts": facts, "seconds": time.monotonic() - began})
+
+
+def check_of(name: str, world: bool) -> Callable[..., dict[str, Any]]:
+    """Return the function of a check; `world`: of ranks that have joined a process group."""
+    return next(getattr(place, name) for place in ((gpu_together,) if world else (gpu_checks, gpu_kernels)) if hasattr(place, name))
 
 
 def joined(here: gpu_checks.Here, run: Run) -> contextlib.AbstractContextManager[torch.device]:

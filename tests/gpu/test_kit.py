@@ -15,9 +15,8 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 import gpu_cases
-import gpu_checks
 import gpu_pool
-import gpu_together
+import gpu_rank
 from hydra._internal.config_repository import ConfigRepository
 from hydra.plugins.sweeper import Sweeper
 
@@ -76,7 +75,7 @@ def test_every_case_names_a_check_and_its_options():
     names = [(case.name, case.ranks) for case in gpu_cases.CASES]
     assert len(set(names)) == len(names)
     for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]:
-        inspect.signature(getattr(gpu_together if case.world else gpu_checks, case.check)).bind(None, **case.options)
+        inspect.signature(gpu_rank.check_of(case.check, case.world)).bind(None, **case.options)
 
 
 def test_every_layout_of_its_own_is_legal(quickly):
