@@ -10,7 +10,7 @@ from titan_hydra.config.rules import checks
 from titan_hydra.config.rules.experts import expert_degrees
 from titan_hydra.config.schema import Job
 
-from .predict import MODES, Prediction, changed, in_memory, on_nodes, predict, timed, with_mode
+from .predict import MODES, Prediction, changed, in_memory, on_nodes, timed, with_mode
 from .shape import NotPredictable
 
 ROWS = 10  # of an answer
@@ -68,7 +68,7 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
             rows[row.key] = row
         if len(rows) == 2 * ROWS:  # the exact times of twice as many are compared
             break
-    exact = [Row(predict(row.prediction.job)) for row in rows.values()]
+    exact = [Row(timed(row.prediction)) for row in rows.values()]
     if fitting:
         exact.sort(key=lambda row: (-row.prediction.speed.tokens_per_second, row.prediction.peak.gib))
     marked, least = [], float("inf")
@@ -93,7 +93,7 @@ def _points(job: Job) -> Iterator[Prediction]:
 
 
 def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:
-    """Return a job with each of the modes of checkpointing that the rules accept."""
+    """Return a job in each mode of checkpointing that the rules accept, in the order of `modes`."""
     return (point for mode in modes if not checks.check(point := with_mode(job, mode), (checks.RECIPE,)))
 
 
