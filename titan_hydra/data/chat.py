@@ -95,7 +95,7 @@ class ConversationReader:
         return Turns(np.array(found.ids, dtype=np.int32), trained)
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
-        """Return some tokens of a row, all of them learned or none, as they are shown."""
+        """Return how the tokens of a row from `begin` to `end` are shown. All of them are learned, or none."""
         return self.tokenizer.decode(turns.tokens[begin:end].tolist())
 
 

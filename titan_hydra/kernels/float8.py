@@ -1,5 +1,5 @@
-"""Casts to Float8 with a scale for each row or for each column, a power of two, as torchao's rowwise recipe has them; operators, which a
-compiler passes on unseen.
+"""Casts to Float8 with a scale for each row or for each column. Scales are powers of two, as in torchao's rowwise recipe. The casts are
+operators of torch, which a compiler calls without looking inside.
 
 A cast matrix is two tensors: e4m3 numbers, and the float32 factors by which they are multiplied to undo the scale. Maxima of magnitudes are
 the bit patterns of float32, as integers.
@@ -16,8 +16,8 @@ NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC  # bit patterns; th
 
 
 def scales_of(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest powers of two at which maxima are at most 448, the largest e4m3 number, and their inverses. A maximum that is not
-    finite gives NaN.
+    """Return the scales of maxima, and their inverses. A scale is the largest power of two that takes its maximum to at most 448, the
+    largest e4m3 number; it is NaN for a maximum that is not finite.
 
     448 is 1.75 * 2**8: a mantissa above 1.75 carries into the exponent.
     """
@@ -44,7 +44,7 @@ def cast_columns(y: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_in_torch(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `float8_rows`."""
+    """Return what the operator `float8_rows` returns, computed with operations of torch."""
     y = joined_rows(parts)
     rstds = y.new_empty(0)
     if gated:
@@ -59,7 +59,7 @@ def rows_in_torch(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gate
 
 
 def columns_in_torch(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `float8_columns`."""
+    """Return what the operator `float8_columns` returns, computed with operations of torch."""
     y = joined_rows(parts)
     if norm is not None and rstds is not None:
         y = y * rstds[:, None] * norm.float()
@@ -69,7 +69,7 @@ def columns_in_torch(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | Non
 def gated_backward_in_torch(
     gates: Tensor, gradient: Tensor, maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `float8_gated_backward`."""
+    """Return what the operator `float8_gated_backward` returns, computed with operations of torch."""
     (u, g), d = gates.float().chunk(2, dim=-1), gradient.float()
     sigmoid = u.sigmoid()
     silu = u * sigmoid
@@ -80,7 +80,7 @@ def gated_backward_in_torch(
 
 
 def norm_backward_in_torch(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `norm_backward`."""
+    """Return what the operator `norm_backward` returns, computed with operations of torch."""
     normed, d = x.float() * rstds[:, None], gradient.float()
     w = d * norm.float()
     result = rstds[:, None] * (w - normed * (normed * w).mean(-1, keepdim=True))

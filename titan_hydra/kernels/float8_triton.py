@@ -1,5 +1,5 @@
-"""Float8 casts in Triton, with the norm or SwiGLU before them: one pass over a matrix for its rows and the maxima of its columns, another
-for its columns. Imported where there is a GPU.
+"""Float8 casts in Triton, together with the norm or SwiGLU before them. A first pass over a matrix casts its rows and finds the maxima of
+its columns; a second one casts its columns. Imported where there is a GPU.
 
 A maximum is the bit pattern of a magnitude, an integer: the order in which atomics arrive does not matter, and NaN and infinity win.
 """
@@ -23,7 +23,7 @@ def _bits(y):
 
 @triton.jit
 def _scales(bits):
-    # The largest power of two at which the maximum is at most 448 = 1.75 * 2**8, and its inverse: NaN for a maximum that is not finite.
+    # The largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse. NaN if the maximum is not finite.
     exponent = (tl.maximum(bits, 0x2B8CBCCC) + 0x1FFFFF) >> 23  # not below 1e-12, torchao's bound; the carry is for what is above 1.75
     finite = bits < 0x7F800000
     scale = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
@@ -161,7 +161,7 @@ def _rows_at_once(height: int) -> int:
 
 
 def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `float8_rows`."""
+    """Return what the operator `float8_rows` returns, computed with kernels of Triton."""
     parts = [part.contiguous() for part in parts]
     device, width = parts[0].device, parts[0].shape[1] // (2 if gated else 1)
     height, block = sum(map(len, parts)), triton.next_power_of_2(width)
@@ -180,7 +180,7 @@ def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
 
 
 def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `float8_columns`."""
+    """Return what the operator `float8_columns` returns, computed with kernels of Triton."""
     parts = [part.contiguous() for part in parts]
     width, height = parts[0].shape[1], sum(map(len, parts))
     quantized = torch.empty(width, height, dtype=E4M3, device=maxima.device)
@@ -195,7 +195,7 @@ def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None,
 
 
 def gated_backward_on_gpu(gates: Tensor, gradient: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `float8_gated_backward`."""
+    """Return what the operator `float8_gated_backward` returns, computed with kernels of Triton."""
     gates, gradient = gates.contiguous(), gradient.contiguous()
     height, width = gradient.shape
     device = gradient.device
@@ -213,7 +213,7 @@ def gated_backward_on_gpu(gates: Tensor, gradient: Tensor, maxima: Tensor) -> tu
 
 
 def norm_backward_on_gpu(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `norm_backward`."""
+    """Return what the operator `norm_backward` returns, computed with kernels of Triton."""
     x, gradient = x.contiguous(), gradient.contiguous()
     height, width = x.shape
     block, at_once = triton.next_power_of_2(width), _rows_at_once(height)

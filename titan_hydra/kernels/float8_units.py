@@ -1,4 +1,5 @@
-"""Float8 matmuls of a block with their casts: linears that read the same input, and a feed-forward, each after RMSNorm or without.
+"""Float8 matmuls of a block with their casts. There are two units: linears that read the same input, and a SwiGLU feed-forward. Either may
+begin with RMSNorm.
 
 Every matrix is cast by rows for y = x W' and dx = dy W, where a row of W is a column of its transpose, and by columns for dW = dy' x. The
 backward reads the inputs again and casts them anew, as no Float8 copy is saved. Matmuls are torch's own operators, which activation

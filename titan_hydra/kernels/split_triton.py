@@ -27,7 +27,7 @@ def _halve(masters, weights, remainders, elements, BLOCK: tl.constexpr):
 
 
 def join_on_gpu(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Compute `join` of contiguous halves."""
+    """Return what `join` returns, of contiguous halves."""
     master = torch.empty_like(weight, dtype=torch.float32)
     number = weight.numel()
     _join[(triton.cdiv(number, BLOCK),)](weight.view(torch.int16), remainder, master.view(torch.int32), number, BLOCK)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.config.schema import ActivationCheckpoint
-from titan_hydra.kernels import documents  # noqa: F401 - registers an operator of SAVED
+from titan_hydra.kernels import documents  # noqa: F401 - registers the operator that SAVED names
 
 from .experts import sparse_layers
 

@@ -1,7 +1,8 @@
 """Float8 linears whose casts are our own kernels (precision.kernels=fused), with the norm and SwiGLU around them where the model's layers
 declare them: `normed`, `projections`, `gated` (models/layers.py).
 
-A declaration counts for the class that makes it alone: a subclass may compute something else, and each of its linears is cast by itself.
+A declaration holds for the class that makes it, and not for subclasses, which may compute something else: each of their linears is cast by
+itself.
 """
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class DeferredNorm(nn.RMSNorm):
 
 
 class FusedLinear(nn.Linear):
-    """A linear of its own."""
+    """A linear whose input is cast for it alone."""
 
     emulate: bool
 
@@ -96,5 +97,5 @@ def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
 
 
 def declared(module: nn.Module, attribute: str) -> Any:
-    """Return what a module's very class declares; () or {} if nothing."""
+    """Return an attribute of a module's own class, and not of a base class; () or {} if it has none."""
     return vars(type(module)).get(attribute, {} if attribute == "normed" else ())
