@@ -9,7 +9,7 @@ from gpu_checks import Here
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra.kernels import float8
-from titan_hydra.kernels.documents import document_mask
+from titan_hydra.kernels.documents import can_attend, document_mask, document_offsets
 from titan_hydra.kernels.float8_units import Float8Linears, Float8SwiGLU
 from titan_hydra.models.layers import SDPA
 from titan_hydra.parallel.split_masters import master_of, split_parameter
@@ -38,10 +38,11 @@ def kernels(here: Here) -> dict[str, Any]:
                                           ("fp32", torch.float32, 4, False), ("fp32 grouped", torch.float32, 2, False),
                                           ("fp32 documents", torch.float32, 2, True)):
         q, k, v = (torch.randn(2, heads, 256, 64, device=place, dtype=dtype, requires_grad=True) for heads in (4, kv_heads, kv_heads))
-        offsets = torch.tensor([0, 1, 100, 100, 256, 300, 512], dtype=torch.int32, device=place) if packed else None
-        mask = document_mask(offsets, 2, 256) if packed else None
+        ends = torch.tensor([[1, 100, 100, 256], [44, 256, 256, 256]], dtype=torch.int32, device=place)
+        mask = document_mask(ends, 256) if packed else None
+        documents = document_offsets(ends) if packed and can_attend(q, 64) else mask
         with Operators() as operators:
-            out = SDPA("auto")(q, k, v, offsets)
+            out = SDPA("auto")(q, k, v, documents)
         out.sum().backward()
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
         right = F.scaled_dot_product_attention(*exact, mask, is_causal=not packed, enable_gqa=True)

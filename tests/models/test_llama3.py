@@ -160,12 +160,12 @@ def test_a_block_compiles_whole(attention, packed, tiny):
     model = model_of(tiny(n_layers=1, attention=attention))
     block, compiled = model.layers["0"], copy.deepcopy(model.layers["0"])
     compiled.compile(fullgraph=True, backend="aot_eager")
-    for places in ([0, 7, 32, 64], [0, 1, 2, 32, 63, 64]) if packed else (None,):  # other numbers of documents are the same graph
-        offsets = None if places is None else torch.tensor(places, dtype=torch.int32)
+    for places in ([[7, 32], [32, 32]], [[1, 2, 32], [31, 32, 32]]) if packed else (None,):  # other numbers of documents, the same graph
+        documents = None if places is None else model.documents(torch.tensor(places, dtype=torch.int32), torch.empty(0))
         x = torch.randn(2, 32, 64)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        block(a, model.rotary, offsets).square().sum().backward()
-        compiled(b, model.rotary, offsets).square().sum().backward()
+        block(a, model.rotary, documents).square().sum().backward()
+        compiled(b, model.rotary, documents).square().sum().backward()
         torch.testing.assert_close(a.grad, b.grad)
 
 

@@ -12,7 +12,6 @@ from titan_hydra.commands import convert as convert_command
 from titan_hydra.config import compose_job, to_dict
 from titan_hydra.models import build, family_of
 from titan_hydra.models.init import init_weights
-from titan_hydra.models.layers import HeadNorm
 from titan_hydra.models.qwen3.config import Qwen3Config
 
 
@@ -89,9 +88,3 @@ def test_keys_of_llama_are_not_qwens():
         compose_job("model=qwen3_debug", "model.multiple_of=8")
     with pytest.raises(ConfigError, match=r"model\.ffn_dim=null"):
         compose_job("model=qwen3_debug", "model.ffn_dim=null")
-
-
-def test_a_head_is_normalized_in_the_dtype_of_its_input():
-    norm, x = HeadNorm(16, eps=1e-6), torch.randn(2, 3, 4, 16)
-    assert norm(x.bfloat16()).dtype == torch.bfloat16
-    torch.testing.assert_close(norm(x), torch.nn.RMSNorm(16, eps=1e-6)(x), rtol=0, atol=0)

@@ -17,7 +17,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
 from titan_hydra.data.batch import Batch
-from titan_hydra.kernels.documents import document_mask
+from titan_hydra.kernels.documents import document_mask, document_offsets
 from titan_hydra.parallel import build_mesh, context, ring_cpu
 from titan_hydra.train.objectives.language import Language
 from titan_hydra.verify.matrix import case
@@ -101,10 +101,10 @@ def attend(rotate, balance):
     job = job_with(rotate, balance, dist.get_world_size())
     mesh = build_mesh(job.parallelism, "cpu")
     sdpa, index = applied(job, mesh), context.local_index(32, mesh)
-    documents = torch.cat([torch.arange(0, 32, 5), torch.arange(32, 64, 5), torch.tensor([64])]).int()
+    ends = torch.tensor([[5, 10, 15, 20, 25, 30, 32], [7, 14, 21, 28, 32, 32, 32]], dtype=torch.int32)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        for offsets in [None, documents] if rotate == "ulysses" else [None]:
-            mask = None if offsets is None else document_mask(offsets, 2, 32)
+        for packed in (False, True) if rotate == "ulysses" else (False,):
+            documents, mask = (document_offsets(ends), document_mask(ends, 32)) if packed else (None, None)
             torch.manual_seed(0)
             whole = [torch.randn(2, heads, 32, 8, requires_grad=True) for heads in (8, 4, 4)]
             weight = torch.randn(2, 8, 32, 8)
@@ -112,7 +112,7 @@ def attend(rotate, balance):
             (expected * weight).sum().backward()
             parts = [x.detach()[:, :, index].to(dtype).requires_grad_() for x in whole]
             with Counted("ring_forward") as forwards, Counted("ring_backward") as backwards:
-                h = sdpa(*parts, offsets)
+                h = sdpa(*parts, documents)
                 (h * weight[:, :, index]).sum().backward()
             assert forwards == backwards == ([] if rotate == "ulysses" else [dtype])
             for got, want in [(h, expected), *((part.grad, x.grad) for part, x in zip(parts, whole, strict=True))]:

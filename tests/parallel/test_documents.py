@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.kernels import documents
-from titan_hydra.models.layers import SDPA
+from titan_hydra.kernels.documents import attend_documents, document_mask, document_offsets
+from titan_hydra.models.layers import SDPA, Decoder
 from titan_hydra.train.objectives.language import ends_of
 from titan_hydra.verify.count import count_rank
 from titan_hydra.verify.matrix import LATENT, MOE, QWEN, case
@@ -27,11 +27,15 @@ def ids_of(lengths):
 
 
 def offsets_of(lengths):
-    return documents.document_offsets(torch.from_numpy(ends_of(ids_of(lengths))))
+    return document_offsets(torch.from_numpy(ends_of(ids_of(lengths))))
 
 
-def differences(attend, lengths, dtype=torch.float32, heads=4, kv_heads=2, value_dim=16):
-    """The relative differences of output and gradients of `attend(q, k, v, offsets)` from those of a mask made of the ids."""
+def mask_of(lengths):
+    return document_mask(torch.from_numpy(ends_of(ids_of(lengths))), 32)
+
+
+def differences(attend, lengths, dtype=torch.float32, heads=4, kv_heads=2, value_dim=16, form=offsets_of):
+    """The relative differences of output and gradients of `attend(q, k, v, documents)` from those of a mask made of the ids."""
     torch.manual_seed(0)
     ids = torch.from_numpy(ids_of(lengths))
     mask = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril().unsqueeze(1)
@@ -40,15 +44,16 @@ def differences(attend, lengths, dtype=torch.float32, heads=4, kv_heads=2, value
     gradient = torch.randn(2, heads, ids.shape[1], value_dim, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     right = F.scaled_dot_product_attention(*exact, mask, enable_gqa=True)
-    out = attend(*qkv, offsets_of(lengths))
+    out = attend(*qkv, form(lengths))
     pairs = [(out, right), *zip(torch.autograd.grad(out, qkv, gradient), torch.autograd.grad(right, exact, gradient.double()), strict=True)]
     return [((one.double() - other).norm() / other.norm()).item() for one, other in pairs]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_documents_see_what_a_mask_would_show_them(packing, dtype):
-    assert max(differences(SDPA("auto"), PACKINGS[packing], dtype)) < TOLERANCE[dtype]
+@pytest.mark.parametrize("form", [offsets_of, mask_of])
+def test_documents_see_what_a_mask_would_show_them(form, packing, dtype):
+    assert max(differences(SDPA("auto"), PACKINGS[packing], dtype, form=form)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("options", [{"kv_heads": 4}, {"kv_heads": 1}, {"value_dim": 8}])
@@ -56,7 +61,18 @@ def test_documents_see_what_a_mask_would_show_them(packing, dtype):
 def test_heads_are_shared_and_values_are_narrower(backend, options):
     if backend == "flash" and "value_dim" in options:
         options = options | {"kv_heads": 4}
-    assert max(differences(SDPA(backend), PACKINGS["many and one"], **options)) < 1e-6
+    form = mask_of if backend == "math" else offsets_of
+    assert max(differences(SDPA(backend), PACKINGS["many and one"], form=form, **options)) < 1e-6
+
+
+def test_all_layers_share_one_mask():
+    model = Decoder(compose_unchecked("model=llama3_debug", "model.attention=math").model, 32)
+    seen = []
+    for block in model.layers.values():
+        block.attention.sdpa.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[3]))
+    model(torch.zeros(2, 32, dtype=torch.long), ends=torch.from_numpy(ends_of(ids_of(PACKINGS["many and one"]))))
+    assert len(seen) == len(model.layers)
+    assert all(mask is seen[0] and mask.dtype == torch.bool for mask in seen)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -73,14 +89,14 @@ def test_where_documents_end():
     ids = np.array([[0, 0, 0, 1, 1, 2], [7, 7, 7, 7, 7, 7]])
     assert ends_of(ids).tolist() == [[3, 5, 6, 6], [6, 6, 6, 6]]  # 4: a power of two
     assert ends_of(ids[1:]).tolist() == [[6]]
-    assert documents.document_offsets(torch.from_numpy(ends_of(ids))).tolist() == [0, 3, 5, 6, 6, 12, 12, 12, 12]
+    assert document_offsets(torch.from_numpy(ends_of(ids))).tolist() == [0, 3, 5, 6, 6, 12, 12, 12, 12]
 
 
 def test_the_operator_is_one_that_torch_accepts():
     """Its fake results have the shapes and strides of real ones, and its gradients are registered as a compiler needs them."""
     for kv_heads in (4, 2):
         q, k, v = (torch.randn(64, heads, 16, requires_grad=True) for heads in (4, kv_heads, kv_heads))
-        torch.library.opcheck(documents.attend_documents, (q, k, v, offsets_of(PACKINGS["many and one"]), 32))
+        torch.library.opcheck(attend_documents, (q, k, v, offsets_of(PACKINGS["many and one"]), 32))
 
 
 def test_memory_is_linear_in_the_tokens():

@@ -23,10 +23,10 @@ def document_offsets(ends: Tensor) -> Tensor:
     return F.pad((ends + samples * ends[:, -1:]).flatten(), (1, 0))
 
 
-def document_mask(offsets: Tensor, batch: int, seq: int) -> Tensor:
+def document_mask(ends: Tensor, seq: int) -> Tensor:
     """Return the mask [batch, 1, seq, seq] of all pairs: True where a token sees another, which is an earlier one of its document."""
-    tokens = torch.arange(batch * seq, device=offsets.device, dtype=offsets.dtype)
-    document = torch.searchsorted(offsets, tokens, right=True).view(batch, seq)
+    tokens = torch.arange(seq, device=ends.device, dtype=ends.dtype).repeat(len(ends), 1)
+    document = torch.searchsorted(ends, tokens, right=True)
     return (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
 
 
@@ -48,10 +48,10 @@ def cut_to(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else x[..., :width]
 
 
-def can_attend(q: Tensor) -> bool:
-    """Whether `attend_documents` takes queries of this dtype and width on their device: flash attention does on CUDA, any on the CPU."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.device.type == "cpu" or (q.is_cuda and half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0)
+def can_attend(x: Tensor, width: int) -> bool:
+    """Whether `attend_documents` takes heads of this width in the dtype of x, on its device: flash attention on CUDA does not take all."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.device.type == "cpu" or (x.is_cuda and half and width <= 256 and width % 8 == 0)
 
 
 @custom_op("titan_hydra::attend_documents", mutates_args=(), device_types="cpu")

@@ -60,11 +60,11 @@ class Decoder(nn.Module):
         are where a sample's documents end, the last one's repeated: attention stays within a document. `targets` [batch, seq] are passed
         to an `output` that accepts them, which then returns the loss. What a family has beside it takes in `embed`.
         """
-        offsets = None if ends is None else document_offsets(ends)
         rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
         h = self.embed(tokens, **own)
+        documents = None if ends is None else self.documents(ends, h)
         for block in self.layers.values():
-            h = block(h, rotary, offsets)
+            h = block(h, rotary, documents)
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
@@ -73,6 +73,12 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first block: the embedding of token ids, or, in a later stage, the hidden state itself."""
         return tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+
+    def documents(self, ends: Tensor, h: Tensor) -> Tensor:
+        """Return where documents begin and end or, for an attention kernel that takes no offsets, a mask of all pairs for all layers."""
+        config = self.config
+        linear = config.attention in ("auto", "flash") and can_attend(h, config.head_width)
+        return document_offsets(ends) if linear else document_mask(ends, self.seq_len)
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:
@@ -104,14 +110,14 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Run the layer. `rotary` is as `rotate` takes it, `offsets` are those of packed documents."""
-        x = self.attend(x, rotary, offsets)
+    def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Run the layer. `rotary` is as `rotate` takes it, `documents` as `SDPA` does."""
+        x = self.attend(x, rotary, documents)
         return x + self.feed_forward(self.ffn_norm(x))
 
-    def attend(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
+    def attend(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run the first half of the layer."""
-        return x + self.attention(self.attention_norm(x), rotary, offsets)
+        return x + self.attention(self.attention_norm(x), rotary, documents)
 
 
 class Attention(nn.Module):
@@ -128,28 +134,21 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm, self.k_norm = (HeadNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk")
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk")
         self.sdpa = SDPA(config.attention)
 
-    def forward(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         # -1 heads: under tensor parallelism the linears return only this rank's.
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rotary), rotate(k, rotary)
-        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), offsets)
+        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
         return self.wo(h.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values [batch, seq, width]."""
         return self.wq(x), self.wk(x), self.wv(x)
-
-
-class HeadNorm(nn.RMSNorm):
-    """RMSNorm of single heads, in the dtype of its input: under autocast a weight in fp32 would leave the fused kernel."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class SDPA(nn.Module):
@@ -168,23 +167,22 @@ class SDPA(nn.Module):
         super().__init__()
         self.backend, self.causal = backend, causal
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Compute attention, causal if it was made so, and within the documents of `offsets`, which are causal in any case.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Compute attention, causal if it was made so, and within `documents`, which are causal in any case.
 
-        Documents need a mask of all pairs where a kernel is asked for that takes no offsets, and in float32 on CUDA.
+        These are packed documents' offsets (int32; see `attend_within`) or a mask of all pairs [batch, 1, seq, seq].
         """
         if self.backend in ("cudnn", "efficient") and q.device.type == "cpu":
             raise ConfigError(f"model.attention={self.backend}: does not exist on the CPU; nearest legal: auto, flash or math")
-        if offsets is not None and self.backend in ("auto", "flash") and can_attend(q):
-            return attend_within(q, k, v, offsets)
-        mask = None if offsets is None else document_mask(offsets, len(q), q.shape[2])
+        if documents is not None and documents.dtype != torch.bool:
+            return attend_within(q, k, v, documents)
         if self.backend == "efficient":  # does not support grouped queries
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = q.shape[1] != k.shape[1]
         if self.backend == "auto" and q.device.type != "cuda":
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, documents, is_causal=self.causal and documents is None, enable_gqa=grouped)
         with sdpa_kernel(self.BACKENDS[self.backend], set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, documents, is_causal=self.causal and documents is None, enable_gqa=grouped)
 
 
 class FeedForward(nn.Module):

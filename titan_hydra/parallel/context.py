@@ -103,8 +103,8 @@ class Ring(nn.Module):
         if not self.kernels:
             raise ConfigError(f"model.attention={sdpa.backend}: cannot work in a ring on {mesh.device_type}; nearest legal: auto or flash")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
-        if offsets is not None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        if documents is not None:
             raise ValueError("ring attention knows no documents")
         # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
         if ring_options() != self.options:
@@ -125,15 +125,15 @@ class Ulysses(nn.Module):
         super().__init__()
         self.sdpa, self.group = sdpa, group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Compute attention. `offsets` are of documents of the whole sequence."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Compute attention. `documents` are those of the whole sequence."""
         ranks = self.group.size()
         heads = [x.shape[1] // ranks for x in (q, k, v)]
         width, v = v.shape[-1], as_wide(v, q)
         # Data for one rank is contiguous, so that one exchange serves q, k and v.
         qkv = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2).flatten(1, 2)
         q, k, v = self.exchange(qkv, scatter=1, gather=2).split(heads, dim=1)
-        return self.exchange(self.sdpa(q, k, cut_to(v, width), offsets), scatter=2, gather=1)
+        return self.exchange(self.sdpa(q, k, cut_to(v, width), documents), scatter=2, gather=1)
 
     def exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
         """All-to-all: split dimension `scatter` over the ranks and concatenate along `gather` (the two dimensions are adjacent)."""

@@ -18,17 +18,16 @@ class Norm(ParallelStyle):
     A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the next reader of the
     gradient, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626). Here the gradient is summed in
     `reduce_dtype` in the backward, and then rounded once to the compute dtype of the weight. Norms of single heads are always split, since
-    each rank has heads of its own; with `cast` the weight takes the dtype of the input, as models.layers.HeadNorm does.
+    each rank has heads of its own.
     """
 
-    def __init__(self, split: bool, reduce_dtype: torch.dtype, cast: bool = False):
+    def __init__(self, split: bool, reduce_dtype: torch.dtype):
         super().__init__()
-        self.split, self.reduce_dtype, self.cast = split, reduce_dtype, cast
+        self.split, self.reduce_dtype = split, reduce_dtype
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate()], src_data_rank=None))
         module.gradient_arises, module.reduce_dtype = (Partial() if self.split else Replicate()), self.reduce_dtype
-        module.cast = self.cast
         module.__class__ = _Norm
         return module
 
@@ -40,5 +39,4 @@ class _Norm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight: DTensor = self.weight.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype)
-        local = weight.to_local(grad_placements=[self.gradient_arises])
-        return F.rms_norm(x, self.normalized_shape, local.to(x.dtype) if self.cast else local, self.eps)
+        return F.rms_norm(x, self.normalized_shape, weight.to_local(grad_placements=[self.gradient_arises]), self.eps)

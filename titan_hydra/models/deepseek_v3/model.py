@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         self.shared_key = nn.Identity()  # under tensor parallelism each rank's heads give only a part of its gradient
         self.sdpa = SDPA(config.attention)
 
-    def forward(self, x: Tensor, rotary: Tensor, offsets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         config, (batch, seq, _) = self.config, x.shape
         # -1 heads: under tensor parallelism the linears return only this rank's.
         q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_rank else self.wq(x)).view(batch, seq, -1, config.head_width)
@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         plain, turned = q.split((config.plain_dim, config.rope_dim), -1)
         q = torch.cat((plain, rotate(split_pairs(turned), rotary)), -1) * temperature(config.yarn)
         k = torch.cat((k, shared), -1)
-        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), offsets)
+        h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
         return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))
 
 

@@ -11,5 +11,5 @@ def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
     """Return Megatron's split. Every rank has heads of its own, so the gradient of their norms is partial, with or without sequence
     parallelism.
     """
-    whole, heads = llama3.plan(config, norm, linears), Norm(True, norm.reduce_dtype, cast=True)
+    whole, heads = llama3.plan(config, norm, linears), Norm(True, norm.reduce_dtype)
     return Plan(whole.around, whole.block | {"attention.q_norm": heads, "attention.k_norm": heads})
