@@ -1,8 +1,12 @@
 """The world of a rank: time-outs of all its groups."""
 import pickle
+import platform
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -20,6 +24,27 @@ def test_a_store_on_loopback_listens_there_alone():
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
     assert [place for place in listening if int(place.rpartition(":")[2], 16) == store.port] == [f"0100007F:{store.port:04X}"]
+
+
+FAULTS = """
+import resource, torch
+from titan_hydra.train.world import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.empty(100 * 2**20, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+before = faults()
+keep_freed_memory()
+faults()
+print(before, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_freed_memory_is_used_again():
+    before, after = map(int, subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout.split())
+    assert before > 1000 > 10 * after, (before, after)
 
 
 def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
