@@ -120,6 +120,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"gpus": 2, "data__local_batch": 8, "data__global_batch": 40}, "data.global_batch", "nearest legal: 32 or 48"),
     ({**FLOAT8, "model__dim": 264, "model__n_heads": 12, "model__n_kv_heads": 12}, "model.dim", "256 or 272"),
     ({"precision__converter": "mxfp8", "model__dim": 272, "model__n_heads": 8, "model__n_kv_heads": 8}, "model.dim", "256 or 288"),
+    ({**FLOAT8, "data__seq_len": 100, "data__local_batch": 1}, "data.seq_len", "multiples of 16; nearest legal: 96 or 112"),
     ({"precision__converter": "float8"}, "precision.recipe", "nearest legal: rowwise or tensorwise or rowwise_with_gw_hp"),
     ({"precision__recipe": "rowwise"}, "precision.recipe", "nearest legal: null"),
     ({"precision__emulate": True}, "precision.emulate", "nearest legal: false"),

@@ -72,7 +72,7 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "relative to how far it has moved.",
         "`start` counts initial tensors that differ in any bit, `copies` parts of weights whose copies on several ranks differ in any bit",
         "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
-        "overrides and tolerances stand in [acceptance.py](../titan_hydra/verify/matrix.py).", "",
+        "overrides and tolerances stand in [matrix.py](../titan_hydra/verify/matrix.py).", "",
         f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
     ]

@@ -112,6 +112,7 @@ class Format:
     bytes: int = 1  # of an element
     rounding: float = 4e-3  # share of the loss that a mean may be off by rounding alone
     recipes: tuple[str, ...] = ()  # of `precision.recipe`; () if there is one way to scale
+    plain_gradients: tuple[str, ...] = ()  # the recipes that compute the weights' gradients in the compute dtype
     one_scale: tuple[str, ...] = ()  # the recipes with one scale for a whole tensor: FSDP can gather such weights in this format
     fused: tuple[str, ...] = ()  # the recipes that have kernels of our own: precision.kernels=fused
     tensor_parallel: bool = True  # its linears can be split over ranks
@@ -263,8 +264,9 @@ TRACKERS = Registry(
 FLOAT8 = "titan_hydra.parallel.formats.float8"
 FORMATS = Registry(
     "precision.converter",
-    Format("float8", f"{FLOAT8}:convert", 16, recipes=("rowwise", "tensorwise", "rowwise_with_gw_hp"), one_scale=("tensorwise",),
-           fused=("rowwise",), linears=f"{FLOAT8}:linears", after_step=f"{FLOAT8}:after_step", plain=f"{FLOAT8}:plain"),
+    Format("float8", f"{FLOAT8}:convert", 16, recipes=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
+           plain_gradients=("rowwise_with_gw_hp",), one_scale=("tensorwise",), fused=("rowwise",), linears=f"{FLOAT8}:linears",
+           after_step=f"{FLOAT8}:after_step", plain=f"{FLOAT8}:plain"),
     Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False),
 )
 REGISTRIES: dict[type, Registry] = {

@@ -1,6 +1,6 @@
 """Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a one-process run.
 
-The cases are in acceptance.py, one line each. All cases of one size share one set of gloo ranks and use the same `build` and step as a
+The cases are in matrix.py, one line each. All cases of one size share one set of gloo ranks and use the same `build` and step as a
 training run.
 """
 import contextlib

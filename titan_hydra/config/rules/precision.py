@@ -1,9 +1,12 @@
 """The rules of number formats: what Float8 and MXFP8 need, and what they cannot be combined with."""
 from collections.abc import Iterator
+from math import gcd
 
 from titan_hydra.config.fault import Fault, suggest
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
+
+from .pipeline import microbatches
 
 
 def recipe_is_chosen(job: Job) -> Iterator[Fault]:
@@ -25,6 +28,19 @@ def widths_suit_the_format(job: Job) -> Iterator[Fault]:
     if format and dim % format.step:
         around = tuple(width for width in (dim // format.step * format.step, (dim // format.step + 1) * format.step) if width)
         yield Fault("model.dim", dim, f"{format.name} linears need multiples of {format.step}", legal=around)
+
+
+def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
+    """A weight's gradient is a matmul over the tokens of a microbatch, which the kernels take in the format's steps, as they do widths."""
+    format, precision = FORMATS.get(job.precision.converter), job.precision
+    if format is None or precision.emulate or precision.recipe in format.plain_gradients:
+        return
+    samples = job.data.local_batch // (max(microbatches(job), 1) if job.parallelism.pp > 1 else 1)
+    each = format.step // gcd(format.step, samples) * job.parallelism.cp
+    if job.data.seq_len % each:
+        below = job.data.seq_len // each * each
+        reason = f"{format.name} matmuls over the tokens of a microbatch need multiples of {format.step}"
+        yield Fault("data.seq_len", job.data.seq_len, reason, legal=tuple(length for length in (below, below + each) if length))
 
 
 def weights_can_be_gathered(job: Job) -> Iterator[Fault]:
@@ -78,5 +94,5 @@ def has_one_scale(job: Job) -> bool:
     return format is not None and job.precision.recipe in format.one_scale
 
 
-RULES = [recipe_is_chosen, widths_suit_the_format, weights_can_be_gathered, fused_kernels_suit, emulation_is_eager,
-         tensor_parallel_takes_the_format]
+RULES = [recipe_is_chosen, widths_suit_the_format, tokens_suit_the_format, weights_can_be_gathered, fused_kernels_suit,
+         emulation_is_eager, tensor_parallel_takes_the_format]
