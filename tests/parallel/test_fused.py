@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_hydra import models
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.kernels import float8 as reference
@@ -180,6 +181,16 @@ def test_a_subclass_that_may_compute_something_else_is_not_fused(monkeypatch):
     model, (_, line) = converted(job_of(*FUSED))
     assert "feed_forward.w1 x4" in line.partition("each by itself: ")[2]
     assert type(model.layers["0"].ffn_norm) is nn.RMSNorm and type(model.layers["0"].feed_forward) is Other
+
+
+def test_without_triton_they_are_refused_and_not_slow(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    job = job_of("precision=float8_rowwise", "precision.kernels=fused")
+    with torch.device("meta"):
+        model = models.build(job.model, job.data.seq_len)
+    with pytest.raises(ConfigError, match=r"precision\.kernels=fused: the package triton.*nearest legal: torchao"):
+        formats.convert(model, job, alone(job), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("ac", ["none", "full", "op", "lean"])

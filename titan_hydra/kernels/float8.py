@@ -6,7 +6,6 @@ the bit patterns of float32, as integers.
 """
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -144,4 +143,4 @@ for operator, reference in ((float8_rows, rows_in_torch), (float8_columns, colum
 @cache
 def in_triton(device: torch.device) -> bool:
     """Whether Triton casts there: on a GPU that computes in Float8. Elsewhere torch does, to emulate it."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and find_spec("triton") is not None
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

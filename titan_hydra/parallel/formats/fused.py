@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.kernels.float8_units import Float8Linears, Float8SwiGLU
 
 from .select import kinds
@@ -73,7 +75,11 @@ def pending(x: Tensor | Normed) -> Normed:
 
 
 def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
-    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Returns lines for the log."""
+    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Returns lines for the log. Raises
+    ConfigError if they are not to be emulated and the compiler of the kernels is not installed.
+    """
+    if not emulate and find_spec("triton") is None:
+        raise ConfigError("precision.kernels=fused: the package triton, which compiles them, is not installed; nearest legal: torchao")
     modules: dict[str, Any] = dict(model.named_modules())
     names = {modules[name]: name for name in chosen}
     joined: dict[nn.Module, str] = {}
