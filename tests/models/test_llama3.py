@@ -4,6 +4,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -157,16 +158,20 @@ def test_rotation_is_in_fp32_and_rounds_once(tiny):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("attention", ["auto", "flash", "math"])
 def test_a_block_compiles_whole(attention, packed, tiny):
+    """A graph for all numbers of documents: the second number makes torch compile it anew, for any."""
+    torch.compiler.reset()  # it remembers of other models' blocks that the number changes
     model = model_of(tiny(n_layers=1, attention=attention))
     block, compiled = model.layers["0"], copy.deepcopy(model.layers["0"])
-    compiled.compile(fullgraph=True, backend="aot_eager")
-    for places in ([[7, 32], [32, 32]], [[1, 2, 32], [31, 32, 32]]) if packed else (None,):  # other numbers of documents, the same graph
-        documents = None if places is None else model.documents(torch.tensor(places, dtype=torch.int32), torch.empty(0))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled.compile(fullgraph=True, backend=counter)
+    for places in ([[7, 32], [32, 32]], [[1, 2, 30, 32], [31, 32, 32, 32]], [[32], [32]]) if packed else (None,):
         x = torch.randn(2, 32, 64)
+        documents = None if places is None else model.documents(torch.tensor(places, dtype=torch.int32), x)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         block(a, model.rotary, documents).square().sum().backward()
         compiled(b, model.rotary, documents).square().sum().backward()
         torch.testing.assert_close(a.grad, b.grad)
+    assert counter.frame_count == (2 if packed and attention != "math" else 1)
 
 
 def test_a_tied_head_has_one_weight(tiny):
