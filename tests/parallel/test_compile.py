@@ -1,4 +1,9 @@
 """torch.compile by blocks: one compilation for all that are equal, whatever is checkpointed, and no name changes."""
+import gzip
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -69,3 +74,15 @@ def test_the_loss_is_compiled_too_and_only_where_asked(counter):
 def test_the_back_end_is_the_configurations():
     with pytest.raises(Exception, match="no_such_back_end"):
         build("none", "no_such_back_end")(torch.zeros(1, 16, dtype=torch.int64))
+
+
+@pytest.mark.slow
+def test_a_whole_model_communicates_a_block_at_a_time(tmp_path):
+    """Two blocks of 9 parameters, embedding, norm and head: 21 gathers and reductions, in a few messages."""
+    words = ("debug=tiny", "parallelism=fsdp", "parallelism.backend=simple_fsdp", "compile=model", "gpus=2", "cluster=local",
+             "checkpoint=off", "profiling=on", "profiling.first_step=4", "profiling.steps=1", "steps=5")
+    subprocess.run([sys.executable, "launch.py", *words, f"paths.runs={tmp_path}"], check=True, capture_output=True)
+    with gzip.open(next(tmp_path.glob("*/attempts/1/profile/trace_0.json.gz"))) as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"]]
+    for operator in ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor"):
+        assert 3 <= sum(name.startswith(operator) for name in names) <= 6, operator

@@ -179,11 +179,18 @@ def set_async_tp(on: bool) -> None:
     torch._inductor.config._micro_pipeline_tp = on
 
 
-def join_collectives(on: bool) -> None:
-    """Let the compiler join the gathers and the reductions of a graph into larger ones. The options have no public name."""
+def join_collectives(size: int) -> None:
+    """Let the compiler join the gathers and the reductions of a graph into messages of up to `size` MiB, and start each before the compute
+    that needs it, without more memory at the peak. 0: neither. The passes are those that torch's configuration recommends.
+    """
     import torch._inductor.config as inductor
 
-    inductor.bucket_all_gathers_fx = inductor.bucket_reduce_scatters_fx = "all" if on else "none"
+    inductor.bucket_all_gathers_fx = inductor.bucket_reduce_scatters_fx = "all" if size else "none"
+    inductor.bucket_all_gathers_fx_bucket_size_determinator = lambda index: size
+    inductor.bucket_reduce_scatters_fx_bucket_size_determinator = lambda index: size
+    inductor.reorder_for_compute_comm_overlap = bool(size)
+    early = "reorder_communication_preserving_peak_memory"
+    inductor.reorder_for_compute_comm_overlap_passes = [early, "sink_waits_iterative", early] if size else []
 
 
 def scales_gradients(optimizer: Optimizer) -> bool:

@@ -24,5 +24,5 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     lora.apply(module, job)  # the adapters of a split linear are split as it is
     context.apply(module, mesh, job)
     activation_checkpoint.apply(blocks, job.ac)
-    compile.apply({"": module} if job.compile.name == "model" else blocks, mesh, job.compile)
+    compile.apply(blocks, mesh, job.compile, module)
     SHARDING[job.parallelism.backend](module, mesh, job)

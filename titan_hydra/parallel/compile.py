@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import ceil
 from operator import attrgetter
 from typing import Any
 
@@ -15,11 +16,12 @@ from titan_hydra.config.schema import Compile
 from .mesh import Mesh
 
 
-def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
+def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile, model: nn.Module | None = None) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block. Of a block
     that names its `compiled` parts (methods, modules), as one with experts does, only those are compiled.
 
-    A whole model, as the only block, is one graph with the communication of SimpleFSDP, which the compiler joins into larger messages.
+    compile=model compiles `model` instead, as one graph with the communication of SimpleFSDP: the compiler joins the parameters of a block
+    into one message, as FSDP2 does, and communicates while it computes.
 
     Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
     does not distinguish them: from the second run on, ranks would load another rank's code and compute wrong results without an error. The
@@ -27,14 +29,20 @@ def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile) -> None:
     """
     torch.compiler.config.cache_key_tag = place(mesh)
     if config.name != "off":
-        join_collectives(config.name == "model")
-        for block in blocks.values():
+        whole = config.name == "model"
+        join_collectives(max(map(size_of, blocks.values())) if whole else 0)
+        for block in [model] if whole else blocks.values():
             for name in getattr(block, "compiled", ("",)):
                 part = attrgetter(name)(block) if name else block
                 if isinstance(part, nn.Module):
                     part.compile(fullgraph=True, backend=config.backend)
                 elif part is not None:
                     setattr(block, name, torch.compile(part, fullgraph=True, backend=config.backend))
+
+
+def size_of(module: nn.Module) -> int:
+    """Return the size of a module's parameters in MiB, rounded up."""
+    return ceil(sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) / 2**20)
 
 
 def place(mesh: Mesh) -> str:
