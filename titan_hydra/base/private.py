@@ -9,6 +9,7 @@ import argparse
 import importlib
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -186,11 +187,17 @@ def join_collectives(size: int) -> None:
     import torch._inductor.config as inductor
 
     inductor.bucket_all_gathers_fx = inductor.bucket_reduce_scatters_fx = "all" if size else "none"
-    inductor.bucket_all_gathers_fx_bucket_size_determinator = lambda index: size
-    inductor.bucket_reduce_scatters_fx_bucket_size_determinator = lambda index: size
+    # Not a lambda: the compiler's cache on disk pickles its options.
+    inductor.bucket_all_gathers_fx_bucket_size_determinator = partial(_same, size)
+    inductor.bucket_reduce_scatters_fx_bucket_size_determinator = partial(_same, size)
     inductor.reorder_for_compute_comm_overlap = bool(size)
     early = "reorder_communication_preserving_peak_memory"
     inductor.reorder_for_compute_comm_overlap_passes = [early, "sink_waits_iterative", early] if size else []
+
+
+def _same(size: int, index: int) -> int:
+    """Return the size of a bucket, whatever its number."""
+    return size
 
 
 def scales_gradients(optimizer: Optimizer) -> bool:
