@@ -15,6 +15,8 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.rules.adapter import adapted
 from titan_hydra.config.schema import Job
 
+from .whole import read_whole
+
 
 class LoraLinear(nn.Linear):
     """A linear with an adapter; `apply` makes one of a plain linear."""
@@ -38,9 +40,7 @@ class LoraLinear(nn.Linear):
 
     def _here(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of a matrix. Of one that all ranks hold, each gives a part of the gradient."""
-        if parameter.placements[0].is_shard():
-            return parameter.to_local()
-        return parameter.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])
+        return parameter.to_local() if parameter.placements[0].is_shard() else read_whole(parameter, self.reduce_dtype, Partial())
 
 
 def apply(module: nn.Module, job: Job) -> None:
