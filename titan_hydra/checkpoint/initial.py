@@ -3,12 +3,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
 from titan_hydra.models.hf import hf_of, meta_state
 from titan_hydra.models.init import local_box
+from titan_hydra.parallel.mesh import local_part
 from titan_hydra.runs import checkpoints, layout
 
 from . import state
@@ -44,7 +44,7 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
     held = state.weights(model)
     for name, tensor in held.items():
         if name in there:
-            folder.read(name, tensor.shape, local_box(tensor)[0], tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            folder.read(name, tensor.shape, local_box(tensor)[0], local_part(tensor))
     state.into_masters(model, held)
 
 
