@@ -15,6 +15,7 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.rules.adapter import adapted
 from titan_hydra.config.schema import Job
 
+from .mesh import Mesh
 from .whole import read_whole
 
 
@@ -43,7 +44,7 @@ class LoraLinear(nn.Linear):
         return parameter.to_local() if parameter.placements[0].is_shard() else read_whole(parameter, self.reduce_dtype, Partial())
 
 
-def apply(module: nn.Module, job: Job) -> None:
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Freeze a meta-device stage, in the dtype that it computes in, and add adapters to linears of its blocks, in place.
 
     It comes after tensor parallelism: the matrices are split as the weight is. A and B of a column linear are whole and split by rows,
