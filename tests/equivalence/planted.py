@@ -79,8 +79,8 @@ FAULTS |= {
         WHOLE, "run_check=False).to_local(grad_placements=[Partial()])", "run_check=False).to_local(grad_placements=[Replicate()])",
         "deepseek_v3, tp 2, ep 1"),
     "expert gradients are divided by the ep ranks": (
-        EXPERTS, "return ctx.route.there(gradient), None", "return ctx.route.there(gradient) / ctx.route.group.size(), None",
-        "qwen3_moe, fsdp 2, ep 2"),
+        EXPERTS, "return Travel.apply(computed, route.back, route.there)",
+        "return Travel.apply(computed, route.back, lambda gradient: route.there(gradient) / ranks)", "qwen3_moe, fsdp 2, ep 2"),
     "rows that arrive stay in the order of their ranks": (
         EXPERTS, "    order = owner.argsort(stable=True)\n", "    order = torch.arange(total)\n", "qwen3_moe, fsdp 2, ep 2"),
     "tokens are counted in every forward": (

@@ -51,8 +51,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if config.name in ("op", "lean"):
-        sparse = any(True for block in blocks.values() for _ in sparse_layers(block))
-        saved = operators(config.save_ops or SAVED + SAVED_OF_EXPERTS * sparse)
+        saved = operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse_layers(module) else SAVED))
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
     # One class for all equal blocks: the compiler compiles once for each class.
     classes = {kind: checkpointed(kind, options) for kind in set(map(type, blocks.values()))}

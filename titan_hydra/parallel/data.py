@@ -58,7 +58,7 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
 
     Where this torch can (not 2.11), one group of hooks gathers both: those of a group inside the block would run in its recomputation too.
     """
-    layers = list(sparse_layers(block)) if mesh.experts is not None else []
+    layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:
         fully_shard(block, **options)
         return
