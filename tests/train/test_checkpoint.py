@@ -191,8 +191,8 @@ def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
 def steps(checkpointer, state, numbers, stop_at=None):
     for step in numbers:
         checkpointer.wait_for_staging()
-        if checkpointer.flight:
-            checkpointer.flight.written.exception()
+        if checkpointer.pending:
+            checkpointer.pending.written.exception()
         checkpointer.after_step(step, checkpointer.votes(), state, last=step == 20, stop=step == stop_at)
 
 
@@ -264,7 +264,7 @@ def test_when_a_save_is_due(alone):
 def test_a_stop_is_always_saved(alone):
     def task(built, checkpointer, state, events):
         steps(checkpointer, state, [7], stop_at=7)
-        assert checkpoints.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.flight
+        assert checkpoints.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.pending
 
     alone(task, "checkpoint=async", "checkpoint.interval=0", "checkpoint.interval_minutes=100", "checkpoint.last_step=false")
 

@@ -150,7 +150,7 @@ class Loop:
         """Raise NotFinite, once the pending save is complete: it is the last one with finite weights."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.watch.at("checkpoint")
-            self.checkpointer.land()
+            self.checkpointer.finish_pending()
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
 
     def validate(self, step: int) -> None:
