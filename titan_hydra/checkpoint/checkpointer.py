@@ -33,6 +33,7 @@ from . import initial, safe, state
 from .convert import read_model_config
 from .writer import Writer
 
+PARTS = {"model", "optimizer", "outer"}  # of a step that DCP writes; the state of each rank's data stands beside it
 TRIES = 4  # consecutive failures that stop a run: two saves that were due, each tried twice
 LONGEST = timedelta(hours=1)  # time that a rank waits for another one's disk
 
@@ -139,8 +140,7 @@ class Checkpointer:
         own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
         writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge)
         self.pending = PendingSave(step, writer, began)
-        content = {"model": state.weights(self.model), "optimizer": state.of_optimizers(self.model, self.optimizers)}
-        self._start(self.pending, content | ({"outer": self.outer} if self.outer else {}))
+        self._start(self.pending, self._content(PARTS, self.model))
         self.pending.held += time.perf_counter() - began
         if self.stager is None:
             self.finish_pending()
@@ -219,7 +219,7 @@ class Checkpointer:
             return 0, None
         if self.base is not self.model and self.config.initial_load_path:  # the step holds adapters alone
             self.start_from(self.config.initial_load_path, read_model_config(path))
-        self._load(path, {"model", "optimizer", "outer"}, self.model)
+        self._load(path, PARTS, self.model)
         self.saved = checkpoints.step_of(path)
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
@@ -251,12 +251,17 @@ class Checkpointer:
                 writer.abandon()
             raise CheckpointError(f"{path} could not be written: {reason_of(error)}") from error
 
-    def _load(self, path: Path, parts: set[str], model: nn.Module) -> None:
+    def _content(self, parts: set[str], model: nn.Module) -> dict[str, Any]:
+        """Return this rank's share of some parts of a step; `model` has the weights that are meant."""
         content: dict[str, Any] = {"model": state.weights(model)} if "model" in parts else {}
         if "optimizer" in parts:
             content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
         if "outer" in parts and self.outer:
             content["outer"] = self.outer
+        return content
+
+    def _load(self, path: Path, parts: set[str], model: nn.Module) -> None:
+        content = self._content(parts, model)
         try:
             safe.load_checkpoint(content, path, self.group)
         except (Exception, CheckpointException) as error:
