@@ -28,7 +28,6 @@ from titan_hydra.config.schema import Model, Source, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
-from titan_hydra.runs.checkpoints import newest
 
 from . import initial
 from .folder import Folder, content_of
@@ -117,12 +116,10 @@ def find_checkpoint(source: Path) -> Path:
     """Return `source` if it is a complete checkpoint, else the newest of that run (or checkpoints folder). Raises ConfigError."""
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
-    if (source / ".metadata").is_file():
-        return source
-    step = newest(layout.CHECKPOINTS.of(source)) or newest(source)
-    if step is None:
+    found = initial.complete_at(source)
+    if found is None:
         raise ConfigError(f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*")
-    return step
+    return found
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
