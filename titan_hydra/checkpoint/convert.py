@@ -6,7 +6,6 @@ a complete one.
 """
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from titan_hydra.models.hf import hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
 
 from . import initial
-from .folder import Folder, content_of
+from .folder import Folder, content_of, write_content
 from .reader import PREFIX, HuggingFaceReader, Merged, Reader
 from .tokenizer import write_tokenizer
 
@@ -65,10 +64,10 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
         (target / file).chmod(mode)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(target / f"{hf.files}.safetensors.index.json", index)
+        write_content(target / f"{hf.files}.safetensors.index.json", index)
     encodes = family_of(config).takes == "tokens"
     ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len) if encodes else {}
-    _write_json(target / "config.json", content | ids)
+    write_content(target / "config.json", content | ids)
     return files
 
 
@@ -81,7 +80,7 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
-    _write_json(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
+    write_content(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
     return ids
 
 
@@ -108,7 +107,7 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
     make_target(target)
     words = source / "tokenizer.json"
     tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
-    _write_json(target / "config.json", {"model": to_dict(folder.config), "train": {"imports": list(imports)}} | tokenizer)
+    write_content(target / "config.json", {"model": to_dict(folder.config), "train": {"imports": list(imports)}} | tokenizer)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
 
 
@@ -250,7 +249,3 @@ def make_target(target: Path) -> None:
         raise ConfigError(f"{target}: exists and is not empty; name a new folder")
     if not os.access(target, os.W_OK):
         raise ConfigError(f"{target}: cannot be written (permission denied)")
-
-
-def _write_json(file: Path, data: dict) -> None:
-    file.write_text(json.dumps(data, indent=2) + "\n")

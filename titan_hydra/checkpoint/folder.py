@@ -182,3 +182,8 @@ def content_of(file: Path) -> Any:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
+
+
+def write_content(file: Path, content: dict) -> None:
+    """Write a JSON file as Hugging Face's libraries do: indented, with the keys in their order."""
+    file.write_text(json.dumps(content, indent=2) + "\n")
