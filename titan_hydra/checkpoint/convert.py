@@ -122,10 +122,8 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
-    """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's), and import the
-    modules that its family may come from.
-    """
-    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in (checkpoint, checkpoint.absolute().parents[1])]
+    """Read the model section of the config.json of a checkpoint, and import the modules that its family may come from."""
+    candidates = [config_file] if config_file else config_files(checkpoint)
     file = next((file for file in candidates if file.is_file()), None)
     if file is None:
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
@@ -191,15 +189,17 @@ def _with_template(section: dict) -> list[dict]:
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """Return a section of config.json and the file that has it; {} if no file has it.
-
-    Searched are `config_file` if given, else the config.json beside the checkpoint (an import), one folder up (the run of an export) and
-    two folders up (the run of a step).
-    """
-    folders = [checkpoint, *checkpoint.absolute().parents[:2]]
-    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in folders]
+    """Return a section of config.json, of `config_file` if given, and the file that has it; {} if no file has it."""
+    candidates = [config_file] if config_file else config_files(checkpoint)
     found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
     return next(((file, section) for file, section in found if section), (candidates[-1], {}))
+
+
+def config_files(checkpoint: Path) -> list[Path]:
+    """Return where the config.json of a checkpoint may be: in it (an import), one folder up (the run of an export), or two (the run of a
+    step).
+    """
+    return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):
