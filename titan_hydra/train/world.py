@@ -107,15 +107,10 @@ def set_timeout(seconds: int) -> None:
             set_group_timeout(timedelta(seconds=seconds), group)
 
 
-class GarbageCollection:
-    """Collects garbage at the same step on all ranks. Otherwise each rank would pause at another moment and delay the others."""
-
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
-        gc.disable()
+def collect_garbage(step: int, interval: int) -> None:
+    """Collect the young generations before the first step and then every `interval` steps, on all ranks alike, and never else: a rank that
+    pauses at a moment of its own delays the others.
+    """
+    gc.disable()
+    if step % interval == 0:
         gc.collect(1)
-
-    def step(self, step: int) -> None:
-        """Collect the young generations if it is time."""
-        if step % self.interval == 0:
-            gc.collect(1)
