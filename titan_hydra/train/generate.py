@@ -11,6 +11,7 @@ from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_templ
 from titan_hydra.checkpoint.reader import Merged, Reader
 from titan_hydra.config.schema import Model
 from titan_hydra.data import tokenizer
+from titan_hydra.models.init import reset_buffers
 
 
 def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str,
@@ -49,9 +50,7 @@ def load_model(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader |
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: positions are always float32
     model.to_empty(device=device_here())
-    for part in model.modules():
-        if hasattr(part, "reset_buffers"):
-            part.reset_buffers()
+    reset_buffers(model)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(reader.tensor(name, parameter.shape, dtype))
     return model.eval()
