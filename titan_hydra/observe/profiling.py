@@ -35,7 +35,7 @@ class Profiler:
         self.folder = layout.PROFILE.of(run.attempt)
         if self.on:
             self.folder.mkdir(exist_ok=True)
-            watch.told = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
+            watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
         """Mark the beginning of a step and the end of the one before. Recording starts at step profiling.first_step of this process."""

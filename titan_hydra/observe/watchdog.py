@@ -49,7 +49,7 @@ class Watchdog:
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
         self.where = (0, "start", time.time(), 0)  # step, phase, since when, how often it has moved until here
-        self.told: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
+        self.on_phase: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
         self.seen: tuple | None = None
@@ -62,15 +62,15 @@ class Watchdog:
         if step is not None and step != current:
             self.steps.append((step, now))
         self.where = (current if step is None else step, phase, now, count + 1)
-        if self.told is not None:
-            self.told(phase, self.where[0], now)
+        if self.on_phase is not None:
+            self.on_phase(phase, self.where[0], now)
 
     def moves(self) -> None:
         """Record that the main thread makes progress within its phase: not every layout has collectives in all phases."""
         step, phase, since, count = self.where
         self.where = (step, phase, since, count + 1)
 
-    def knows(self, mesh: Mesh) -> None:
+    def set_mesh(self, mesh: Mesh) -> None:
         """Set the mesh of the model, whose dimensions name the groups in the flight recorder."""
         self.mesh = mesh
         if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
@@ -82,11 +82,11 @@ class Watchdog:
         memory.record(False)
 
     def __enter__(self) -> Watchdog:
-        self.ears, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        os.set_blocking(self.ears, False)
-        self.mouth, self.before = mouth, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.deaf)
+        self.wakeup_reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        os.set_blocking(self.wakeup_reader, False)
+        self.wakeup_writer, self.before = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]  # whether the worker had asked for them
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
         with contextlib.suppress(OSError, ValueError):
@@ -109,7 +109,7 @@ class Watchdog:
             self.beat()
         signal.set_wakeup_fd(self.before)
         thread, self.thread = self.thread, None
-        os.write(self.mouth, b"\0")
+        os.write(self.wakeup_writer, b"\0")
         thread.join(5)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGQUIT)
@@ -117,40 +117,40 @@ class Watchdog:
             signal.signal(number, handler)
         if self.stacks:
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
-        for end in (self.ears, self.mouth):
+        for end in (self.wakeup_reader, self.wakeup_writer):
             os.close(end)
 
-    def hold(self) -> None:
+    def block_signals(self) -> None:
         """Block stop and dump signals across fork(): the child must not receive one before it has detached the wakeup pipe."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
-    def release(self) -> None:
+    def unblock_signals(self) -> None:
         """Unblock the signals after fork()."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP + DUMP)
 
-    def deaf(self) -> None:
+    def detach_child(self) -> None:
         """Detach a forked child from the wakeup pipe and the thread: signals to it do not concern the rank."""
         if self.thread is not None:
             signal.set_wakeup_fd(-1)
-            self.release()
+            self.unblock_signals()
             self.thread = None
 
     def watch(self) -> None:
         """Run the thread: handle signals, write beats, and check for progress."""
         while self.thread is not None:
-            ready, _, _ = select.select([self.ears], [], [], TICK)
+            ready, _, _ = select.select([self.wakeup_reader], [], [], TICK)
             with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
-                for number in os.read(self.ears, 64) if ready else b"":
-                    self.hear(number)
+                for number in os.read(self.wakeup_reader, 64) if ready else b"":
+                    self.handle(number)
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
                     if self.run.rank == 0 and self.run.newer_attempt:  # the ranks stop as on any such signal, and then save nothing
                         os.kill(os.getpid(), signal.SIGTERM)
-            self.look()
+            self.check_progress()
 
-    def hear(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
@@ -169,7 +169,7 @@ class Watchdog:
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
-    def look(self) -> None:
+    def check_progress(self) -> None:
         """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long is ended."""
         now, seen = time.monotonic(), (self.where[3], flight.progress())
         if seen != self.seen:

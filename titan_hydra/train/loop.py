@@ -58,7 +58,7 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
     """Build everything that the steps use, with the state of the step to continue from. `opened` closes it again."""
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)
-    watch.knows(trainer.mesh)
+    watch.set_mesh(trainer.mesh)
     trainer.progress = watch.moves
     groups = trainer.groups = opened.enter_context(contextlib.closing(open_groups(trainer, run, watch)))
     checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, groups.tensors)

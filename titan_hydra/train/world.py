@@ -95,8 +95,8 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
     """Open a store for other processes at `host`, on a free port. On loopback it listens only there, not on every address."""
     if host != "127.0.0.1":
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
-    ear = socket.create_server((host, 0))
-    return dist.TCPStore(host, ear.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=ear.detach())
+    listener = socket.create_server((host, 0))
+    return dist.TCPStore(host, listener.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def set_timeout(seconds: int) -> None:
