@@ -82,10 +82,10 @@ class Watchdog:
         memory.record(False)
 
     def __enter__(self) -> Watchdog:
-        self.wakeup_reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        os.set_blocking(self.wakeup_reader, False)
-        self.wakeup_writer, self.before = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self.wakeup_reader, self.wakeup_writer = os.pipe()
+        for end in (self.wakeup_reader, self.wakeup_writer):
+            os.set_blocking(end, False)
+        self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
         os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]  # whether the worker had asked for them
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
