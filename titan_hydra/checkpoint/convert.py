@@ -30,7 +30,7 @@ from titan_hydra.runs import layout
 
 from . import initial
 from .folder import Folder, content_of, write_content
-from .reader import PREFIX, HuggingFaceReader, Merged, Reader
+from .reader import PREFIX, Merged, Reader
 from .tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
              for name, tensor in model.items()}
 
     def read(key: str) -> Tensor:
-        whole = torch.empty_like(state[key], device="cpu")
-        folder.read(key.removeprefix(PREFIX), whole.shape, [0] * whole.dim(), whole)
-        return whole
+        return folder.tensor(key.removeprefix(PREFIX), state[key].shape, state[key].dtype)
 
     make_target(target)
     words = source / "tokenizer.json"
@@ -164,7 +162,7 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
     if not section.get("initial_load_path"):
         raise ConfigError(f"{file}: checkpoint.initial_load_path=null: the adapters stand beside weights that were drawn and not kept")
     base = initial.find(_as_started(file, section["initial_load_path"]))
-    beside = HuggingFaceReader(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
+    beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
     return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
 
 
