@@ -25,7 +25,7 @@ FAULTS = {
         "        for weight in self.model.parameters():\n"
         "            weight.data.mul_(float('nan') if self.steps == 2 else 1)\n        formats"),
     "FSDP sums gradients in the compute dtype": (
-        "parallel/data.py", "reduce_dtype=_dtype(precision.reduce_dtype)", "reduce_dtype=_dtype(precision.compute_dtype)"),
+        "parallel/data.py", "reduce_dtype=reduce", "reduce_dtype=compute"),
     "another epsilon on all layouts": (
         "models/layers.py", "self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)",
         "self.attention_norm = nn.RMSNorm(config.dim, eps=1e-3)"),

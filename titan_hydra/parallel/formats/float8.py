@@ -54,8 +54,7 @@ def after_step(model: nn.Module) -> None:
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight without the wrapper for FSDP's Float8 gather, in the same memory: checkpoints are independent of the number format.
-    """
+    """Return a weight without the wrapper for FSDP's Float8 gather, in the same memory."""
     inner = without_wrapper(weight.to_local()) if isinstance(weight, DTensor) else None
     return weight if inner is None else like(weight, inner)
 
