@@ -74,8 +74,7 @@ def refuse_stale(run: Run) -> None:
     This is a collective, called when the ranks have agreed to stop. During training rank 0's watchdog checks for a later attempt.
     """
     newer = [run.newer_attempt if run.rank == 0 else None]
-    if run.world_size > 1:
-        dist.broadcast_object_list(newer, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(newer, src=0, device=torch.device("cpu"))
     if newer[0]:
         raise ConfigError(f"{run.home.name}: attempt {newer[0]} has taken over; this one stops and saves nothing")
 
