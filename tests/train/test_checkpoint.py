@@ -16,6 +16,8 @@ from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import trainer
 
+from .steps import cut_back
+
 NOTHING = trainer.Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
 DAMAGES = {
     "cut short": (lambda file: os.truncate(file, file.stat().st_size // 2), "bytes instead of"),
@@ -47,11 +49,7 @@ def cut(a_run, run_job, tmp_path):
     job, whole = a_run
     if not whole.exists():
         run_job(job, whole)
-    copy = tmp_path / "copy"
-    shutil.copytree(whole, copy)
-    shutil.rmtree(copy / "checkpoints/step-00000006")
-    (copy / "result.json").unlink()
-    return job, whole, copy
+    return job, whole, cut_back(whole, 4, tmp_path / "copy")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "rank_00001.json"])
