@@ -34,11 +34,6 @@ class SparseModel(Model):
     def sparse(self) -> bool:
         return True
 
-    @property
-    def active_share(self) -> float:
-        """The share of the routed experts that a token passes."""
-        return self.experts_per_token / self.n_experts
-
     def arithmetic(self) -> dict[str, Any]:
         return super().arithmetic() | {"balance_rate": None, "sequence_balance": None}
 
@@ -84,4 +79,4 @@ def shared_linears(config: SparseModel) -> tuple[Linear, ...]:
 
 def active_parameters(config: SparseModel, parameters: int) -> int:
     """Return the number of parameters that one token passes, out of all `parameters` of the model."""
-    return parameters - round(expert_parameters(config) * (1 - config.active_share))
+    return parameters - round(expert_parameters(config) * (1 - config.experts_per_token / config.n_experts))
