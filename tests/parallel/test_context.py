@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import _attention as ring
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
@@ -39,21 +38,6 @@ def applied(job, mesh):
         model = models.build(job.model, job.data.seq_len)
     context.apply(model, mesh, job)
     return model.layers["0"].attention.sdpa
-
-
-@pytest.fixture
-def world():
-    """`world(parallelism, rank)`: the mesh of one rank of a world that does nothing."""
-    def join(degrees: Parallelism, rank: int = 0):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        return build_mesh(degrees, "cpu")
-
-    yield join
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("cp", [2, 4])
