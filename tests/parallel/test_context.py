@@ -156,7 +156,7 @@ def test_documents_are_kept_apart_across_ranks(tmp_path):
         (tmp_path / f"{number}.txt").write_text("abc " * (1 + number % 9))
     packed = case("cp 2, ulysses, documents", 2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16",
                   base=("data=text_files", f"data.path={tmp_path}/*.txt", "data.document_mask=true", "model.vocab_size=4096"))
-    assert (data.build(job_of(packed), 0, 1).next().documents.amax(1) > 0).all()
+    assert (data.build(job_of(packed), 0, 1).next()["documents"].amax(1) > 0).all()
     outcome, = verify([packed])
     assert outcome.passed, outcome
 
