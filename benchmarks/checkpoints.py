@@ -65,15 +65,15 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
         saver.save(step + 1, {})
         if kind == KINDS[2]:
             saver.wait_for_staging()
-        going = saver.flight
-        while saver.flight is not None:  # steps, until every rank has written: the next save comes when the disk is quiet
+        going = saver.pending
+        while saver.pending is not None:  # steps, until every rank has written: the next save comes when the disk is quiet
             train(model)
             saver.wait_for_staging()
             optimizer.step()
             flag = torch.tensor(int(going.written.done()))
             dist.all_reduce(flag, dist.ReduceOp.MIN)
             if flag:
-                saver.land()
+                saver.finish_pending()
         saver.bin.wait()
         os.sync()
     if rank == 0:

@@ -25,7 +25,7 @@ FAULTS = {
         "        for weight in self.model.parameters():\n"
         "            weight.data.mul_(float('nan') if self.steps == 2 else 1)\n        formats"),
     "FSDP sums gradients in the compute dtype": (
-        "parallel/data.py", "reduce_dtype=_dtype(precision.reduce_dtype)", "reduce_dtype=_dtype(precision.compute_dtype)"),
+        "parallel/data.py", "reduce_dtype=reduce", "reduce_dtype=compute"),
     "another epsilon on all layouts": (
         "models/layers.py", "self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)",
         "self.attention_norm = nn.RMSNorm(config.dim, eps=1e-3)"),
@@ -74,14 +74,13 @@ FAULTS |= {
 WHOLE, EXPERTS = "parallel/whole.py", "parallel/experts.py"
 FAULTS |= {
     "a router's gradient is not summed over tensor-parallel ranks": (
-        WHOLE, "backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])",
-        "backward_dtype=self.reduce_dtype).to_local(grad_placements=[Replicate()])", "qwen3_moe, tp 2, ep 2"),
+        WHOLE, "gradient=Partial())", "gradient=Replicate())", "qwen3_moe, tp 2, ep 2"),
     "the gradient of the key that all heads share is not summed": (
         WHOLE, "run_check=False).to_local(grad_placements=[Partial()])", "run_check=False).to_local(grad_placements=[Replicate()])",
         "deepseek_v3, tp 2, ep 1"),
     "expert gradients are divided by the ep ranks": (
-        EXPERTS, "return ctx.route.there(gradient), None", "return ctx.route.there(gradient) / ctx.route.group.size(), None",
-        "qwen3_moe, fsdp 2, ep 2"),
+        EXPERTS, "return Travel.apply(computed, route.back, route.there)",
+        "return Travel.apply(computed, route.back, lambda gradient: route.there(gradient) / ranks)", "qwen3_moe, fsdp 2, ep 2"),
     "rows that arrive stay in the order of their ranks": (
         EXPERTS, "    order = owner.argsort(stable=True)\n", "    order = torch.arange(total)\n", "qwen3_moe, fsdp 2, ep 2"),
     "tokens are counted in every forward": (

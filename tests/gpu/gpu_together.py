@@ -83,7 +83,7 @@ def taken(here: Here) -> dict[str, Any]:
     dist.barrier()
     if here.rank == 0:
         try:
-            health.free(here.device, 0)
+            health.wait_until_free(here.device, 0)
         except Unhealthy as error:
             assert "taken by other processes" in str(error)
         else:
@@ -92,7 +92,7 @@ def taken(here: Here) -> dict[str, Any]:
     del held
     torch.cuda.empty_cache()
     dist.barrier()
-    health.free(here.device, 5)
+    health.wait_until_free(here.device, 5)
     return {}
 
 

@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 
-from titan_hydra.checkpoint import safe
+from tests.train.steps import tensors
+from titan_hydra.runs.checkpoints import step_folder
 
 
 def slow_steps(seconds, at_start=""):
@@ -109,12 +110,7 @@ def finish(launcher, process):
 
 def state(directory, step):
     """Weights and outer state of a group's checkpoint."""
-    path = directory / "checkpoints" / f"step-{step:08d}"
-    index = safe.read_index(path).state_dict_metadata
-    content = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()
-               if name.startswith(("model.", "outer."))}
-    safe.load_checkpoint(content, path, no_dist=True)
-    return content
+    return tensors(step_folder(directory / "checkpoints", step), ("model.", "outer."))
 
 
 def test_the_others_go_on_and_a_killed_group_rejoins_with_equal_weights(launcher):

@@ -1,5 +1,6 @@
 """Activation checkpointing: the same gradients to the bit, and no more computed again than each mode says."""
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from titan_hydra.config import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import activation_checkpoint
+from titan_hydra.parallel.mesh import Mesh
 
 JOB = compose_job("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=64",
                   "data=synthetic", "data.seq_len=16")
@@ -31,11 +33,15 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def checkpoint(model, **config):
+    activation_checkpoint.apply(model, Mesh(JOB.parallelism, None, None, None, None), replace(JOB, ac=ActivationCheckpoint(**config)))
+
+
 def build(**config):
     """A model of four blocks of seven matmuls, and one for the head."""
     with torch.device("meta"):
         model = models.build(JOB.model, 16)
-    activation_checkpoint.apply(model.layers, ActivationCheckpoint(**config))
+    checkpoint(model, **config)
     model.to_empty(device="cpu")
     init_weights(model, JOB.model, seed=0)
     return model
@@ -98,7 +104,7 @@ def test_which_layers_are_checkpointed_does_not_depend_on_the_stage():
         model = models.build(JOB.model, 16)
     del model.layers["0"]
     kind = type(model.layers["1"])
-    activation_checkpoint.apply(model.layers, ActivationCheckpoint(name="layer", every=2))
+    checkpoint(model, name="layer", every=2)
     assert [name for name, block in model.layers.items() if type(block) is not kind] == ["2"]
 
 

@@ -3,6 +3,7 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,8 +35,9 @@ def build(ac, backend, config=JOB.model):
     with torch.device("meta"):
         model = models.build(config, 16)
     names = [name for name, _ in model.named_parameters()]
-    activation_checkpoint.apply(model.layers, ActivationCheckpoint(name=ac))
-    compile.apply(model.layers, ALONE, Compile("block", backend))
+    job = replace(JOB, model=config, ac=ActivationCheckpoint(name=ac), compile=Compile("block", backend))
+    activation_checkpoint.apply(model, ALONE, job)
+    compile.apply(model, ALONE, job)
     model.to_empty(device="cpu")
     init_weights(model, config, seed=0)
     assert [name for name, _ in model.named_parameters()] == names

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import _attention as ring
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
@@ -39,21 +38,6 @@ def applied(job, mesh):
         model = models.build(job.model, job.data.seq_len)
     context.apply(model, mesh, job)
     return model.layers["0"].attention.sdpa
-
-
-@pytest.fixture
-def world():
-    """`world(parallelism, rank)`: the mesh of one rank of a world that does nothing."""
-    def join(degrees: Parallelism, rank: int = 0):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        return build_mesh(degrees, "cpu")
-
-    yield join
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -172,7 +156,7 @@ def test_documents_are_kept_apart_across_ranks(tmp_path):
         (tmp_path / f"{number}.txt").write_text("abc " * (1 + number % 9))
     packed = case("cp 2, ulysses, documents", 2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16",
                   base=("data=text_files", f"data.path={tmp_path}/*.txt", "data.document_mask=true", "model.vocab_size=4096"))
-    assert (data.build(job_of(packed), 0, 1).next().documents.amax(1) > 0).all()
+    assert (data.build(job_of(packed), 0, 1).next()["documents"].amax(1) > 0).all()
     outcome, = verify([packed])
     assert outcome.passed, outcome
 

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -198,8 +199,9 @@ def test_equal_blocks_are_compiled_once_and_without_a_break(ac):
     torch.compiler.reset()
     counter, job = CompileCounterWithBackend("aot_eager"), job_of(*FUSED)
     model, _ = converted(job)
-    activation_checkpoint.apply(model.layers, ActivationCheckpoint(name=ac))
-    compile.apply(model.layers, alone(job), Compile("block", counter))
+    job = replace(job, ac=ActivationCheckpoint(name=ac), compile=Compile("block", counter))
+    activation_checkpoint.apply(model, alone(job), job)
+    compile.apply(model, alone(job), job)
     model.to_empty(device="cpu").bfloat16()
     for _ in range(2):
         model(torch.zeros(2, 32, dtype=torch.int64)).sum().backward()

@@ -3,9 +3,7 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra import models
 from titan_hydra.config import check, compose_job
@@ -13,25 +11,11 @@ from titan_hydra.config.compose import CONF
 from titan_hydra.config.family import family_of
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.rules import pipeline as layout
-from titan_hydra.parallel import build_mesh, stages
+from titan_hydra.parallel import stages
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.pipeline import Stage, build_schedule, hidden_state
 
 PIPELINE = ("parallelism=pp", "precision=fp32", "data=synthetic", "data.local_batch=16")
-
-
-@pytest.fixture
-def world():
-    """`world(job, rank)`: the mesh of one rank of a world that does nothing."""
-    def join(job, rank=0):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.gpus)
-        return build_mesh(job.parallelism, "cpu")
-
-    yield join
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def job_with(schedule, pp=2, **values):
@@ -79,7 +63,7 @@ def test_stages_lie_in_a_loop_or_in_a_v():
 def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
     for pp in (2, 3, 4):
         job = job_with(schedule, pp=pp)
-        mesh = world(job)
+        mesh = world(job.parallelism)
         for number in range(1, 13):
             job.pp_schedule.microbatches = job.data.local_batch = number
             first = torch.empty(1)
@@ -105,7 +89,7 @@ def test_stages_hold_every_parameter_once_under_its_own_name(world):
         with torch.device("meta"):
             model = models.build(job.model, job.data.seq_len)
         for rank in range(pp):
-            parts = stages.split(copy.deepcopy(model), world(job, rank), job)
+            parts = stages.split(copy.deepcopy(model), world(job.parallelism, rank), job)
             shell = stages.whole(parts)
             names += [name for name, _ in shell.named_parameters()]
             own = [parameter for part in parts for parameter in part.parameters()]
@@ -116,7 +100,7 @@ def test_stages_hold_every_parameter_once_under_its_own_name(world):
 def test_the_schedule_leaves_gradients_as_the_loss_made_them(world):
     """The loss is divided by the tokens of the global batch. torch would divide by the microbatches again, which AdamW's losses hide."""
     job = job_with("1f1b")
-    stage = Stage(nn.Linear(1, 1), 0, world(job), job, torch.device("cpu"), torch.empty(1), dict)
+    stage = Stage(nn.Linear(1, 1), 0, world(job.parallelism), job, torch.device("cpu"), torch.empty(1), dict)
     assert build_schedule([stage], job, lambda output, labels: output.sum()).scale_grads is False
 
 
@@ -127,7 +111,7 @@ def test_what_goes_between_stages_takes_a_gradient_back(world):
 
 
 def test_the_norm_of_all_stages_survives_huge_and_infinite_gradients(world):
-    mesh = world(job_with("1f1b"))
+    mesh = world(job_with("1f1b").parallelism)
     for value in (1e30, float("inf")):
         weight = nn.Parameter(torch.zeros(1))
         weight.grad = torch.tensor([value])

@@ -1,4 +1,6 @@
 """Tensor parallelism beyond the acceptance matrix: nothing is left out, sums over ranks are exact, and the compiler's traps are shut."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,7 +96,7 @@ def test_compiled_code_of_another_rank_is_not_taken_from_the_cache(on_ranks, tmp
         torch._inductor.config.compile_threads = 1
         job = compose_job(*SMALL, "compile=block")
         mesh = build_mesh(job.parallelism, "cpu")
-        compile.apply({}, mesh, job.compile)
+        compile.apply(SimpleNamespace(layers={}), mesh, job)
         logits, labels = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8).view(2, 4) * 2
         local = DTensor.from_local(logits.chunk(2, -1)[rank].contiguous(), mesh.world["tp"], [Shard(2)], run_check=False)
         for _ in range(2):  # the second time from the disk

@@ -16,6 +16,8 @@ from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import trainer
 
+from .steps import cut_back
+
 NOTHING = trainer.Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
 DAMAGES = {
     "cut short": (lambda file: os.truncate(file, file.stat().st_size // 2), "bytes instead of"),
@@ -47,11 +49,7 @@ def cut(a_run, run_job, tmp_path):
     job, whole = a_run
     if not whole.exists():
         run_job(job, whole)
-    copy = tmp_path / "copy"
-    shutil.copytree(whole, copy)
-    shutil.rmtree(copy / "checkpoints/step-00000006")
-    (copy / "result.json").unlink()
-    return job, whole, copy
+    return job, whole, cut_back(whole, 4, tmp_path / "copy")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "rank_00001.json"])
@@ -191,8 +189,8 @@ def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
 def steps(checkpointer, state, numbers, stop_at=None):
     for step in numbers:
         checkpointer.wait_for_staging()
-        if checkpointer.flight:
-            checkpointer.flight.written.exception()
+        if checkpointer.pending:
+            checkpointer.pending.written.exception()
         checkpointer.after_step(step, checkpointer.votes(), state, last=step == 20, stop=step == stop_at)
 
 
@@ -264,7 +262,7 @@ def test_when_a_save_is_due(alone):
 def test_a_stop_is_always_saved(alone):
     def task(built, checkpointer, state, events):
         steps(checkpointer, state, [7], stop_at=7)
-        assert checkpoints.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.flight
+        assert checkpoints.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.pending
 
     alone(task, "checkpoint=async", "checkpoint.interval=0", "checkpoint.interval_minutes=100", "checkpoint.last_step=false")
 

@@ -34,12 +34,12 @@ def saved(tmp_path):
 
 def loaded(step: Path, load=safe.load_checkpoint):
     state = {"model": {"w": torch.zeros(4)}, "lr": 0.0}
-    load(state, step, no_dist=True)
+    load(state, step)
     return state
 
 
-def dcp_load(state, step, no_dist):
-    dcp.load(state, storage_reader=dcp.FileSystemReader(step), no_dist=no_dist)
+def dcp_load(state, step):
+    dcp.load(state, storage_reader=dcp.FileSystemReader(step), no_dist=True)
 
 
 def test_what_dcp_writes_is_read(saved):

@@ -1,5 +1,4 @@
 """Checkpoints to Hugging Face and back: the same logits in transformers, the same bytes after a round trip, clear refusals."""
-import argparse
 import json
 import os
 import weakref
@@ -13,12 +12,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_hydra.base.errors import CheckpointError, ConfigError
 from titan_hydra.checkpoint import convert
-from titan_hydra.commands import convert as convert_cli
 from titan_hydra.config import to_dict
 from titan_hydra.models import build
-from titan_hydra.models.init import init_weights
 from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
 from titan_hydra.models.llama3.hf import from_config, to_config
+
+from .conversion import assert_transformers_agrees, load, loud_model, save_run, some_tokens, titan_convert
 
 SHAPES = {
     "grouped": {},
@@ -34,48 +33,23 @@ def tiny(**changes):
     return Llama3Config(**values | changes)
 
 
-def loud_model(config):
-    """A model whose attention, positions and norms all show in the logits."""
-    model = build(config, 128)
-    init_weights(model, config, seed=0)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.layers.parameters():
-        parameter.data.mul_(5 if parameter.dim() > 1 else 1 + torch.rand(parameter.shape, generator=generator))
-    return model
-
-
 @pytest.fixture
 def a_run(tmp_path):
     """A function that saves a model as a run's step, beside what else a checkpoint holds."""
 
     def make(config, step=10):
         model, run = loud_model(config), tmp_path / "run"
-        folder = run / f"checkpoints/step-{step:08d}"
-        state = {"model": model.state_dict(), "optimizer": {"state.norm.weight.exp_avg": torch.ones(64), "lr": 1.0}}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-        (run / "config.json").write_text(json.dumps({"name": "x", "model": to_dict(config)}))
+        save_run(model, config, run, step, optimizer={"state.norm.weight.exp_avg": torch.ones(64), "lr": 1.0})
         return model, run
 
     return make
 
 
-def titan_convert(*words):
-    parser = argparse.ArgumentParser()
-    convert_cli.add_arguments(parser)
-    return convert_cli.main(parser.parse_args([str(word) for word in words]))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformers_computes_the_same_logits(shape, a_run, tmp_path):
-    transformers = pytest.importorskip("transformers")
     model, run = a_run(tiny(**SHAPES[shape]))
-    assert titan_convert(run, "--to", "hf", tmp_path / "hf", "--dtype", "float32") == 0
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, output_loading_info=True)
-    assert type(theirs) is transformers.LlamaForCausalLM
-    assert not any(info.values()), info
-    tokens = torch.randint(0, 99, (2, 128), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), theirs.eval()(tokens).logits, atol=1e-5, rtol=0)
+    titan_convert(run, "--to", "hf", tmp_path / "hf", "--dtype", "float32")
+    assert_transformers_agrees(model, tmp_path / "hf", "LlamaForCausalLM")
 
 
 def test_transformers_own_folder_can_be_imported(tmp_path):
@@ -88,16 +62,12 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
                          "original_max_position_embeddings": 32}, max_position_embeddings=256)).float().eval()
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     assert (tmp_path / "hf/model.safetensors.index.json").exists()
-    assert titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint") == 0
+    titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
     config = convert.read_model_config(tmp_path / "checkpoint")
     assert config.ffn_width == 100
-    model = build(config, 128)
-    state = {"model": {name: torch.empty_like(value) for name, value in model.state_dict().items()}}  # as the trainer loads it
-    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "checkpoint"), no_dist=True)
-    model.load_state_dict(state["model"])
-    tokens = torch.randint(0, 99, (2, 128))
+    model = load(build(config, 128), tmp_path / "checkpoint")
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(some_tokens()), theirs(some_tokens()).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,23 +1,20 @@
 """Models with experts at Hugging Face: the same logits in transformers, both ways; experts one by one, packed, in float8; refusals."""
-import argparse
 import json
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import convert, initial
 from titan_hydra.checkpoint.folder import Folder
-from titan_hydra.commands import convert as convert_command
-from titan_hydra.config import to_dict
 from titan_hydra.models import build, family_of
 from titan_hydra.models.deepseek_v3.config import DeepSeekV3Config, Yarn
 from titan_hydra.models.hf import meta_state
-from titan_hydra.models.init import init_weights
 from titan_hydra.models.qwen3_moe.config import Qwen3MoeConfig
+
+from .conversion import assert_transformers_agrees, exported, load, loud_model, some_tokens, titan_convert
 
 COMMON = {"name": "small", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "ffn_dim": 100, "norm_eps": 1e-6, "max_seq_len": 256}
 YARN = Yarn(factor=4.0, original_max_seq_len=32, temperature=0.7)
@@ -43,46 +40,10 @@ CONFIGS = {
 }
 
 
-def loud_model(config):
-    """A model whose attention, positions, norms, experts and biases all show in the logits."""
-    model = build(config, 128)
-    init_weights(model, config, seed=0)
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in model.layers.state_dict().items():
-        if name.endswith("router.bias"):
-            tensor.copy_(torch.rand(tensor.shape, generator=generator) - 0.5)
-        else:
-            tensor.mul_(5 if tensor.dim() > 1 else 1 + torch.rand(tensor.shape, generator=generator))
-    return model
-
-
-def titan_convert(*words):
-    parser = argparse.ArgumentParser()
-    convert_command.add_arguments(parser)
-    assert convert_command.main(parser.parse_args([str(word) for word in words])) == 0
-
-
-def exported(config, folder, dtype="float32"):
-    """A loud model and its Hugging Face folder."""
-    model, run = loud_model(config), folder / "run"
-    dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(run / "checkpoints/step-00000010"), no_dist=True)
-    (run / "config.json").write_text(json.dumps({"model": to_dict(config)}))
-    titan_convert(run, "--to", "hf", folder / "hf", "--dtype", dtype)
-    return model, folder / "hf"
-
-
 def imported(source, target):
     """The model of a Hugging Face folder, by `titan convert`."""
     titan_convert(source, "--from", "hf", target)
-    model = build(convert.read_model_config(target), 128)
-    state = {"model": {name: torch.full_like(value, torch.nan) for name, value in model.state_dict().items()}}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(target), no_dist=True)
-    model.load_state_dict(state["model"])
-    return model
-
-
-def some_tokens():
-    return torch.randint(0, 99, (2, 128), generator=torch.Generator().manual_seed(1))
+    return load(build(convert.read_model_config(target), 128), target)
 
 
 def change(folder, **values):
@@ -98,13 +59,8 @@ def rewrite(folder, change):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_computes_the_same_logits(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
     model, folder = exported(CONFIGS[name], tmp_path)
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert type(theirs) in (transformers.Qwen3MoeForCausalLM, transformers.DeepseekV3ForCausalLM)
-    assert not any(info.values()), info
-    with torch.no_grad():
-        torch.testing.assert_close(model(some_tokens()), theirs.eval()(some_tokens()).logits, atol=1e-5, rtol=0)
+    assert_transformers_agrees(model, folder, "Qwen3MoeForCausalLM" if name.startswith("qwen") else "DeepseekV3ForCausalLM")
 
 
 @pytest.mark.parametrize("kind", ["qwen", "deepseek, yarn"])

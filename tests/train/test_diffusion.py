@@ -15,7 +15,7 @@ from titan_hydra.train.objectives.diffusion import as_latents, as_tokens
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import reference_of, verify
 
-from .test_resume import cut_back, tensors
+from .steps import cut_back, tensors
 
 AWAKE = '''
 """FLUX whose modulations and output do not begin at 0, so that the first step gives every parameter a gradient."""
@@ -109,7 +109,7 @@ def test_a_resumed_run_goes_on_bitwise(run_job, tmp_path):
                       "checkpoint.interval=3", "checkpoint.keep_latest_k=0", "data.local_batch=4", "gpus=2",
                       "validation.interval=3", "validation.steps=1")
     whole = run_job(job)
-    same = run_job(job, cut_back(whole, tmp_path / "same", 3))
+    same = run_job(job, cut_back(whole, 3, tmp_path / "same"))
     assert run_job.losses(same) == run_job.losses(whole)
     assert run_job.losses(same, "validation_loss") == run_job.losses(whole, "validation_loss")
     before, after = tensors(newest(whole / "checkpoints")), tensors(newest(same / "checkpoints"))

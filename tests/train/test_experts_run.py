@@ -5,9 +5,10 @@ import shutil
 import pytest
 import torch
 
-from titan_hydra.checkpoint.convert import Reader
 from titan_hydra.config import compose_job
-from titan_hydra.runs.checkpoints import complete, newest
+from titan_hydra.runs.checkpoints import newest
+
+from .steps import cut_back, tensors
 
 SMALL = ("debug=tiny", "precision=fp32", "model=deepseek_v3_debug", "model.dim=64", "model.n_layers=3", "model.n_heads=4",
          "model.n_kv_heads=4", "model.q_rank=24", "model.kv_rank=16", "model.plain_dim=16", "model.rope_dim=8", "model.value_dim=16",
@@ -25,26 +26,16 @@ def saved(tmp_path_factory):
     return tmp_path_factory.mktemp("saved") / "ep4"
 
 
-def tensors(checkpoint):
-    """All weights and biases of a checkpoint, whole."""
-    reader = Reader(checkpoint)
-    names = {name.removeprefix("model."): entry for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
-    return {name: reader.tensor(name, entry.size, entry.properties.dtype) for name, entry in names.items()}
-
-
 @pytest.mark.parametrize("layout", OTHERS)
 def test_a_checkpoint_of_experts_goes_on_on_any_layout(run_job, tmp_path, saved, layout):
     """The biases are in it, too (#1226). What is loaded is what was saved, bit for bit; then losses go on as they would have."""
     if not saved.exists():
         run_job(compose_job(*SMALL, *EP4), saved)
-    cut = tmp_path / "cut"
-    shutil.copytree(saved, cut)
-    shutil.rmtree(complete(cut / "checkpoints")[-1])
-    (cut / "result.json").unlink()
+    cut = cut_back(saved, 2, tmp_path / "cut")
     loaded = tmp_path / "loaded"
     shutil.copytree(cut, loaded)
     run_job(compose_job(*SMALL, *OTHERS[layout], "steps=2", "checkpoint.export_dtype=float32"), loaded)
-    before, after = tensors(newest(cut / "checkpoints")), tensors(loaded / "export")
+    before, after = tensors(newest(cut / "checkpoints"), "model."), tensors(loaded / "export", "model.")
     biases = [name for name in before if name.endswith("router.bias")]
     assert len(biases) == 2
     assert any(before[name].any() for name in biases)
@@ -58,7 +49,7 @@ def test_a_validation_leaves_the_biases_alone(run_job, tmp_path):
     """It is no training: #4148."""
     often = run_job(compose_job(*SMALL, *EP4, "validation=on", "validation.interval=1", "validation.steps=2"))
     never = run_job(compose_job(*SMALL, *EP4, "validation=off"))
-    one, other = (tensors(newest(run / "checkpoints")) for run in (often, never))
+    one, other = (tensors(newest(run / "checkpoints"), "model.") for run in (often, never))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

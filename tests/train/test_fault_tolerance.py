@@ -4,18 +4,16 @@ import shutil
 import pytest
 import torch
 
-from titan_hydra.checkpoint import safe
 from titan_hydra.config.schema import FaultTolerance
 from titan_hydra.fault_tolerance.outer import Fragment, due, fragment_of
+from titan_hydra.runs.checkpoints import step_folder
+
+from .steps import tensors
 
 
 def weights(directory, step, part="model."):
     """The whole tensors of a checkpoint, by name."""
-    path = directory / "checkpoints" / f"step-{step:08d}"
-    index = safe.read_index(path).state_dict_metadata
-    content = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items() if name.startswith(part)}
-    safe.load_checkpoint(content, path, no_dist=True)
-    return content
+    return tensors(step_folder(directory / "checkpoints", step), part)
 
 
 def of_groups(directory, groups, step):

@@ -45,8 +45,8 @@ def test_fit_ranks_are_checked_in_no_time(ranks):
 
 
 def test_an_unfit_device_speaks_for_itself(ranks, monkeypatch, tmp_path):
-    real = health.within
-    monkeypatch.setattr(health, "within", lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1))
+    real = health.run_within
+    monkeypatch.setattr(health, "run_within", lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1))
                         if health.threading.current_thread().name.endswith("_1") else None)
     errors = ranks(lambda run: health.check_device(run, Comm(init_timeout_seconds=20)))
     assert all(f"{HERE}: the matmul of device cpu did not end within 0.2 s" in str(error) for error in errors)
@@ -64,7 +64,7 @@ def test_ranks_that_do_not_come_are_named_with_their_host(ranks, tmp_path):
 
 
 def test_a_host_without_its_gpus_does_not_train_on_its_cpu(ranks):
-    said = ranks(lambda run: health.meet(run, {"device": "cpu" if run.rank == 1 else "cuda", "fault": ""}, 5))
+    said = ranks(lambda run: health.await_verdict(run, {"device": "cpu" if run.rank == 1 else "cuda", "fault": ""}, 5))
     assert all("no GPU can be seen there" in verdict["fault"] for verdict in said)
 
 
@@ -79,9 +79,9 @@ def test_memory_that_others_hold(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(left, 10) * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(health.time, "sleep", lambda _: None)
-    health.free(torch.device("cuda", 2), 5)  # the process before us was still leaving
+    health.wait_until_free(torch.device("cuda", 2), 5)  # the process before us was still leaving
     with pytest.raises(Unhealthy, match="of device 2 are taken by other processes"):
-        health.free(torch.device("cuda", 2), 0)
+        health.wait_until_free(torch.device("cuda", 2), 0)
 
 
 def test_a_collective_that_does_not_end(on_ranks):

@@ -14,7 +14,7 @@ from titan_hydra.runs.checkpoints import newest
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import verify
 
-from .test_resume import cut_back, tensors
+from .steps import cut_back, tensors
 
 LORA = ("adapter=lora", "adapter.rank=4")
 LAYOUTS = {
@@ -55,7 +55,7 @@ def test_checkpoints_hold_adapters_alone_and_resuming_is_bitwise(adapted, run_jo
     job, whole = adapted("parallelism=fsdp", "gpus=2", "data.global_batch=4")
     stored = tensors(newest(whole / "checkpoints"))
     assert all(".lora_" in name for name in stored if name.startswith("model.")) and any(".lora_a" in name for name in stored)
-    same = run_job(job, cut_back(whole, tmp_path / "same", 2))
+    same = run_job(job, cut_back(whole, 2, tmp_path / "same"))
     assert run_job.losses(same) == run_job.losses(whole)
     after = tensors(newest(same / "checkpoints"))
     assert stored.keys() == after.keys() and all(torch.equal(stored[name], after[name]) for name in stored)
@@ -92,7 +92,7 @@ def test_the_base_may_be_a_hugging_face_folder(adapted, run_job, pretrained, tmp
     layout = ("parallelism=fsdp", "gpus=2", "data.global_batch=4")
     (job, one), (_, other) = adapted(*layout), adapted(*layout, f"checkpoint.initial_load_path={tmp_path / 'base'}")
     assert run_job.losses(one) == run_job.losses(other)
-    same = cut_back(other, tmp_path / "same", 2)
+    same = cut_back(other, 2, tmp_path / "same")
     from_folder = from_dict(Job, json.loads((same / "config.json").read_text()))
     assert run_job.losses(run_job(from_folder, same)) == run_job.losses(one)
     merged, expected = reader_of(find_checkpoint(other)), reader_of(find_checkpoint(one))

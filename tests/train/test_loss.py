@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import data, models
 from titan_hydra.config import compose_job
+from titan_hydra.models.init import reset_buffers
 from titan_hydra.parallel import loss_head
 from titan_hydra.train.objectives.language import IGNORED, cross_entropy
 from titan_hydra.train.trainer import build
@@ -170,9 +171,7 @@ def test_the_head_keeps_its_name_and_gives_logits_without_targets():
         module.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    for part in model.modules():
-        if hasattr(part, "reset_buffers"):
-            part.reset_buffers()
+    reset_buffers(model)
     tokens, labels = torch.randint(512, (2, 2, 32))
     logits = model(tokens)
     assert logits.shape == (2, 32, 512) and logits.device.type == "cpu"

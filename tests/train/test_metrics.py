@@ -1,6 +1,5 @@
 """What a run records: the fields, what they mean, and that copies go on in the same place after a resume."""
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from titan_hydra import data
 from titan_hydra.config import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
-from titan_hydra.runs.checkpoints import complete
 from titan_hydra.train.objectives.language import cross_entropy
+
+from .steps import cut_back
 
 ROW = {"step", "loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib",
        "step_seconds", "data_seconds", "tokens_seen"}
@@ -95,14 +95,6 @@ def test_not_finite_stops_every_rank_before_the_update(tiny, run_job):
     directory = run_job(job, expect=78)
     assert "the update was not made" in (directory / "attempts/1/error_0").read_text()
     assert not (directory / "result.json").exists()
-
-
-def cut_back(directory, step):
-    """As if the run had been killed after saving `step`."""
-    (directory / "result.json").unlink()
-    for path in complete(directory / "checkpoints"):
-        if int(path.name[5:]) > step:
-            shutil.rmtree(path)
 
 
 def test_wandb_offline_goes_on_in_the_same_run(tiny, run_job):

@@ -3,17 +3,16 @@
 The vocabulary is odd, so that no number of ranks shares its rows evenly.
 """
 import json
-import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 
 from titan_hydra.config import compose_job
 from titan_hydra.data.loader import merge
 from titan_hydra.runs.checkpoints import complete, newest
 from titan_hydra.verify.matrix import later_wins
+
+from .steps import cut_back, tensors
 
 FOUR = ("debug=tiny", "precision=fp32", "model.n_layers=4", "steps=4", "checkpoint.interval=2", "checkpoint.keep_latest_k=0",
         "model.vocab_size=4099", "data.global_batch=8", "validation=on", "validation.interval=2", "validation.steps=1")
@@ -50,11 +49,7 @@ def test_a_checkpoint_goes_on_on_any_layout(run_job, tmp_path, folder, first, th
     whole = folder / first
     if not whole.exists():
         run_job(compose_job(*FOUR, *LAYOUTS[first]), whole)
-    cut = tmp_path / "cut"
-    shutil.copytree(whole, cut)
-    shutil.rmtree(complete(cut / "checkpoints")[-1])
-    (cut / "result.json").unlink()
-    resumed = run_job(compose_job(*FOUR, *LAYOUTS[then]), cut)
+    resumed = run_job(compose_job(*FOUR, *LAYOUTS[then]), cut_back(whole, 2, tmp_path / "cut"))
     for key, steps in (("loss", [1, 2, 3, 4]), ("validation_loss", [2, 4])):
         assert list(run_job.losses(resumed, key)) == steps
         assert run_job.losses(resumed, key) == pytest.approx(run_job.losses(whole, key), rel=1e-5)
@@ -69,14 +64,6 @@ WAYS = {  # between split and whole masters, and from one layout to another
 }
 
 
-def weights_of(step):
-    """The weights of a checkpoint, as they are stored."""
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-             for name, entry in FileSystemReader(step).read_metadata().state_dict_metadata.items() if name.startswith("model.")}
-    dcp.load(state, checkpoint_id=step, no_dist=True)
-    return state
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_hold_whole_masters(run_job, tmp_path, way):
     """At a rate of 0 nothing changes a weight: after two steps more each has its bits, in float32, whatever holds it."""
@@ -84,7 +71,7 @@ def test_checkpoints_hold_whole_masters(run_job, tmp_path, way):
     run = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[first], *before, "steps=2")), tmp_path / "run")
     (run / "result.json").unlink()
     resumed = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[then], *after, "optimizer.lr=0")), run)
-    saved = [weights_of(step) for step in complete(resumed / "checkpoints")]
+    saved = [tensors(step, "model.") for step in complete(resumed / "checkpoints")]
     assert len(saved) == 2
     assert {weight.dtype for weight in saved[0].values()} == {torch.float32}
     assert any((weight != weight.bfloat16()).any() for weight in saved[0].values())
@@ -97,9 +84,5 @@ def test_split_and_whole_masters_go_on_from_each_other(run_job, tmp_path, way):
     """Their moments too: without them the next losses would be off by some per cent."""
     (first, before), (then, after) = WAYS[way]
     whole = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[first], *before)), tmp_path / "whole")
-    cut = tmp_path / "cut"
-    shutil.copytree(whole, cut)
-    shutil.rmtree(complete(cut / "checkpoints")[-1])
-    (cut / "result.json").unlink()
-    resumed = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[then], *after)), cut)
+    resumed = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[then], *after)), cut_back(whole, 2, tmp_path / "cut"))
     assert run_job.losses(resumed) == pytest.approx(run_job.losses(whole), rel=1e-4)

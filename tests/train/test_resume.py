@@ -3,7 +3,6 @@ import copy
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -11,39 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from titan_hydra import data
 from titan_hydra.config import freeze
 from titan_hydra.runs.checkpoints import complete, newest
 
+from .conftest import losses
+from .steps import cut_back, tensors
+
 TEN = ("steps=10", "checkpoint.interval=5", "checkpoint.keep_latest_k=0", "data.global_batch=8", "data.local_batch=2")
-
-
-def rows(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(directory):
-    return {row["step"]: row["loss"] for row in rows(directory)}
-
-
-def tensors(step: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole."""
-    metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items() if hasattr(entry, "size")}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(step), no_dist=True)
-    return state
-
-
-def cut_back(directory: Path, other: Path, step: int) -> Path:
-    """A copy of a run as if it had been killed just after saving a step."""
-    shutil.copytree(directory, other)
-    for path in complete(other / "checkpoints"):
-        if int(path.name[5:]) > step:
-            shutil.rmtree(path)
-    (other / "result.json").unlink()
-    return other
 
 
 def on(job, ranks: int, **degrees):
@@ -60,14 +35,14 @@ def test_a_resumed_run_goes_on_where_it_stopped(tiny, run_job, tmp_path, optimiz
     job = tiny(*TEN, "parallelism=hsdp", "gpus=4", f"optimizer={optimizer}")
     whole = run_job(job)
 
-    same = run_job(job, cut_back(whole, tmp_path / "same", 5))
+    same = run_job(job, cut_back(whole, 5, tmp_path / "same"))
     assert losses(same) == losses(whole), "not bitwise the same on the same layout"
     before, after = tensors(newest(whole / "checkpoints")), tensors(newest(same / "checkpoints"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
     for name, other in {"two": on(job, 2, dp_shard=2), "one": on(job, 1)}.items():
-        resumed = losses(run_job(other, cut_back(whole, tmp_path / name, 5)))
+        resumed = losses(run_job(other, cut_back(whole, 5, tmp_path / name)))
         assert resumed.keys() == set(range(1, 11))
         for step, loss in losses(whole).items():
             assert resumed[step] == pytest.approx(loss, rel=1e-5), (name, step)

@@ -25,7 +25,7 @@ from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import verify
 
-from .test_resume import cut_back, tensors
+from .steps import cut_back, tensors
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("data=embedded_chat", "data.seq_len=96", "validation=off", "model.vocab_size=4096")
@@ -114,7 +114,7 @@ def test_a_resumed_run_goes_on_bitwise(tiny, run_job, tmp_path):
     job = tiny("data=embedded_chat", "validation=off", "data.seq_len=64", "steps=8", "checkpoint.interval=4", "checkpoint.keep_latest_k=0",
                "data.global_batch=64", "data.local_batch=16", "parallelism=fsdp", "gpus=2")
     whole = run_job(job)
-    same = run_job(job, cut_back(whole, tmp_path / "same", 4))
+    same = run_job(job, cut_back(whole, 4, tmp_path / "same"))
     assert run_job.losses(same) == run_job.losses(whole)
     before, after = tensors(newest(whole / "checkpoints")), tensors(newest(same / "checkpoints"))
     assert all(torch.equal(before[name], after[name]) for name in before)

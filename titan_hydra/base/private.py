@@ -137,8 +137,7 @@ def settle_shapes(schedule: Any) -> None:
 
 
 def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
-    """Return what FSDP2 takes as the place of a parameter that is sharded over a mesh of its own; None if this torch has one mesh for all.
-    """
+    """Return what FSDP2 takes as the place of a parameter that is sharded over a mesh of its own; None if this torch has one for all."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
     if not hasattr(fsdp, "ShardPlacementResult"):
@@ -148,9 +147,7 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
 
 
 def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
-    """Make FSDP2 leave the gradients of a module in a dtype of their own. It would round them to that of the sharded weights, which it
-    learns at the first forward.
-    """
+    """Make FSDP2 leave a module's gradients in a dtype of their own, not in that of the weights, which it learns at the first forward."""
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # of torch 2.13, and of torch 2.11
         if group is None:
@@ -164,8 +161,7 @@ def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
 
 
 def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], None]:
-    """Change the function in which DTensor runs an operator at its global shape to learn the shape of the result. Returns how to undo it.
-    """
+    """Change the function in which DTensor runs an operator at its global shape to learn a result's shape. Returns how to undo it."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     original = ShardingPropagator._propagate_tensor_meta_non_cached

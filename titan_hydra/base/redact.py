@@ -28,19 +28,15 @@ def sureness(name: str) -> int:
     return 2 if sure else int(bool(PERHAPS & set(parts)))
 
 
-def _known(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the secrets in the environment, as a map from value to name."""
-    return {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
-
-
 def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:
     """Remove secrets from a text: values from the environment, known formats, and literals assigned to a name like a secret's.
 
     In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign to such a name lose all
     literals.
     """
-    for value, name in sorted(_known(environment).items(), key=lambda pair: -len(pair[0])):
-        text = text.replace(value, f"[redacted {name}]")
+    secrets = {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, f"[redacted {secrets[value]}]")
     text = SHAPES.sub("[redacted]", text)
     return "\n".join(_without_values(text.split("\n"))) if code else ASSIGNED.sub(_assigned, text)
 

@@ -1,5 +1,4 @@
 """Export the adapters of a run alone, as Hugging Face's PEFT has them: adapter_model.safetensors and adapter_config.json."""
-import json
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.models.hf import hf_of, meta_state
 
 from .convert import find_checkpoint, find_section, make_target, read_model_config, reader_of
+from .folder import write_content
 from .reader import Merged
 
 
@@ -32,5 +32,5 @@ def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Pat
     about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": section["initial_load_path"], "r": adapter["rank"],
              "lora_alpha": adapter["alpha"], "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
              "target_modules": sorted(targets)}
-    (target / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    write_content(target / "adapter_config.json", about)
     return len(tensors) // 2

@@ -33,12 +33,13 @@ from . import initial, safe, state
 from .convert import read_model_config
 from .writer import Writer
 
+PARTS = {"model", "optimizer", "outer"}  # of a step that DCP writes; the state of each rank's data stands beside it
 TRIES = 4  # consecutive failures that stop a run: two saves that were due, each tried twice
 LONGEST = timedelta(hours=1)  # time that a rank waits for another one's disk
 
 
 @dataclass
-class Flight:
+class PendingSave:
     """A pending save: DCP's futures, when it began, and how long it has blocked the training thread so far."""
 
     step: int
@@ -60,7 +61,7 @@ class Checkpointer:
     optimizers: list[torch.optim.Optimizer]
     outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of the replica groups' last exchange
     report: Callable[..., None] = lambda event, step, **values: None  # Metrics.event
-    flight: Flight | None = None
+    pending: PendingSave | None = None
     failures: int = 0  # in a row
     again: bool = False  # the last save failed, and is to be tried once more
     saved: int = -1  # step of the newest complete one that this process has written or read
@@ -95,17 +96,17 @@ class Checkpointer:
         """
         minutes = self.config.interval_minutes
         late = self.run.rank == 0 and minutes is not None and time.monotonic() - self.clock >= 60 * minutes
-        return [float(late), float(self.flight is not None and self.flight.written.done())]
+        return [float(late), float(self.pending is not None and self.pending.written.done())]
 
     def wait_for_staging(self) -> float:
         """Wait until the weights are copied, before the optimizer changes them. Returns the seconds it took."""
-        if self.flight is None or self.flight.staged is None:
+        if self.pending is None or self.pending.staged is None:
             return 0.0
         began = time.perf_counter()
-        self.flight.staged.result()
-        self.flight.staged = None
+        self.pending.staged.result()
+        self.pending.staged = None
         held = time.perf_counter() - began
-        self.flight.held += held
+        self.pending.held += held
         return held
 
     def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool) -> None:
@@ -113,15 +114,15 @@ class Checkpointer:
         if not self.on:
             return
         late, ended = votes
-        if self.flight is not None and ended == self.run.world_size:
-            self.land()
+        if self.pending is not None and ended == self.run.world_size:
+            self.finish_pending()
         if stop or self.again or self._due(step, late > 0, last):
             self.save(step, data_state)
         if last or stop:
-            self.land()
+            self.finish_pending()
             if self.again:  # there is no further step to wait for
                 self.save(step, data_state)
-                self.land()
+                self.finish_pending()
             if self.failures and (stop or self.config.last_step):
                 raise CheckpointError(self._lost(step))
 
@@ -134,61 +135,61 @@ class Checkpointer:
         """Begin a save, after the pending one has ended: two copies of the weights would not fit."""
         if step == self.saved:
             return
-        self.land()
+        self.finish_pending()
         began, self.clock = time.perf_counter(), time.monotonic()
         own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
         writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge)
-        self.flight = Flight(step, writer, began)
-        content = {"model": state.weights(self.model), "optimizer": state.of_optimizers(self.model, self.optimizers)}
-        self._start(self.flight, content | ({"outer": self.outer} if self.outer else {}))
-        self.flight.held += time.perf_counter() - began
+        self.pending = PendingSave(step, writer, began)
+        self._start(self.pending, self._content(PARTS, self.model))
+        self.pending.held += time.perf_counter() - began
         if self.stager is None:
-            self.land()
+            self.finish_pending()
 
-    def _start(self, flight: Flight, content: dict[str, Any]) -> None:
+    def _start(self, pending: PendingSave, content: dict[str, Any]) -> None:
         """Write in this thread, or copy and write in other threads."""
         if self.stager is None:
-            flight.written = Future()
+            pending.written = Future()
             try:
-                flight.written.set_result(dcp.save(content, storage_writer=flight.writer, process_group=self.group))
+                pending.written.set_result(dcp.save(content, storage_writer=pending.writer, process_group=self.group))
             except (Exception, CheckpointException) as error:
-                flight.written.set_exception(error)
-            flight.seconds = time.perf_counter() - flight.began
+                pending.written.set_exception(error)
+            pending.seconds = time.perf_counter() - pending.began
             return
         if is_spent(self.stager):
             self.stager.close()
             self.stager = self._new_stager()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
-        response: Any = dcp.async_save(content, storage_writer=flight.writer, process_group=self.group, async_stager=self.stager)
-        flight.staged, flight.written = response.staging_completion, response.upload_completion
-        flight.written.add_done_callback(lambda _: setattr(flight, "seconds", time.perf_counter() - flight.began))
+        response: Any = dcp.async_save(content, storage_writer=pending.writer, process_group=self.group, async_stager=self.stager)
+        pending.staged, pending.written = response.staging_completion, response.upload_completion
+        pending.written.add_done_callback(lambda _: setattr(pending, "seconds", time.perf_counter() - pending.began))
 
-    def land(self) -> None:
+    def finish_pending(self) -> None:
         """Wait for the pending save and report its result."""
-        flight, self.flight = self.flight, None
-        if flight is None:
+        pending, self.pending = self.pending, None
+        if pending is None:
             return
         began = time.perf_counter()
-        failure = flight.written.exception()
-        flight.held += time.perf_counter() - began if self.stager else 0.0
+        failure = pending.written.exception()
+        pending.held += time.perf_counter() - began if self.stager else 0.0
         if failure is None:
-            self.saved, self.failures, self.again = flight.step, 0, False
-            self.report("checkpoint", flight.step, seconds=flight.seconds or time.perf_counter() - flight.began, seconds_held=flight.held)
+            self.saved, self.failures, self.again = pending.step, 0, False
+            seconds = pending.seconds or time.perf_counter() - pending.began
+            self.report("checkpoint", pending.step, seconds=seconds, seconds_held=pending.held)
             return
         if not isinstance(failure, CheckpointException):  # local, as a lost peer: other ranks have not seen it, so no retry can be agreed
             raise failure
         if self.run.rank == 0:
-            flight.writer.abandon()
+            pending.writer.abandon()
         self.failures += 1
         self.again = self.failures % 2 == 1
         self.reason = reason_of(failure)
-        self.report("checkpoint_failed", flight.step, reason=self.reason, failures=self.failures, seconds_held=flight.held)
+        self.report("checkpoint_failed", pending.step, reason=self.reason, failures=self.failures, seconds_held=pending.held)
         if self.run.rank == 0:
             then = "it is tried again" if self.again else "training continues"
-            print(f"WARNING: {self._lost(flight.step)}; {then}", file=sys.stderr, flush=True)
+            print(f"WARNING: {self._lost(pending.step)}; {then}", file=sys.stderr, flush=True)
         if self.failures == TRIES:
-            raise CheckpointError(f"{self._lost(flight.step)}; {TRIES} tries in a row have failed")
+            raise CheckpointError(f"{self._lost(pending.step)}; {TRIES} tries in a row have failed")
 
     def _lost(self, step: int) -> str:
         kept = checkpoints.newest(self.folder)
@@ -218,7 +219,7 @@ class Checkpointer:
             return 0, None
         if self.base is not self.model and self.config.initial_load_path:  # the step holds adapters alone
             self.start_from(self.config.initial_load_path, read_model_config(path))
-        self._load(path, {"model", "optimizer", "outer"}, self.model)
+        self._load(path, PARTS, self.model)
         self.saved = checkpoints.step_of(path)
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
@@ -250,12 +251,17 @@ class Checkpointer:
                 writer.abandon()
             raise CheckpointError(f"{path} could not be written: {reason_of(error)}") from error
 
-    def _load(self, path: Path, parts: set[str], model: nn.Module) -> None:
+    def _content(self, parts: set[str], model: nn.Module) -> dict[str, Any]:
+        """Return this rank's share of some parts of a step; `model` has the weights that are meant."""
         content: dict[str, Any] = {"model": state.weights(model)} if "model" in parts else {}
         if "optimizer" in parts:
             content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
         if "outer" in parts and self.outer:
             content["outer"] = self.outer
+        return content
+
+    def _load(self, path: Path, parts: set[str], model: nn.Module) -> None:
+        content = self._content(parts, model)
         try:
             safe.load_checkpoint(content, path, self.group)
         except (Exception, CheckpointException) as error:

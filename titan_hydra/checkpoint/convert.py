@@ -6,7 +6,6 @@ a complete one.
 """
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,11 +27,10 @@ from titan_hydra.config.schema import Model, Source, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
-from titan_hydra.runs.checkpoints import newest
 
 from . import initial
-from .folder import Folder, content_of
-from .reader import PREFIX, HuggingFaceReader, Merged, Reader
+from .folder import Folder, content_of, write_content
+from .reader import PREFIX, Merged, Reader
 from .tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
@@ -66,10 +64,10 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
         (target / file).chmod(mode)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(target / f"{hf.files}.safetensors.index.json", index)
+        write_content(target / f"{hf.files}.safetensors.index.json", index)
     encodes = family_of(config).takes == "tokens"
     ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len) if encodes else {}
-    _write_json(target / "config.json", content | ids)
+    write_content(target / "config.json", content | ids)
     return files
 
 
@@ -82,7 +80,7 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
-    _write_json(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
+    write_content(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
     return ids
 
 
@@ -102,14 +100,12 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
              for name, tensor in model.items()}
 
     def read(key: str) -> Tensor:
-        whole = torch.empty_like(state[key], device="cpu")
-        folder.read(key.removeprefix(PREFIX), whole.shape, [0] * whole.dim(), whole)
-        return whole
+        return folder.tensor(key.removeprefix(PREFIX), state[key].shape, state[key].dtype)
 
     make_target(target)
     words = source / "tokenizer.json"
     tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
-    _write_json(target / "config.json", {"model": to_dict(folder.config), "train": {"imports": list(imports)}} | tokenizer)
+    write_content(target / "config.json", {"model": to_dict(folder.config), "train": {"imports": list(imports)}} | tokenizer)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
 
 
@@ -117,19 +113,15 @@ def find_checkpoint(source: Path) -> Path:
     """Return `source` if it is a complete checkpoint, else the newest of that run (or checkpoints folder). Raises ConfigError."""
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
-    if (source / ".metadata").is_file():
-        return source
-    step = newest(layout.CHECKPOINTS.of(source)) or newest(source)
-    if step is None:
+    found = initial.complete_at(source)
+    if found is None:
         raise ConfigError(f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*")
-    return step
+    return found
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
-    """Read the model section of the config.json in the checkpoint (an imported one) or two folders above it (a run's), and import the
-    modules that its family may come from.
-    """
-    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in (checkpoint, checkpoint.absolute().parents[1])]
+    """Read the model section of the config.json of a checkpoint, and import the modules that its family may come from."""
+    candidates = [config_file] if config_file else config_files(checkpoint)
     file = next((file for file in candidates if file.is_file()), None)
     if file is None:
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
@@ -170,7 +162,7 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
     if not section.get("initial_load_path"):
         raise ConfigError(f"{file}: checkpoint.initial_load_path=null: the adapters stand beside weights that were drawn and not kept")
     base = initial.find(_as_started(file, section["initial_load_path"]))
-    beside = HuggingFaceReader(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
+    beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
     return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
 
 
@@ -195,15 +187,17 @@ def _with_template(section: dict) -> list[dict]:
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """Return a section of config.json and the file that has it; {} if no file has it.
-
-    Searched are `config_file` if given, else the config.json beside the checkpoint (an import), one folder up (the run of an export) and
-    two folders up (the run of a step).
-    """
-    folders = [checkpoint, *checkpoint.absolute().parents[:2]]
-    candidates = [config_file] if config_file else [layout.CONFIG.of(folder) for folder in folders]
+    """Return a section of config.json, of `config_file` if given, and the file that has it; {} if no file has it."""
+    candidates = [config_file] if config_file else config_files(checkpoint)
     found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
     return next(((file, section) for file, section in found if section), (candidates[-1], {}))
+
+
+def config_files(checkpoint: Path) -> list[Path]:
+    """Return where the config.json of a checkpoint may be: in it (an import), one folder up (the run of an export), or two (the run of a
+    step).
+    """
+    return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):
@@ -253,7 +247,3 @@ def make_target(target: Path) -> None:
         raise ConfigError(f"{target}: exists and is not empty; name a new folder")
     if not os.access(target, os.W_OK):
         raise ConfigError(f"{target}: cannot be written (permission denied)")
-
-
-def _write_json(file: Path, data: dict) -> None:
-    file.write_text(json.dumps(data, indent=2) + "\n")

@@ -47,9 +47,9 @@ class Folder:
         self.block = block_of(content.get("quantization_config"), config_file)
         self.files = weight_files(source, self.hf.files)
 
-    def dtypes(self, state: dict[str, Tensor], others: bool = False) -> dict[str, torch.dtype]:
+    def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if one is not there or has
-        another shape, or, unless there may be `others`, if the folder has weights that the model has no place for.
+        another shape, or if the folder has weights that the model has no place for.
         """
         found, seen = {}, set()
         for fqn, tensor in state.items():
@@ -59,7 +59,7 @@ class Folder:
                 seen |= wanted.keys()
         tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
         for name in self.files.keys() - seen - tied:
-            if not others and not name.startswith(self.unused) and not name.endswith(UNUSED):
+            if not name.startswith(self.unused) and not name.endswith(UNUSED):
                 raise ConfigError(f"{self.files[name]}: {name} has no place in the model")
         return found
 
@@ -73,6 +73,14 @@ class Folder:
             theirs, _, parts = packed
             return {theirs: (shape[0], parts * shape[1], shape[2])}
         return {name.format(number): tuple(shape[1:]) for number in range(shape[0])} if "{}" in name else {name: tuple(shape)}
+
+    def tensor(self, fqn: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is not there or has another shape."""
+        for name, part in self.shapes(fqn, shape).items():
+            self._checked(name, part)
+        found = torch.empty(shape, dtype=dtype)
+        self.read(fqn, shape, [0] * len(shape), found)
+        return found
 
     def read(self, fqn: str, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
         """Read the part of the tensor `fqn` of that shape that begins at `offsets` into `target`, in its dtype and on its device."""
@@ -182,3 +190,8 @@ def content_of(file: Path) -> Any:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
+
+
+def write_content(file: Path, content: dict) -> None:
+    """Write a JSON file as Hugging Face's libraries do: indented, with the keys in their order."""
+    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -3,13 +3,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
 from titan_hydra.models.hf import hf_of, meta_state
 from titan_hydra.models.init import local_box
-from titan_hydra.runs import checkpoints, layout
+from titan_hydra.parallel.mesh import local_part
+from titan_hydra.runs import layout
+from titan_hydra.runs.checkpoints import newest
 
 from . import state
 from .folder import Folder
@@ -18,12 +19,15 @@ from .folder import Folder
 def find(path: str) -> Path:
     """Return the folder to read: `path` itself, or the newest step of the run at `path`."""
     source = Path(path).expanduser()
-    if (source / ".metadata").is_file() or is_hf(source):
-        return source
-    step = checkpoints.newest(layout.CHECKPOINTS.of(source)) or checkpoints.newest(source)
-    if step is None:
+    found = source if is_hf(source) else complete_at(source)
+    if found is None:
         raise ConfigError(f"checkpoint.initial_load_path={path}: no checkpoint, no run with one, and no *.safetensors")
-    return step
+    return found
+
+
+def complete_at(place: Path) -> Path | None:
+    """Return the complete checkpoint at a path: itself, or the newest step of a run or of a checkpoints folder; None if there is none."""
+    return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
 
 
 def is_hf(source: Path) -> bool:
@@ -44,7 +48,7 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
     held = state.weights(model)
     for name, tensor in held.items():
         if name in there:
-            folder.read(name, tensor.shape, local_box(tensor)[0], tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            folder.read(name, tensor.shape, local_box(tensor)[0], local_part(tensor))
     state.into_masters(model, held)
 
 

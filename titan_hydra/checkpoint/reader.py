@@ -1,14 +1,13 @@
-"""Read single tensors of a checkpoint, of a Hugging Face folder, or of adapters merged into the weights beside which they were trained."""
+"""Read single tensors of a checkpoint, or of adapters merged into the weights beside which they were trained."""
 import pickle
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_hydra.base.errors import CheckpointError
-from titan_hydra.models.hf import HuggingFace
 
 from . import safe
 from .folder import Folder
@@ -33,24 +32,10 @@ class Reader:
         return state[PREFIX + name]
 
 
-class HuggingFaceReader:
-    """Reads the weights of a Hugging Face folder under our names."""
-
-    def __init__(self, source: Path, hf: HuggingFace):
-        self.folder = Folder(source, hf)
-
-    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Read a whole parameter and convert it to `dtype`."""
-        found = torch.empty(shape, dtype=dtype)
-        self.folder.dtypes({name: nn.Parameter(found.to("meta"))}, others=True)
-        self.folder.read(name, shape, [0] * found.dim(), found)
-        return found
-
-
 class Merged:
     """Reads weights with the products of their adapters added, in float32: w + factor * B A."""
 
-    def __init__(self, base: Reader | HuggingFaceReader, adapters: Reader, factor: float):
+    def __init__(self, base: Reader | Folder, adapters: Reader, factor: float):
         self.base, self.adapters, self.factor = base, adapters, factor
 
     def adapter(self, weight: str) -> dict[str, Tensor]:

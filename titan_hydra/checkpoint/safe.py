@@ -74,6 +74,6 @@ def read_index(path: Path) -> Metadata:
     return index
 
 
-def load_checkpoint(state: dict[str, Any], path: Path, group: Any = None, no_dist: bool = False) -> None:
+def load_checkpoint(state: dict[str, Any], path: Path, group: Any = None) -> None:
     """Load a checkpoint folder into a state dict in place, whatever layout wrote it. Raises what DCP raises."""
-    dcp.load(state, storage_reader=SafeReader(path), planner=Planner(), process_group=group, no_dist=no_dist)
+    dcp.load(state, storage_reader=SafeReader(path), planner=Planner(), process_group=group)

@@ -5,13 +5,14 @@ tokens.
 """
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.config import schema
 from titan_hydra.config.files import read_json, tokenizer_file
 from titan_hydra.data import tokenizer
+
+from .folder import write_content
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,7 +29,7 @@ def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> 
     bos = {} if ours.bos_id is None else {"bos_token": theirs.id_to_token(ours.bos_id)}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **(beside or {}), **bos,
              "eos_token": theirs.id_to_token(ours.eos_id), "model_max_length": max_length}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    write_content(folder / "tokenizer_config.json", about)
     return {"bos_token_id": ours.bos_id, "eos_token_id": ours.eos_id}
 
 

@@ -89,7 +89,7 @@ class Writer(dcp.FileSystemWriter):
     def commit(self) -> None:
         """Rename the step to its final name. A damaged step of that name is moved aside: a rename never replaces a folder with files."""
         if self.final.exists():
-            self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}.deleting"))
+            self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}{checkpoints.DELETING}"))
         self.writing.rename(self.final)
         checkpoints.sync_folder(self.final.parent)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.family import place_in_order, places_of_blocks
 from titan_hydra.config.schema import FaultTolerance
 from titan_hydra.parallel import formats
+from titan_hydra.parallel.mesh import local_part
 
 
 @dataclass
@@ -55,8 +55,7 @@ class Fragment:
 
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter, gradient or state, in its own memory. Do not keep it: FSDP may move it in its first step."""
-    weight = formats.plain(parameter.detach())
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    return local_part(formats.plain(parameter.detach()))
 
 
 def shards(content: dict[str, Any]) -> list[Tensor]:

@@ -176,8 +176,7 @@ class Replicas(Groups):
     def _board(self, method: str, *arguments: Any) -> Any:
         """Call a method of rank 0's board and broadcast its result to all ranks."""
         answer = [getattr(self.board, method)(*arguments) if self.board is not None else None]
-        if self.run.world_size > 1:
-            dist.broadcast_object_list(answer, src=0, group=self.group, device=torch.device("cpu"))
+        dist.broadcast_object_list(answer, src=0, group=self.group, device=torch.device("cpu"))
         return answer[0]
 
     def _all(self, well: bool) -> bool:

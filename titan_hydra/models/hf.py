@@ -83,6 +83,13 @@ def only_these(config: Model, only: dict[str, Any]) -> None:
             raise ConfigError(f"model.{key}={getattr(config, key)}: only {value} can be converted")
 
 
+def only_values(data: dict, file: Path, only: dict[str, Any]) -> None:
+    """Raise ConfigError if a part of a config.json has another value than `only`, which is all that we can compute."""
+    for key, value in only.items():
+        if data.get(key, value) != value:
+            raise ConfigError(f"{file}: {key}={data[key]}: only {value} can be converted")
+
+
 def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
     """Return what the config.json of every decoder has, without its type and token ids."""
     return {
@@ -110,9 +117,7 @@ def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[st
     """Return the keys of every decoder for a config.json (old and new spelling of RoPE). Raises ConfigError if it has another value than
     `only`.
     """
-    for key, value in {"hidden_act": "silu", "attention_bias": False, **only}.items():
-        if data.get(key, value) != value:
-            raise ConfigError(f"{file}: {key}={data[key]}: only {value} can be converted")
+    only_values(data, file, {"hidden_act": "silu", "attention_bias": False, **only})
     dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data)
     head_dim = data.get("head_dim")
     return {

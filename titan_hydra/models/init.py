@@ -34,6 +34,11 @@ def init_weights(module: nn.Module, config: Model, seed: int) -> None:
         own = getattr(module.get_submodule(owner), "initial_std", {})  # of an adapter, which no family knows
         distribution = (Normal(own[leaf]) if own[leaf] else 0.0) if leaf in own else module.initial_distribution(fqn, config)
         fill(parameter, distribution, key_of_parameter(seed, fqn))
+    reset_buffers(module)
+
+
+def reset_buffers(module: nn.Module) -> None:
+    """Recompute the buffers of a model or stage, which are uninitialized after `to_empty`."""
     for part in module.modules():
         if hasattr(part, "reset_buffers"):
             part.reset_buffers()

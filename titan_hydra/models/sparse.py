@@ -34,11 +34,6 @@ class SparseModel(Model):
     def sparse(self) -> bool:
         return True
 
-    @property
-    def active_share(self) -> float:
-        """The share of the routed experts that a token passes."""
-        return self.experts_per_token / self.n_experts
-
     def arithmetic(self) -> dict[str, Any]:
         return super().arithmetic() | {"balance_rate": None, "sequence_balance": None}
 
@@ -64,12 +59,16 @@ def expert_parameters(config: SparseModel) -> int:
     return (config.n_layers - config.n_dense_layers) * config.n_experts * 3 * config.dim * config.expert_dim
 
 
-def feed_forward_parameters(config: SparseModel) -> int:
-    """Return the number of parameters of all feed-forwards: dense ones, routers, routed and shared experts."""
-    sparse = config.n_layers - config.n_dense_layers
-    shared = 3 * config.dim * config.expert_dim * config.n_shared_experts
-    return (config.n_dense_layers * 3 * config.dim * config.ffn_width + sparse * (config.n_experts * config.dim + shared)
-            + expert_parameters(config))
+def sparse_parameters(config: SparseModel, attention: int) -> int:
+    """Return the number of parameters of a model with experts: embedding and head, feed-forwards (dense ones, routers, shared and routed
+    experts), `attention` of each block, norms.
+    """
+    sparse, dim = config.n_layers - config.n_dense_layers, config.dim
+    ends = config.vocab_size * dim * (1 if config.tie_embeddings else 2)
+    shared = 3 * dim * config.expert_dim * config.n_shared_experts
+    dense = config.n_dense_layers * 3 * dim * config.ffn_width
+    feed_forwards = dense + sparse * (config.n_experts * dim + shared) + expert_parameters(config)
+    return ends + feed_forwards + config.n_layers * (attention + 2 * dim) + dim
 
 
 def shared_linears(config: SparseModel) -> tuple[Linear, ...]:
@@ -80,4 +79,4 @@ def shared_linears(config: SparseModel) -> tuple[Linear, ...]:
 
 def active_parameters(config: SparseModel, parameters: int) -> int:
     """Return the number of parameters that one token passes, out of all `parameters` of the model."""
-    return parameters - round(expert_parameters(config) * (1 - config.active_share))
+    return parameters - round(expert_parameters(config) * (1 - config.experts_per_token / config.n_experts))

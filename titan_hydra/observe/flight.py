@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -126,14 +127,14 @@ def messages() -> list[dict]:
 def stacks() -> dict[str, list[str]]:
     """Return the stack of every Python thread of this process, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {names.get(ident, str(ident)): [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
-                                           for frame, line in traceback.walk_stack(top)][::-1]
-            for ident, top in sys._current_frames().items()}
+    return {names.get(ident, str(ident)): _formatted(traceback.walk_stack(top))[::-1] for ident, top in sys._current_frames().items()}
 
 
 def raised(error: BaseException | None) -> dict[str, list[str]]:
     """Return the main thread's stack at the point where an error was raised."""
-    if error is None:
-        return {}
-    return {"MainThread": [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
-                           for frame, line in traceback.walk_tb(error.__traceback__)]}
+    return {} if error is None else {"MainThread": _formatted(traceback.walk_tb(error.__traceback__))}
+
+
+def _formatted(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
+    """Format the frames of a stack, each with its line."""
+    return [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in frames]

@@ -30,16 +30,16 @@ def check_device(run: Run, comm: Comm) -> torch.device:
     try:
         device = device_of(run)
         if comm.health_check_seconds and device.type == "cuda":
-            free(device, PATIENCE)
+            wait_until_free(device, PATIENCE)
         if comm.health_check_seconds:
-            within(comm.health_check_seconds, f"the matmul of device {device}", lambda: matmul(device))
+            run_within(comm.health_check_seconds, f"the matmul of device {device}", lambda: matmul(device))
     except Unhealthy as error:
         fault, device = str(error), torch.device("cpu")
-    said = meet(run, {"device": device.type, "fault": fault}, comm.init_timeout_seconds)
+    verdict = await_verdict(run, {"device": device.type, "fault": fault}, comm.init_timeout_seconds)
     if fault:
         raise Unhealthy(fault)
-    if said["fault"]:
-        raise of_another(said, run)
+    if verdict["fault"]:
+        raise error_of_another(verdict, run)
     return device
 
 
@@ -54,7 +54,7 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
         if (ranks != run.world_size * (run.world_size - 1) / 2).any():
             raise Unhealthy(f"{socket.gethostname()}: an all-reduce over {run.world_size} ranks gave a wrong sum on rank {run.rank}")
 
-    within(comm.health_check_seconds, f"the first collective over {run.world_size} ranks (rank {run.rank})", add_up)
+    run_within(comm.health_check_seconds, f"the first collective over {run.world_size} ranks (rank {run.rank})", add_up)
 
 
 def device_of(run: Run) -> torch.device:
@@ -73,7 +73,7 @@ def device_of(run: Run) -> torch.device:
     return device
 
 
-def free(device: torch.device, patience: float) -> None:
+def wait_until_free(device: torch.device, patience: float) -> None:
     """Wait until no other process holds much of a GPU's memory. Raises Unhealthy after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
@@ -100,7 +100,7 @@ def matmul(device: torch.device) -> None:
         raise Unhealthy(f"{where} failed: {str(error).splitlines()[0]}") from error
 
 
-def meet(run: Run, mine: dict, seconds: float) -> dict:
+def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
     """Report this rank's health to the others and wait for all of them. Returns rank 0's verdict: the fault ("" if all are fit) and its
     host.
 
@@ -108,13 +108,13 @@ def meet(run: Run, mine: dict, seconds: float) -> dict:
     """
     if run.world_size == 1:
         return {"fault": "", "host": None}
-    run.store.set(f"health/{run.rank}", json.dumps({**mine, "host": socket.gethostname(), "spoke": True}))
+    run.store.set(f"health/{run.rank}", json.dumps({**mine, "host": socket.gethostname(), "reported": True}))
     if run.rank == 0:
         run.store.set("health", json.dumps(judge(run, seconds)))
     try:
         run.store.wait(["health"], timedelta(seconds=seconds + 30))
     except RuntimeError:  # also torch's own DistStoreError
-        return {"fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started", "host": host_of(run, 0), "spoke": False}
+        return {"fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started", "host": host_of(run, 0)}
     return json.loads(run.store.get("health"))
 
 
@@ -122,21 +122,21 @@ def judge(run: Run, seconds: float) -> dict:
     """Check all ranks on rank 0: which did not start, which is unfit, which has another kind of device than the rest."""
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
-    said: dict[int, dict] = {}
-    while len(said) < run.world_size and time.monotonic() < deadline and not any(rank["fault"] for rank in said.values()):
+    reports: dict[int, dict] = {}
+    while len(reports) < run.world_size and time.monotonic() < deadline and not any(rank["fault"] for rank in reports.values()):
         for rank, key in enumerate(keys):
-            if rank not in said and run.store.check([key]):
-                said[rank] = json.loads(run.store.get(key))
-        time.sleep(0.01 if len(said) < run.world_size else 0)
-    for rank in said.values():
+            if rank not in reports and run.store.check([key]):
+                reports[rank] = json.loads(run.store.get(key))
+        time.sleep(0.01 if len(reports) < run.world_size else 0)
+    for rank in reports.values():
         if rank["fault"]:
             return rank
-    if missing := [rank for rank in range(run.world_size) if rank not in said]:
+    if missing := [rank for rank in range(run.world_size) if rank not in reports]:
         names = ", ".join(f"{host_of(run, rank) or 'unknown host'} (rank {rank})" for rank in missing[:8])
-        return {"fault": f"{names}: did not come within {seconds:.0f} s", "host": host_of(run, missing[0]), "spoke": False}
-    if len({rank["device"] for rank in said.values()}) > 1:
-        without = next(rank for rank in said.values() if rank["device"] == "cpu")
-        return {"fault": f"{without['host']}: no GPU can be seen there, and other ranks have one", "host": without["host"], "spoke": False}
+        return {"fault": f"{names}: did not come within {seconds:.0f} s", "host": host_of(run, missing[0])}
+    if len({rank["device"] for rank in reports.values()}) > 1:
+        without = next(rank for rank in reports.values() if rank["device"] == "cpu")
+        return {"fault": f"{without['host']}: no GPU can be seen there, and other ranks have one", "host": without["host"]}
     return {"fault": "", "host": None}
 
 
@@ -148,18 +148,18 @@ def host_of(run: Run, rank: int) -> str | None:
         return None
 
 
-def of_another(said: dict, run: Run) -> Unhealthy:
+def error_of_another(verdict: dict, run: Run) -> Unhealthy:
     """Return the error to raise on a healthy rank, marked secondary so that the launcher attributes the failure to the unhealthy rank's
     record.
 
     For a rank that never started, rank 0's error is the primary one.
     """
-    error = Unhealthy(said["fault"])
-    error.facts = {"host": said["host"], "secondary": said["spoke"] or run.rank > 0}
+    error = Unhealthy(verdict["fault"])
+    error.facts = {"host": verdict["host"], "secondary": verdict.get("reported", False) or run.rank > 0}
     return error
 
 
-def within(seconds: float, what: str, action: Callable[[], None]) -> None:
+def run_within(seconds: float, what: str, action: Callable[[], None]) -> None:
     """Run an action that may never return. Raises Unhealthy after `seconds`, and what `action` raises."""
     raised: list[BaseException] = []
 

@@ -30,7 +30,7 @@ ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit number
 LAST = 1 << 30
 
 
-class Look(NamedTuple):
+class Observation(NamedTuple):
     """One examined tensor: the pass, whether it is an input or output, the module or parameter, the index of the microbatch."""
 
     when: str
@@ -47,18 +47,18 @@ class Probes:
         self.config, self.run, self.weights, config = job.debug, run, weights, job.debug
         self.modules = family_of(job.model).modules(job.model)
         self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.seen: dict[Look, Tensor] = {}
+        self.seen: dict[Observation, Tensor] = {}
         if config.nan_hunt or config.trace_activations:
-            hook(model, self.look)
+            hook(model, self.observe)
         self.file = layout.ACTIVATIONS.of(run.attempt, run.rank).open("a") if config.trace_activations else None
 
     @torch.no_grad()
-    def look(self, when: str, what: str, name: str, tensor: Tensor) -> None:
+    def observe(self, when: str, what: str, name: str, tensor: Tensor) -> None:
         """Record the checksums or the finiteness of a tensor, on the device."""
         local = local_part(tensor)
         call = self.calls[when, what, name]
         self.calls[when, what, name] += 1
-        self.seen[Look(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
+        self.seen[Observation(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
 
     def after_backward(self, step: int) -> None:
         """Examine the gradients too; then write what was observed, or keep it for `culprit`."""
@@ -66,17 +66,17 @@ class Probes:
             return
         for name, parameter in self.weights.named_parameters():
             if parameter.grad is not None:
-                self.look("gradient", "", name, parameter.grad)
-        looks, found = list(self.seen), torch.stack(list(self.seen.values())).tolist()
+                self.observe("gradient", "", name, parameter.grad)
+        observations, found = list(self.seen), torch.stack(list(self.seen.values())).tolist()
         if self.file:
-            for index, (look, (norm, high, low)) in enumerate(zip(looks, found, strict=True)):
-                row = {"step": step, "pass": look.when, "what": look.what, "module": look.name, "call": look.call,
+            for index, (seen, (norm, high, low)) in enumerate(zip(observations, found, strict=True)):
+                row = {"step": step, "pass": seen.when, "what": seen.what, "module": seen.name, "call": seen.call,
                        "norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}",
-                       "order": order(look, index, self.modules)}
+                       "order": place_in_time(seen, index, self.modules)}
                 self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}  # clipping by NaN would make all NaN
-        self.bad = {look: count(gradients.get(look.name)) for look, values in zip(looks, found, strict=True)
+        self.bad = {seen: not_finite_part(gradients.get(seen.name)) for seen, values in zip(observations, found, strict=True)
                     if not math.isfinite(values[0])}
         self.seen.clear()
         self.calls.clear()
@@ -85,8 +85,8 @@ class Probes:
         """Describe what was not finite first, beginning with a semicolon; "" unless debug=nan_hunt. This is a collective."""
         if not self.config.nan_hunt:
             return ""
-        bad = {Look("parameter", "", name, 0): count(value) for name, value in self.weights.named_parameters()} | self.bad
-        first = min(((order(look, index, self.modules), look, note) for index, (look, note) in enumerate(bad.items())
+        bad = {Observation("parameter", "", name, 0): not_finite_part(value) for name, value in self.weights.named_parameters()} | self.bad
+        first = min(((place_in_time(seen, index, self.modules), seen, note) for index, (seen, note) in enumerate(bad.items())
                      if note is not None), key=lambda one: one[0], default=None)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, first)
@@ -94,12 +94,12 @@ class Probes:
         if not found:
             return "; nan_hunt: every module, gradient and parameter is finite, so the loss itself is not"
         when, what, name, _ = min(found.values(), key=lambda one: one[0])[1]
-        ranks = [rank for rank, (_, look, _) in found.items() if (look.when, look.what, look.name) == (when, what, name)]
-        return f"; nan_hunt: first not finite is {words(when, what, name)}, on rank{'s' * (len(ranks) > 1)} " + ", ".join(
+        ranks = [rank for rank, (_, seen, _) in found.items() if (seen.when, seen.what, seen.name) == (when, what, name)]
+        return f"; nan_hunt: first not finite is {described(when, what, name)}, on rank{'s' * (len(ranks) > 1)} " + ", ".join(
             f"{rank}{found[rank][2]}" for rank in ranks)
 
 
-def count(value: Tensor | None) -> str | None:
+def not_finite_part(value: Tensor | None) -> str | None:
     """Describe how much of a parameter or its gradient is not finite on this rank; None if all of it is finite."""
     if value is None:
         return ""
@@ -108,36 +108,36 @@ def count(value: Tensor | None) -> str | None:
     return f" ({bad:,} of {local.numel():,} values there)" if bad else None
 
 
-def hook(model: nn.Module, look: Callable[[str, str, str, Tensor], None]) -> None:
-    """Call `look(pass, what, module, tensor)` for every module of a model in training. A module that occurs in several places (rotary
+def hook(model: nn.Module, observe: Callable[[str, str, str, Tensor], None]) -> None:
+    """Call `observe(pass, what, module, tensor)` for every module of a model in training. A module that occurs in several places (rotary
     embeddings) has no unique name and is skipped: a fault there shows where its result enters.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
         if name and places[id(module)] == 1:
-            module.register_forward_pre_hook(partial(_entering, name, look))
-            module.register_forward_hook(partial(_leaving, name, look))
+            module.register_forward_pre_hook(partial(_entering, name, observe))
+            module.register_forward_hook(partial(_leaving, name, observe))
 
 
-def _entering(name: str, look: Callable[..., Any], module: nn.Module, args: tuple) -> tuple | None:
+def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: tuple) -> tuple | None:
     if not _counts(module):
         return None
     passed = []
     for value in args:
         if _floating(value):
-            look("forward", "in", name, value)
+            observe("forward", "in", name, value)
             if value.requires_grad:
                 value = value.view_as(value)  # a name of its own, whose gradient is this module's share alone
-                value.register_hook(partial(look, "backward", "in", name))
+                value.register_hook(partial(observe, "backward", "in", name))
         passed.append(value)
     return tuple(passed)
 
 
-def _leaving(name: str, look: Callable[..., Any], module: nn.Module, args: tuple, output: Any) -> None:
+def _leaving(name: str, observe: Callable[..., Any], module: nn.Module, args: tuple, output: Any) -> None:
     if _counts(module) and _floating(output):
-        look("forward", "out", name, output)
+        observe("forward", "out", name, output)
         if output.requires_grad:
-            output.register_hook(partial(look, "backward", "out", name))
+            output.register_hook(partial(observe, "backward", "out", name))
 
 
 def _counts(module: nn.Module) -> bool:
@@ -164,15 +164,15 @@ def marks(local: Tensor) -> Tensor:
     return torch.cat([norm.reshape(1).to(halves), halves])
 
 
-def order(look: Look, index: int, modules: list[str]) -> tuple:
+def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
     """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model, position on the rank."""
-    place = place_in_order(look.name, modules)
+    place = place_in_order(seen.name, modules)
     place = LAST if place is None else place
-    backwards = look.when in ("backward", "gradient")
-    return PASSES.index(look.when), look.call, -place if backwards else place, -index if look.when == "gradient" else index
+    backwards = seen.when in ("backward", "gradient")
+    return PASSES.index(seen.when), seen.call, -place if backwards else place, -index if seen.when == "gradient" else index
 
 
-def words(when: str, what: str, name: str) -> str:
+def described(when: str, what: str, name: str) -> str:
     """Describe what was examined."""
     if when in ("parameter", "gradient"):
         module, _, leaf = name.rpartition(".")

@@ -31,11 +31,12 @@ class Profiler:
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
         self.on, self.count = config.name == "on", 0
+        self.memory = config.memory and device.type == "cuda"  # whether the history of allocations is recorded too
         self.profiler: profile | None = None
         self.folder = layout.PROFILE.of(run.attempt)
         if self.on:
             self.folder.mkdir(exist_ok=True)
-            watch.told = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
+            watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
         """Mark the beginning of a step and the end of the one before. Recording starts at step profiling.first_step of this process."""
@@ -62,7 +63,8 @@ class Profiler:
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
             turns = schedule(wait=0, warmup=warm_up, active=self.config.steps, repeat=1)
             self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
-            self.memory(True)
+            if self.memory:
+                record_memory_history(max_entries=1_000_000, stacks="python")
             self.profiler.start()
 
     def stop(self) -> None:
@@ -82,20 +84,13 @@ class Profiler:
         began, rank = time.perf_counter(), self.run.rank
         trace = self.folder / f"trace_{rank}.json.gz"
         profiler.export_chrome_trace(str(trace))
-        if self.memory(False):
+        if self.memory:
             dump_memory_snapshot(str(self.folder / f"memory_{rank}.pickle"))
             record_memory_history(enabled=None)
         summary = self.folder / (f"summary_{rank}.txt" if rank else "summary.txt")
         by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         summary.write_text(profiler.key_averages().table(sort_by=by, row_limit=SHOWN, max_name_column_width=80) + "\n")
         self.metrics.event("profile", self.step, seconds=time.perf_counter() - began, trace=str(trace))
-
-    def memory(self, on: bool) -> bool:
-        """Start or stop the history of allocations, on CUDA. Returns whether there is one."""
-        wanted = self.config.memory and self.device.type == "cuda"
-        if wanted and on:
-            record_memory_history(max_entries=1_000_000, stacks="python")
-        return wanted
 
 
 class Phases:

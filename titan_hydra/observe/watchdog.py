@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -39,6 +40,16 @@ BLOCKED = 30  # seconds more until a main thread that keeps even this thread fro
 MARGIN = 5  # seconds at least from a collective's time-out until a rank without progress is ended
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where the main thread is. It is replaced as a whole, so that the watchdog's thread never reads half of a change."""
+
+    step: int
+    phase: str
+    since: float  # time at which the phase began
+    count: int  # how often the main thread has moved until here
+
+
 class Watchdog:
     """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its `facts`)."""
 
@@ -48,8 +59,8 @@ class Watchdog:
         self.timeout, self.first = float(job.comm.init_timeout_seconds), True
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
-        self.where = (0, "start", time.time(), 0)  # step, phase, since when, how often it has moved until here
-        self.told: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
+        self.where = Position(0, "start", time.time(), 0)
+        self.on_phase: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
         self.seen: tuple | None = None
@@ -58,19 +69,18 @@ class Watchdog:
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Record the phase that the main thread begins, in this step or in the current one."""
-        now, (current, _, _, count) = time.time(), self.where
-        if step is not None and step != current:
+        now, before = time.time(), self.where
+        if step is not None and step != before.step:
             self.steps.append((step, now))
-        self.where = (current if step is None else step, phase, now, count + 1)
-        if self.told is not None:
-            self.told(phase, self.where[0], now)
+        self.where = Position(before.step if step is None else step, phase, now, before.count + 1)
+        if self.on_phase is not None:
+            self.on_phase(phase, self.where.step, now)
 
     def moves(self) -> None:
         """Record that the main thread makes progress within its phase: not every layout has collectives in all phases."""
-        step, phase, since, count = self.where
-        self.where = (step, phase, since, count + 1)
+        self.where = replace(self.where, count=self.where.count + 1)
 
-    def knows(self, mesh: Mesh) -> None:
+    def set_mesh(self, mesh: Mesh) -> None:
         """Set the mesh of the model, whose dimensions name the groups in the flight recorder."""
         self.mesh = mesh
         if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
@@ -82,11 +92,11 @@ class Watchdog:
         memory.record(False)
 
     def __enter__(self) -> Watchdog:
-        self.ears, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        os.set_blocking(self.ears, False)
-        self.mouth, self.before = mouth, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.deaf)
+        self.wakeup_reader, self.wakeup_writer = os.pipe()
+        for end in (self.wakeup_reader, self.wakeup_writer):
+            os.set_blocking(end, False)
+        self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
+        os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]  # whether the worker had asked for them
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
         with contextlib.suppress(OSError, ValueError):
@@ -97,7 +107,7 @@ class Watchdog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            cast(Any, error).facts = {"step": self.where[0], "phase": self.where[1], **memory.facts(), **getattr(error, "facts", {})}
+            cast(Any, error).facts = {"step": self.where.step, "phase": self.where.phase, **memory.facts(), **getattr(error, "facts", {})}
             memory.explain_out_of_memory(self.run, error)
             if not isinstance(error, RunError):
                 self.dump(f"{type(error).__name__}: {error}", error)
@@ -109,7 +119,7 @@ class Watchdog:
             self.beat()
         signal.set_wakeup_fd(self.before)
         thread, self.thread = self.thread, None
-        os.write(self.mouth, b"\0")
+        os.write(self.wakeup_writer, b"\0")
         thread.join(5)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGQUIT)
@@ -117,40 +127,40 @@ class Watchdog:
             signal.signal(number, handler)
         if self.stacks:
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
-        for end in (self.ears, self.mouth):
+        for end in (self.wakeup_reader, self.wakeup_writer):
             os.close(end)
 
-    def hold(self) -> None:
+    def block_signals(self) -> None:
         """Block stop and dump signals across fork(): the child must not receive one before it has detached the wakeup pipe."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
-    def release(self) -> None:
+    def unblock_signals(self) -> None:
         """Unblock the signals after fork()."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP + DUMP)
 
-    def deaf(self) -> None:
+    def detach_child(self) -> None:
         """Detach a forked child from the wakeup pipe and the thread: signals to it do not concern the rank."""
         if self.thread is not None:
             signal.set_wakeup_fd(-1)
-            self.release()
+            self.unblock_signals()
             self.thread = None
 
     def watch(self) -> None:
         """Run the thread: handle signals, write beats, and check for progress."""
         while self.thread is not None:
-            ready, _, _ = select.select([self.ears], [], [], TICK)
+            ready, _, _ = select.select([self.wakeup_reader], [], [], TICK)
             with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
-                for number in os.read(self.ears, 64) if ready else b"":
-                    self.hear(number)
+                for number in os.read(self.wakeup_reader, 64) if ready else b"":
+                    self.handle(number)
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
                     if self.run.rank == 0 and self.run.newer_attempt:  # the ranks stop as on any such signal, and then save nothing
                         os.kill(os.getpid(), signal.SIGTERM)
-            self.look()
+            self.check_progress()
 
-    def hear(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
@@ -160,21 +170,22 @@ class Watchdog:
 
     def beat(self) -> None:
         """Write beat_<rank>.json and, on rank 0, status.json with the number of completed steps."""
-        step, phase, since, count = self.where
-        content = {"step": step, "phase": phase, "since": since, "count": count, "asked": self.asked, "time": time.time()}
+        where = self.where
+        content = {**vars(where), "asked": self.asked, "time": time.time()}
         write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
-            done = step if phase in AFTER else max(step - 1, 0)
-            status = {"step": done, "phase": phase, "time": since}  # when it last moved: a hang is seen from outside
+            done = where.step if where.phase in AFTER else max(where.step - 1, 0)
+            status = {"step": done, "phase": where.phase, "time": where.since}  # when it last moved: a hang is seen from outside
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
-    def look(self) -> None:
+    def check_progress(self) -> None:
         """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long is ended."""
-        now, seen = time.monotonic(), (self.where[3], flight.progress())
+        now, where = time.monotonic(), self.where
+        seen = where.count, flight.progress()
         if seen != self.seen:
             self.seen, self.moved, self.dumped = seen, now, False
-        step, phase, _, _ = self.where
+        step, phase = where.step, where.phase
         still = now - self.moved
         # The first step may compile, on all ranks at once and with no collective; later ones get a quarter more than a collective.
         limit = 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
@@ -194,8 +205,7 @@ class Watchdog:
 
     def dump(self, why: str, error: BaseException | None = None) -> None:
         """Write the flight recorder's file. Errors are suppressed, as the rank may be dying already."""
-        step, phase, since, count = self.where
-        where = {"step": step, "phase": phase, "since": since, "count": count, "steps": list(self.steps), "timeout": self.timeout}
+        where = {**vars(self.where), "steps": list(self.steps), "timeout": self.timeout}
         with contextlib.suppress(Exception):
             flight.dump(self.run, where, self.mesh, why, error)
 
@@ -209,7 +219,7 @@ class Watchdog:
         file = self.run.record_of(self.run.rank)
         record = read_json(file) or {}
         error = {"type": "Stuck", "message": message, "traceback": "", "time": time.time(), "secondary": True,
-                 "step": self.where[0], "phase": self.where[1]}
+                 "step": self.where.step, "phase": self.where.phase}
         write_text(file, json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n")
         print(f"{LAST_WORDS} {int(status)}\n{message}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Parallelism techniques: functions on (module, mesh, config), one file each; `apply` defines their order."""
+"""Parallelism techniques: functions on (module, mesh, job), one file each; `apply` defines their order."""
 from .apply import apply
 from .mesh import Mesh, build_mesh
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import OpOverload, functorch_config, operator_names
-from titan_hydra.config.schema import ActivationCheckpoint
+from titan_hydra.config.family import family_of
+from titan_hydra.config.schema import Job
 from titan_hydra.kernels import documents  # noqa: F401 - registers the operator that SAVED names
 
 from .experts import sparse_layers
+from .mesh import Mesh
 
 MATMULS = ("aten.mm", "aten._scaled_mm", "aten._grouped_mm")
 SAVED = (  # results that are expensive to recompute, or need communication
@@ -37,19 +39,19 @@ SAVED = (  # results that are expensive to recompute, or need communication
 SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single", "aten.topk")  # a choice of experts must not change in the recomputation
 
 
-def apply(blocks: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None:
-    """Checkpoint the blocks of a stage, by number, in place. Raises ConfigError for a name in ac.save_ops that this torch does not have.
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
+    """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not have.
 
     full saves only a block's input; layer does so for every n-th block of the model. lean saves the results of all listed operators; op
     does too, but only of every second matmul. memory_budget is the compiler's own choice within a share of the memory.
     """
+    config, blocks = job.ac, family_of(job.model).blocks(module)
     functorch_config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
     if config.name in ("none", "memory_budget"):
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if config.name in ("op", "lean"):
-        sparse = any(True for block in blocks.values() for _ in sparse_layers(block))
-        saved = operators(config.save_ops or SAVED + SAVED_OF_EXPERTS * sparse)
+        saved = operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse_layers(module) else SAVED))
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
     # One class for all equal blocks: the compiler compiles once for each class.
     classes = {kind: checkpointed(kind, options) for kind in set(map(type, blocks.values()))}

@@ -3,12 +3,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
-from . import activation_checkpoint, compile, context, data, experts, formats, lora, simple_fsdp, tensor
+from . import activation_checkpoint, compile, context, data, experts, lora, simple_fsdp, tensor
 from .mesh import Mesh
 
+# The adapters of a split linear are split as it is, so lora comes after tensor.
+TECHNIQUES = (tensor, experts, lora, context, activation_checkpoint, compile)
 SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by parallelism.backend
 
 
@@ -18,11 +19,6 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     The order is the paper's, and each step needs the one before. FSDP comes last: it shards the parameters that the techniques before it
     have left on this rank.
     """
-    blocks = family_of(job.model).blocks(module)
-    tensor.apply(module, mesh, job, formats.linears(job))
-    experts.apply(module, mesh, job)
-    lora.apply(module, job)  # the adapters of a split linear are split as it is
-    context.apply(module, mesh, job)
-    activation_checkpoint.apply(blocks, job.ac)
-    compile.apply(blocks, mesh, job.compile, module)
+    for technique in TECHNIQUES:
+        technique.apply(module, mesh, job)
     SHARDING[job.parallelism.backend](module, mesh, job)

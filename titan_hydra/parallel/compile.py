@@ -1,7 +1,7 @@
 """torch.compile for each transformer block separately, where one compilation serves all equal blocks, or for a whole model."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import ceil
 from operator import attrgetter
 from typing import Any
@@ -11,27 +11,29 @@ import torch.compiler.config
 from torch import nn
 
 from titan_hydra.base.private import join_collectives
-from titan_hydra.config.schema import Compile
+from titan_hydra.config.family import family_of
+from titan_hydra.config.schema import Compile, Job
 
 from .mesh import Mesh
 
 
-def apply(blocks: Mapping[str, nn.Module], mesh: Mesh, config: Compile, model: nn.Module | None = None) -> None:
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block. Of a block
     that names its `compiled` parts (methods, modules), as one with experts does, only those are compiled.
 
-    compile=model compiles `model` instead, as one graph with the communication of SimpleFSDP: the compiler joins the parameters of a block
-    into one message, as FSDP2 does, and communicates while it computes.
+    compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler joins the parameters of
+    a block into one message, as FSDP2 does, and communicates while it computes.
 
     Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
     does not distinguish them: from the second run on, ranks would load another rank's code and compute wrong results without an error. The
     cache key tag prevents that.
     """
     torch.compiler.config.cache_key_tag = place(mesh)
+    config, blocks = job.compile, family_of(job.model).blocks(module)
     if config.name != "off":
         whole = config.name == "model"
         join_collectives(max(map(size_of, blocks.values())) if whole else 0)
-        for block in [model] if whole else blocks.values():
+        for block in [module] if whole else blocks.values():
             for name in getattr(block, "compiled", ("",)):
                 part = attrgetter(name)(block) if name else block
                 if isinstance(part, nn.Module):

@@ -25,13 +25,11 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """
     if mesh.fsdp is None:
         return
-    family, precision, always = family_of(job.model), job.precision, job.parallelism.reshard_after_forward == "always"
-    options: dict[str, Any] = {
-        "mesh": mesh.fsdp,
-        # Inputs are not cast: what is computed in fp32 (the rotary table) is the same fp32 with and without FSDP.
-        "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(precision.compute_dtype), reduce_dtype=_dtype(precision.reduce_dtype),
-                                          cast_forward_inputs=False),
-    }
+    family, always = family_of(job.model), job.parallelism.reshard_after_forward == "always"
+    compute, reduce = (getattr(torch, name) for name in (job.precision.compute_dtype, job.precision.reduce_dtype))
+    # Inputs are not cast: what is computed in fp32 (the rotary table) is the same fp32 with and without FSDP.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy}
     default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once for each
     reshard = {"always": True, "never": False, "default": default}[job.parallelism.reshard_after_forward]
     for block in family.blocks(module).values():
@@ -58,7 +56,7 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
 
     Where this torch can (not 2.11), one group of hooks gathers both: those of a group inside the block would run in its recomputation too.
     """
-    layers = list(sparse_layers(block)) if mesh.experts is not None else []
+    layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:
         fully_shard(block, **options)
         return
@@ -89,7 +87,3 @@ def last_microbatch(module: nn.Module, last: bool) -> None:
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
         module.set_requires_all_reduce(last)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)

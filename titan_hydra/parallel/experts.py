@@ -5,7 +5,7 @@ gradient is a plain sum: every token that reached an expert is in it. Under tens
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
 
 
-def sparse_layers(module: nn.Module) -> Iterator[Any]:
-    """Yield the feed-forwards of experts in a model or stage, in running order."""
-    yield from (part for part in module.modules() if hasattr(part, "router"))
+def sparse_layers(module: nn.Module) -> list[Any]:
+    """Return the feed-forwards of experts in a model, a stage or a block, in running order."""
+    return [part for part in module.modules() if hasattr(part, "router")]
 
 
 def weigh(module: nn.Module, count: Tensor) -> None:
@@ -126,32 +126,18 @@ class Route:
         return wait_tensor(all_to_all_single(rows.index_select(0, self.inverse), self.sent, self.received, self.group))
 
 
-class There(torch.autograd.Function):
-    """`Route.there`; gradients travel back."""
+class Travel(torch.autograd.Function):
+    """Sends rows one way of a route, and their gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.there(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.back(gradient), None
-
-
-class Back(torch.autograd.Function):
-    """`Route.back`; gradients travel there."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.back(rows)
+    def forward(ctx: Any, rows: Tensor, way: Callable[[Tensor], Tensor], opposite: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.opposite = opposite
+        return way(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.there(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.opposite(gradient), None, None
 
 
 class AllToAll(nn.Module):
@@ -175,7 +161,8 @@ class AllToAll(nn.Module):
             arriving = wait_tensor(all_to_all_single(counts, None, None, self.group)).view(ranks, -1)  # [source, own expert]
             sent, received = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)]).tolist()
         route = Route(self.group, sent, received, *by_expert(arriving, sum(received)))
-        return Back.apply(experts(There.apply(rows, route), arriving.sum(0)), route)
+        computed = experts(Travel.apply(rows, route.there, route.back), arriving.sum(0))
+        return Travel.apply(computed, route.back, route.there)
 
 
 def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:

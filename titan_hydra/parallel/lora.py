@@ -15,6 +15,9 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.rules.adapter import adapted
 from titan_hydra.config.schema import Job
 
+from .mesh import Mesh
+from .whole import read_whole
+
 
 class LoraLinear(nn.Linear):
     """A linear with an adapter; `apply` makes one of a plain linear."""
@@ -38,12 +41,10 @@ class LoraLinear(nn.Linear):
 
     def _here(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of a matrix. Of one that all ranks hold, each gives a part of the gradient."""
-        if parameter.placements[0].is_shard():
-            return parameter.to_local()
-        return parameter.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])
+        return parameter.to_local() if parameter.placements[0].is_shard() else read_whole(parameter, self.reduce_dtype, Partial())
 
 
-def apply(module: nn.Module, job: Job) -> None:
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Freeze a meta-device stage, in the dtype that it computes in, and add adapters to linears of its blocks, in place.
 
     It comes after tensor parallelism: the matrices are split as the weight is. A and B of a column linear are whole and split by rows,

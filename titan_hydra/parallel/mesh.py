@@ -19,6 +19,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that is sharded as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                              stride=parameter.stride())
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's view of the mesh. `fsdp` is the mesh over which parameters are sharded (and replicated), None if there is none.

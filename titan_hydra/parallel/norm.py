@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
+
+from .whole import hold_whole, read_whole
 
 
 class Norm(ParallelStyle):
@@ -17,8 +19,7 @@ class Norm(ParallelStyle):
 
     A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the next reader of the
     gradient, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626). Here the gradient is summed in
-    `reduce_dtype` in the backward, and then rounded once to the compute dtype of the weight. Norms of single heads are always split, since
-    each rank has heads of its own.
+    `reduce_dtype` in the backward. Norms of single heads are always split, since each rank has heads of its own.
     """
 
     def __init__(self, split: bool, reduce_dtype: torch.dtype):
@@ -26,7 +27,7 @@ class Norm(ParallelStyle):
         self.split, self.reduce_dtype = split, reduce_dtype
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate()], src_data_rank=None))
+        hold_whole(module, mesh)
         module.gradient_arises, module.reduce_dtype = (Partial() if self.split else Replicate()), self.reduce_dtype
         module.__class__ = _Norm
         return module
@@ -36,7 +37,7 @@ class _Norm(nn.RMSNorm):
     """RMSNorm on plain tensors; only the weight's gradient involves other ranks."""
 
     gradient_arises: Placement
+    reduce_dtype: torch.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight: DTensor = self.weight.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype)
-        return F.rms_norm(x, self.normalized_shape, weight.to_local(grad_placements=[self.gradient_arises]), self.eps)
+        return F.rms_norm(x, self.normalized_shape, read_whole(self.weight, self.reduce_dtype, self.gradient_arises), self.eps)

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from titan_hydra.base.private import Action, ComputationType, PipelineSchedule, PipelineScheduleRuntime, load_csv
 from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
@@ -30,12 +28,10 @@ class Stage(PipelineStage):
     """torch's pipeline stage, with the shapes of its input and output given. `inputs` are those of an objective, for a microbatch."""
 
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs):
-        stages = layout.stage_count(job)
         hidden = hidden_state(job)
-        first = torch.empty(first.shape, dtype=first.dtype, device="meta")
         # Given shapes save torch a run to infer them. The last stage's output is used only by the loss.
-        super().__init__(module, index, stages, device, input_args=hidden if index else first, output_args=hidden,
-                         group=mesh.pipeline)
+        super().__init__(module, index, layout.stage_count(job), device, output_args=hidden, group=mesh.pipeline,
+                         input_args=hidden if index else torch.empty_like(first, device="meta"))
         self.inputs, self.microbatches = inputs, list[Tensors]()
         self.newest: Tensors = {}  # the microbatch whose forward was run last
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
+from .experts import sparse_layers
 from .norm import Norm
 from .whole import SplitTokens
 
@@ -25,7 +26,7 @@ class Plan:
 
     def of(self, block: nn.Module) -> dict[str, ParallelStyle]:
         """Return the styles of the modules that a block has."""
-        styles = self.sparse if any(hasattr(part, "router") for part in block.modules()) else self.block
+        styles = self.sparse if sparse_layers(block) else self.block
         names = {name for name, _ in block.named_modules()}
         return {name: style for name, style in styles.items() if name in names}
 

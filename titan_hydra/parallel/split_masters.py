@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.private import keep_gradients_in
 from titan_hydra.config.rules.memory import gradient_dtype
@@ -14,7 +13,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.kernels.split_masters import halve_into, halves_of, join
 
 from .masters import Masters
-from .mesh import local_part
+from .mesh import like, local_part
 
 
 def split_masters(model: nn.Module, job: Job) -> Masters:
@@ -65,11 +64,3 @@ def lower_half(parameter: Any) -> Tensor:
 def is_split(parameter: nn.Parameter) -> bool:
     """Whether a parameter is the upper half of its master."""
     return hasattr(parameter, "lower_half")
-
-
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that is sharded as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                              stride=parameter.stride())

@@ -13,12 +13,12 @@ from titan_hydra.base.private import enable_symm_mem_for_group, set_async_tp
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
+from . import formats
 from .mesh import Mesh
 from .norm import Norm
-from .plans import Linears
 
 
-def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears()) -> None:  # noqa: B008 - frozen
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Split a meta-device stage's weights over the tp ranks, in place, and insert the communication that the plan requires.
 
     Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only.
@@ -30,7 +30,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job, linears: Linears = Linears())
     # A head that returns the loss itself splits the vocabulary too, but has no split logits to return.
     logits_stay_split = job.parallelism.loss_parallel and job.loss.name == "cross_entropy"
     family = family_of(job.model)
-    plan = family.part("sharding")(replace(job.parallelism, loss_parallel=logits_stay_split), norm, linears)
+    plan = family.part("sharding")(replace(job.parallelism, loss_parallel=logits_stay_split), norm, formats.linears(job))
     parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
     for block in family.blocks(module).values():
         parallelize_module(block, tp, plan.of(block))

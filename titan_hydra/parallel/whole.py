@@ -1,12 +1,13 @@
 """Modules under tensor parallelism whose weight every rank holds whole."""
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 
@@ -48,12 +49,9 @@ class SplitTokens(ParallelStyle):
         self.reduce_dtype = reduce_dtype
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def local(weight: DTensor) -> Tensor:
-            return weight.redistribute(placements=[Replicate()], backward_dtype=self.reduce_dtype).to_local(grad_placements=[Partial()])
-
         hold_whole(module, mesh)
         reader: Any = module  # torch types attributes of modules as tensors
-        reader.read = local
+        reader.read = partial(read_whole, reduce_dtype=self.reduce_dtype, gradient=Partial())
         return module
 
 
@@ -72,3 +70,10 @@ def hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters over the mesh, in place. Nothing is communicated."""
     for own, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)))
+
+
+def read_whole(weight: Any, reduce_dtype: torch.dtype, gradient: Placement) -> Tensor:
+    """Return a weight that every rank holds whole, as a plain tensor. Its gradient, which arises on each rank as `gradient`, is summed over
+    the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
+    """
+    return weight.redistribute(placements=[Replicate()], backward_dtype=reduce_dtype).to_local(grad_placements=[gradient])

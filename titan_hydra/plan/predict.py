@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,9 @@ class Prediction:
     @property
     def fits(self) -> str | None:
         """Whether the job fits a device: yes, tight or no; None if the device's memory is unknown."""
-        return fits(self.peak.gib, self.capacity_gib)
+        if self.capacity_gib is None:
+            return None
+        return "yes" if self.peak.gib <= FITS * self.capacity_gib else "tight" if self.peak.gib <= TIGHT * self.capacity_gib else "no"
 
     @property
     def band(self) -> float:
@@ -47,18 +49,6 @@ class Prediction:
         return self.speed.step_seconds * self.job.steps * all_ranks(self.job) / 3600 if self.speed else None
 
 
-def fits(gib: float, capacity: float | None) -> str | None:
-    """Return whether a peak fits a device: yes, tight or no; None if its memory is unknown."""
-    if capacity is None:
-        return None
-    return "yes" if gib <= FITS * capacity else "tight" if gib <= TIGHT * capacity else "no"
-
-
-def capacity_of(job: Job) -> float | None:
-    """Return the GiB of a device of the job; None if they are unknown."""
-    return job.cluster.device_memory_gib or job.hardware.memory_gib
-
-
 def predict(job: Job, exact: bool = True) -> Prediction:
     """Predict a frozen, legal job. Raises NotPredictable if not even its memory can be predicted."""
     return timed(in_memory(job), exact)
@@ -66,7 +56,7 @@ def predict(job: Job, exact: bool = True) -> Prediction:
 
 def in_memory(job: Job) -> Prediction:
     """Predict a job's memory alone. Raises NotPredictable."""
-    return Prediction(job, memory.peak(job), capacity_of(job), None)
+    return Prediction(job, memory.peak(job), job.cluster.device_memory_gib or job.hardware.memory_gib, None)
 
 
 def timed(prediction: Prediction, exact: bool = True) -> Prediction:
@@ -114,7 +104,8 @@ def too_large(prediction: Prediction) -> bool:
 
 def _remedies(job: Job) -> Iterator[list[Change]]:
     """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller local batches."""
-    modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in _after(job.ac.name, MODES)]
+    more = MODES[MODES.index(job.ac.name) + 1 :] if job.ac.name in MODES else MODES[-1:]
+    modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in more]
     losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
     whole = job.data.local_batch
     sizes: list[list[Change]] = [[("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0]
@@ -138,11 +129,6 @@ def _with(job: Job, changes: list[Change]) -> Job:
         batch = {"global_batch": job.data.global_batch * new["gpus"] // job.gpus}
         job = changed(job, parallelism={"dp_shard": new["parallelism.dp_shard"]}, data=batch, gpus=new["gpus"])
     return job
-
-
-def _after(value: str, choices: Iterable[str]) -> list[str]:
-    choices = list(choices)
-    return choices[choices.index(value) + 1 :] if value in choices else choices[-1:]
 
 
 def changed(job: Job, gpus: int | None = None, **sections: dict) -> Job:

@@ -75,6 +75,11 @@ def encoded(part: list[tuple[Path, str]], tools: Encoders, size: int, text_len: 
     return {"mean": mean, "std": std, "text": text, "pooled": pooled}
 
 
+def caption_of(text: str, tools: Encoders, length: int) -> Caption:
+    """Return the embeddings of a caption as samples hold them."""
+    return Caption(*(tensor[0].cpu().numpy() for tensor in tools.captions([text], length)))
+
+
 def pixels_of(file: Path, size: int) -> np.ndarray:
     """Return the middle square of an image as [3, size, size] of -1 to 1. Raises ConfigError if it cannot be read."""
     try:
@@ -103,5 +108,5 @@ def open_image_files(key: str, source: Source, wanted: Wanted, seed: int) -> Cap
         row = {name: tensor[0].cpu().numpy() for name, tensor in encoded([listed[index]], tools, side, model.text_len).items()}
         return Example(row["mean"], row["std"], Caption(row["text"], row["pooled"]))
 
-    empty = Caption(*(tensor[0].cpu().numpy() for tensor in tools.captions([""], model.text_len)))
+    empty = caption_of("", tools, model.text_len)
     return CaptionedImages(read, len(listed), empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)

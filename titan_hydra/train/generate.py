@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_template, read_tokenizer_config, reader_of
-from titan_hydra.checkpoint.reader import Merged, Reader
 from titan_hydra.config.schema import Model
 from titan_hydra.data import tokenizer
+from titan_hydra.models.init import reset_buffers
 
 
 def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str,
@@ -28,7 +28,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
-    model = load_model(config, seq_len, DTYPES[dtype], reader_of(checkpoint))
+    model = load_model(checkpoint, config, seq_len, dtype)
     new: list[int] = []
     text = ""
     for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
@@ -41,19 +41,18 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     yield words.decode(new)[len(text):]
 
 
-def load_model(config: Model, seq_len: int, dtype: torch.dtype, reader: Reader | Merged) -> nn.Module:
-    """Build the whole model in `dtype` with a checkpoint's weights, on the GPU if there is one, in eval mode."""
+def load_model(checkpoint: Path, config: Model, seq_len: int, dtype: str) -> nn.Module:
+    """Build the whole model of a checkpoint in `dtype`, on the GPU if there is one, in eval mode. `config` is the checkpoint's."""
+    reader = reader_of(checkpoint)
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):
         model = models.build(config, seq_len)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # not the buffers: positions are always float32
+        parameter.data = parameter.data.to(DTYPES[dtype])  # not the buffers: positions are always float32
     model.to_empty(device=device_here())
-    for part in model.modules():
-        if hasattr(part, "reset_buffers"):
-            part.reset_buffers()
+    reset_buffers(model)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(reader.tensor(name, parameter.shape, dtype))
+        parameter.data.copy_(reader.tensor(name, parameter.shape, DTYPES[dtype]))
     return model.eval()
 
 

@@ -33,7 +33,7 @@ from .groups import Groups
 from .optimizer import lr_factor, set_lr
 from .step import Plain
 from .trainer import Trainer, build
-from .world import GarbageCollection, refuse_stale, set_timeout, world
+from .world import collect_garbage, refuse_stale, set_timeout, world
 
 
 def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups] = lambda *_: Groups()) -> None:
@@ -58,7 +58,7 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
     """Build everything that the steps use, with the state of the step to continue from. `opened` closes it again."""
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)
-    watch.knows(trainer.mesh)
+    watch.set_mesh(trainer.mesh)
     trainer.progress = watch.moves
     groups = trainer.groups = opened.enter_context(contextlib.closing(open_groups(trainer, run, watch)))
     checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, groups.tensors)
@@ -107,7 +107,6 @@ class Loop:
         """Take what `begin` has built; `start` is the step to continue from."""
         self.trainer, self.groups, self.loader, self.held_out = trainer, groups, loader, held_out
         self.checkpointer, self.metrics, self.watch, self.start, self.job = checkpointer, metrics, watch, start, trainer.job
-        self.garbage = GarbageCollection(self.job.train.gc_interval)
         self.probes = Probes(self.job, watch.run, trainer.model, trainer.masters.weights)
         self.profiler = Profiler(self.job.profiling, watch.run, trainer.device, metrics, watch)
         self.settled = False  # the first step of this process, which may be slow, is done
@@ -115,6 +114,7 @@ class Loop:
     def run(self) -> None:
         """Run the steps after `start`, up to the last."""
         trainer, groups, watch, clock = self.trainer, self.groups, self.watch, self.metrics.clock
+        collect_garbage(0, self.job.train.gc_interval)
         for step in groups.steps(self.start, self.job.steps):
             self.profiler.begins(step)
             clock.start()
@@ -143,14 +143,14 @@ class Loop:
             self.validate(step)
             self.save(step, votes, stop=groups.stops(asked), missed=missed)
             self.settle()
-            self.garbage.step(step)
+            collect_garbage(step, self.job.train.gc_interval)
         self.profiler.close()
 
     def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
         """Raise NotFinite, once the pending save is complete: it is the last one with finite weights."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.watch.at("checkpoint")
-            self.checkpointer.land()
+            self.checkpointer.finish_pending()
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
 
     def validate(self, step: int) -> None:

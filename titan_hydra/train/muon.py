@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class Muon(torch.optim.Muon):
         # The owner wants each part once, from the ranks that hold the same copy of the matrix as it does.
         given = [direction.flatten() if same_copy(matrix, rank, owner) else nothing
                  for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))]
-        sizes = [size_of(part) if same_copy(own, rank, other) else 0 for other, part in enumerate(parts)] or [0] * len(ranks)
+        sizes = [elements_of(part) if same_copy(own, rank, other) else 0 for other, part in enumerate(parts)] or [0] * len(ranks)
         received = self.exchange([*given, *[nothing] * (len(ranks) - len(given))], sizes)
         answers = [nothing] * len(ranks)
         if own is not None:
@@ -98,11 +99,7 @@ class Muon(torch.optim.Muon):
 
 def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
     """Return the mesh coordinate of the group's `rank`, whose ranks are those of the matrix's mesh with the last dimension fastest."""
-    place = []
-    for dim in reversed(range(matrix.device_mesh.ndim)):
-        rank, index = divmod(rank, matrix.device_mesh.size(dim))
-        place.insert(0, index)
-    return place
+    return [int(index) for index in np.unravel_index(rank, matrix.device_mesh.shape)]
 
 
 def same_copy(matrix: nn.Parameter, one: int, other: int) -> bool:
@@ -116,6 +113,6 @@ def part_of(matrix: nn.Parameter, place: list[int]) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(*local_box(matrix, place), strict=True))
 
 
-def size_of(part: tuple[slice, ...]) -> int:
+def elements_of(part: tuple[slice, ...]) -> int:
     """Return the number of elements of a part."""
     return math.prod(dim.stop - dim.start for dim in part)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import DTYPES, find_section, read_model_config, reader_of
+from titan_hydra.checkpoint.convert import find_section, read_model_config
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import home
 from titan_hydra.data.images import Caption, spoken, to_pixels
 from titan_hydra.data.items import dice_of
 from titan_hydra.models.flux.encoders import Encoders
 
+from .encode import caption_of
 from .generate import device_here, load_model
 from .objectives.diffusion import as_latents, coordinates
 
@@ -32,35 +33,28 @@ def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, s
     if family_of(config).takes != "latents":
         raise ConfigError(f"model.family={config.family}: takes tokens and draws no images; titan generate continues a text")
     _, section = find_section("data", checkpoint)
-    model = load_model(config, section["seq_len"], DTYPES[dtype], reader_of(checkpoint))
+    model = load_model(checkpoint, config, section["seq_len"], dtype)
     tools = None if section["name"] == "synthetic_images" else encoders_of(section, encoders)
-    captions = [spoken(prompt, config) if tools is None else tools.caption(prompt, config.text_len) for prompt in ("", *prompts)]
+    captions = [spoken(prompt, config) if tools is None else caption_of(prompt, tools, config.text_len) for prompt in ("", *prompts)]
     size = (section["seq_len"] - config.text_len, config.patch_width)
     noise = torch.stack([torch.from_numpy(dice_of(seed, place).standard_normal(size, dtype=np.float32)) for place in range(len(prompts))])
     tokens = flow(model, noise, captions[1:], captions[0], times(steps, shift), scale)
     latents = as_latents(tokens.float())
-    return [as_bytes(to_pixels(one.cpu().numpy()) if tools is None else tools.image(one)) for one in latents]
+    return [as_bytes(to_pixels(one.cpu().numpy()) if tools is None else decoded(one, tools)) for one in latents]
 
 
-def encoders_of(section: dict, folder: str | None) -> Tools:
+def encoders_of(section: dict, folder: str | None) -> Encoders:
     """Return the encoders of a folder, or of that which the run's data section names. Raises ConfigError if there is none."""
     if not (named := folder or section.get("encoders")):
         raise ConfigError(f"data={section['name']}: prompts are encoded and images decoded as those of the run were: name the folder with "
                           "--encoders")
-    return Tools(home(named), device_here())
+    return Encoders(home(named), device_here())
 
 
-class Tools(Encoders):
-    """Encoders that give what samples hold."""
-
-    def caption(self, text: str, length: int) -> Caption:
-        """Return the embeddings of a text."""
-        return Caption(*(tensor[0].cpu().numpy() for tensor in self.captions([text], length)))
-
-    @torch.no_grad()
-    def image(self, latents: Tensor) -> np.ndarray:
-        """Return the image [3, height, width] of latents."""
-        return self.autoencoder.decode(latents.to(self.device)[None])[0].cpu().numpy()
+@torch.no_grad()
+def decoded(latents: Tensor, tools: Encoders) -> np.ndarray:
+    """Return the image [3, height, width] of latents."""
+    return tools.autoencoder.decode(latents.to(tools.device)[None])[0].cpu().numpy()
 
 
 def times(steps: int, shift: float) -> list[float]:

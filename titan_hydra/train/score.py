@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_template, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.convert import read_model_config, read_template, read_tokenizer_config
 from titan_hydra.config.files import write_text
 from titan_hydra.data import tokenizer
 from titan_hydra.data.chat import Turns
@@ -30,7 +30,7 @@ def score(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
     if not rows or longest > config.max_seq_len:
         reason = f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
         raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
-    model = load_model(config, longest, DTYPES[dtype], reader_of(checkpoint))
+    model = load_model(checkpoint, config, longest, dtype)
     lines = []
     for number, row in enumerate(rows):
         scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))

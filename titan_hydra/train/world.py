@@ -74,8 +74,7 @@ def refuse_stale(run: Run) -> None:
     This is a collective, called when the ranks have agreed to stop. During training rank 0's watchdog checks for a later attempt.
     """
     newer = [run.newer_attempt if run.rank == 0 else None]
-    if run.world_size > 1:
-        dist.broadcast_object_list(newer, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(newer, src=0, device=torch.device("cpu"))
     if newer[0]:
         raise ConfigError(f"{run.home.name}: attempt {newer[0]} has taken over; this one stops and saves nothing")
 
@@ -95,8 +94,8 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
     """Open a store for other processes at `host`, on a free port. On loopback it listens only there, not on every address."""
     if host != "127.0.0.1":
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
-    ear = socket.create_server((host, 0))
-    return dist.TCPStore(host, ear.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=ear.detach())
+    listener = socket.create_server((host, 0))
+    return dist.TCPStore(host, listener.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def set_timeout(seconds: int) -> None:
@@ -107,15 +106,10 @@ def set_timeout(seconds: int) -> None:
             set_group_timeout(timedelta(seconds=seconds), group)
 
 
-class GarbageCollection:
-    """Collects garbage at the same step on all ranks. Otherwise each rank would pause at another moment and delay the others."""
-
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
-        gc.disable()
+def collect_garbage(step: int, interval: int) -> None:
+    """Collect the young generations before the first step and then every `interval` steps, on all ranks alike, and never else: a rank that
+    pauses at a moment of its own delays the others.
+    """
+    gc.disable()
+    if step % interval == 0:
         gc.collect(1)
-
-    def step(self, step: int) -> None:
-        """Collect the young generations if it is time."""
-        if step % self.interval == 0:
-            gc.collect(1)

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from titan_hydra.base.private import FakeStore
 from titan_hydra.config import world_size
 from titan_hydra.config.load import data_parallel
 from titan_hydra.config.rules import pipeline
@@ -16,9 +13,8 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
 from titan_hydra.parallel.split_masters import is_split, lower_half
 from titan_hydra.train.trainer import Trainer
-from titan_hydra.train.world import set_determinism
 
-from .fake import fake_step
+from .fake import fake_step, fake_world
 from .tracker import MemoryTracker, tracking
 
 DEPTHS = (2, 4)  # blocks of a stage
@@ -97,10 +93,6 @@ def _count(job: Job, rank: int) -> Counted:
         state = tracker.live - before
         found.append(Counted(max(peaks[0] + state, tracker.peak), dict(tracker.messages)))
 
-    set_determinism(job)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(job))
-    try:
+    with fake_world(job):
         fake_step(job, watch)
-    finally:
-        dist.destroy_process_group()
     return found[0]

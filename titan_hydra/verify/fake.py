@@ -5,8 +5,8 @@ collectives return at once (torch's fake process group), so that a layout for 51
 """
 import copy
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,7 @@ DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch 
 def train_fake(job: Job, run: Run) -> None:
     """Run one step as rank `comm.rank` of the job's world, and print the rank's share of the parameters."""
     began = time.perf_counter()
-    set_determinism(job)
-    dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
-    try:
+    with fake_world(job):
         trainer = fake_step(job)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())  # whole ones, of this rank's stages
         seconds = time.perf_counter() - began
@@ -41,13 +39,22 @@ def train_fake(job: Job, run: Run) -> None:
             "measured_steps": 0, "memory_gib": None, "mfu": None, "seconds": seconds, "gpu_hours": None, "world_size": world_size(job),
             "parameters": parameters,
         })
+
+
+@contextmanager
+def fake_world(job: Job) -> Iterator[None]:
+    """Let this process be rank `comm.rank` of the job's world while the block runs."""
+    set_determinism(job)
+    dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 
 
 def fake_step(job: Job, watch: Watch | None = None) -> Trainer:
     """Return a trainer on this rank of the fake world, after one step, inside the context that `watch` makes of it and the step's batch.
-    Requires the fake process group.
+    Call it inside `fake_world`.
 
     Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for number formats. Experts
     are balanced, as no router has scores.

@@ -56,6 +56,8 @@ ROWWISE = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32
 FUSED = {"base": (*ROWWISE["base"], "precision.kernels=fused")}
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
+COMPILED = ("compile=block", "compile.backend=aot_eager")
+SIMPLE = "parallelism.backend=simple_fsdp"
 LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
 MUON = {"base": ("optimizer=muon",), "loss": 1e-6, "weights": 0.2}  # orthogonalized in bf16, and so are its weights rounded
 SAME = EVEN | {"norm": 1e-5}
@@ -102,16 +104,16 @@ MATRIX = [
     *(case(f"fsdp 4, tp 2, ac {ac}", 4, "parallelism=fsdp_tp", f"ac={ac}", "data.local_batch=8", slow=ac in ("layer", "op"))
       for ac in ("full", "layer", "op", "lean")),
     case("tp 2, ac op, sequence parallel off", 2, "parallelism=tp", "ac=op", "parallelism.sequence_parallel=off", "data.local_batch=16"),
-    *(case(f"fsdp 4, tp 2, compile, ac {ac}", 4, "parallelism=fsdp_tp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
-           "data.local_batch=8", slow=ac != "none") for ac in ("none", "op", "lean")),
+    *(case(f"fsdp 4, tp 2, compile, ac {ac}", 4, "parallelism=fsdp_tp", *COMPILED, f"ac={ac}", "data.local_batch=8", slow=ac != "none")
+      for ac in ("none", "op", "lean")),
     case("fsdp 4, tp 2, compile by inductor, ac op", 4, "parallelism=fsdp_tp", "compile=block", "ac=op", "data.local_batch=8", slow=True),
-    *(case(f"tp 2, compile, {what} off", 2, "parallelism=tp", "compile=block", "compile.backend=aot_eager", "data.local_batch=16",
-           f"parallelism.{what}=off", slow=True) for what in ("loss_parallel", "sequence_parallel")),
-    *(case(f"fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
-           "data.local_batch=8", slow=True) for ac in ("full", "layer", "memory_budget")),
+    *(case(f"tp 2, compile, {what} off", 2, "parallelism=tp", *COMPILED, "data.local_batch=16", f"parallelism.{what}=off", slow=True)
+      for what in ("loss_parallel", "sequence_parallel")),
+    *(case(f"fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", *COMPILED, f"ac={ac}", "data.local_batch=8", slow=True)
+      for ac in ("full", "layer", "memory_budget")),
     *(case(f"pp 2, ac {ac}", 2, "parallelism=pp", f"ac={ac}", "data.local_batch=16") for ac in ("full", "layer", "op", "lean")),
-    *(case(f"pp 2, compile, ac {ac}", 2, "parallelism=pp", "compile=block", "compile.backend=aot_eager", f"ac={ac}",
-           "data.local_batch=16", slow=True) for ac in ("none", "full", "op")),
+    *(case(f"pp 2, compile, ac {ac}", 2, "parallelism=pp", *COMPILED, f"ac={ac}", "data.local_batch=16", slow=True)
+      for ac in ("none", "full", "op")),
 
     # Pipeline parallel, 8 microbatches
     *(case(f"pp {ranks}, {schedule}, accumulation {steps}", ranks, "parallelism=pp", f"parallelism.pp={ranks}", f"pp_schedule={schedule}",
@@ -145,28 +147,24 @@ MATRIX = [
            "data.local_batch=8", slow=True, **EVEN, **ODD) for schedule in ("1f1b", "zbv")),
     *(case(f"pp 2, cp 2, {schedule}", 4, "parallelism=pp", "parallelism.cp=2", f"pp_schedule={schedule}", "data.local_batch=16", slow=True)
       for schedule in ("1f1b", "zbv")),
-    *(case(f"pp 2, {schedule}, compile", 2, "parallelism=pp", f"pp_schedule={schedule}", "compile=block", "compile.backend=aot_eager",
-           "data.local_batch=16", slow=True) for schedule in ("1f1b", "interleaved_1f1b")),
+    *(case(f"pp 2, {schedule}, compile", 2, "parallelism=pp", f"pp_schedule={schedule}", *COMPILED, "data.local_batch=16", slow=True)
+      for schedule in ("1f1b", "interleaved_1f1b")),
     *(case(f"pp 2, {schedule}, linear cross-entropy", 2, "parallelism=pp", f"pp_schedule={schedule}", "loss=linear_cross_entropy",
            "data.local_batch=16", slow=True) for schedule in ("1f1b", "zbv")),
-    case("pp 2, fsdp 2, simple_fsdp", 4, "parallelism=fsdp_pp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True),
+    case("pp 2, fsdp 2, simple_fsdp", 4, "parallelism=fsdp_pp", SIMPLE, "data.local_batch=8", slow=True),
 
     # SimpleFSDP
-    *(case(f"simple_fsdp {ranks}", ranks, "parallelism=fsdp", "parallelism.backend=simple_fsdp", f"data.local_batch={16 // ranks}")
+    *(case(f"simple_fsdp {ranks}", ranks, "parallelism=fsdp", SIMPLE, f"data.local_batch={16 // ranks}")
       for ranks in (2, 4)),
-    case("simple_fsdp 4, vocabulary 2047, uneven mask", 4, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=2",
-         uneven_mask=True, **ODD),
-    *(case(f"simple_fsdp 2, compile the model, {name}", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "compile=model",
-           "data.local_batch=8", *overrides, slow=True)
-      for name, *overrides in (("by inductor",), ("ac lean", "ac=lean", "compile.backend=aot_eager"))),
-    case("simple_fsdp 4, hsdp", 4, "parallelism=hsdp", "parallelism.backend=simple_fsdp", "data.local_batch=4"),
-    case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
-         base=("model.tie_embeddings=true",)),
-    case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True),
-    case("simple_fsdp 4, fsdp_tp, compiled", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
-         "compile=block", "compile.backend=aot_eager", slow=True),  # after all other cases in one process dynamo failed once; alone never
-    case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
-         **ODD),
+    case("simple_fsdp 4, vocabulary 2047, uneven mask", 4, "parallelism=fsdp", SIMPLE, "data.local_batch=2", uneven_mask=True, **ODD),
+    *(case(f"simple_fsdp 2, compile the model, {name}", 2, "parallelism=fsdp", SIMPLE, "compile=model", "data.local_batch=8", *overrides,
+           slow=True) for name, *overrides in (("by inductor",), ("ac lean", "ac=lean", "compile.backend=aot_eager"))),
+    case("simple_fsdp 4, hsdp", 4, "parallelism=hsdp", SIMPLE, "data.local_batch=4"),
+    case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", base=("model.tie_embeddings=true",)),
+    case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", SIMPLE, "data.local_batch=8", slow=True),
+    case("simple_fsdp 4, fsdp_tp, compiled", 4, "parallelism=fsdp_tp", SIMPLE, "data.local_batch=8", *COMPILED,
+         slow=True),  # after all other cases in one process dynamo failed once; alone never
+    case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", SIMPLE, "data.local_batch=8", **ODD),
 
     # Context parallel
     *(case(f"cp {ranks}, {rotate}{'' if balance else ' in order'}, sequence {seq_len}", ranks, "parallelism=cp", f"parallelism.cp={ranks}",
@@ -177,7 +175,7 @@ MATRIX = [
     *(case(f"fsdp 4, cp 2, {rotate}", 4, "parallelism=fsdp_cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=8")
       for rotate in ("allgather", "alltoall", "ulysses")),
     case("ddp 4, cp 2", 4, "parallelism=ddp", "parallelism.cp=2", "data.local_batch=8"),
-    case("simple_fsdp 4, cp 2", 4, "parallelism=fsdp_cp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True),
+    case("simple_fsdp 4, cp 2", 4, "parallelism=fsdp_cp", SIMPLE, "data.local_batch=8", slow=True),
     case("hsdp 8, cp 2", 8, "parallelism=hsdp", "parallelism.cp=2", "data.local_batch=4", slow=True),
     case("cp 2, never reshard, accumulation 2", 2, "parallelism=cp", "data.local_batch=8", "parallelism.reshard_after_forward=never"),
     *(case(f"fsdp 4, cp 2, {rotate}, uneven mask, vocabulary 2047, accumulation 2", 4, "parallelism=fsdp_cp",
@@ -195,8 +193,8 @@ MATRIX = [
     case("cp 2, chunked loss", 2, "parallelism=cp", "loss=linear_cross_entropy", "data.local_batch=16"),
     *(case(f"cp 2, {rotate}, ac {mode}", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", f"ac={mode}", "data.local_batch=16")
       for rotate, mode in (("alltoall", "full"), ("alltoall", "op"), ("ulysses", "op"))),
-    *(case(f"cp 2, {rotate}, compile", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "compile=block",
-           "compile.backend=aot_eager", "data.local_batch=16", slow=True) for rotate in ("allgather", "ulysses")),
+    *(case(f"cp 2, {rotate}, compile", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", *COMPILED, "data.local_batch=16", slow=True)
+      for rotate in ("allgather", "ulysses")),
 
     # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not depend on what else
     # shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2), whose parts then have scales of
@@ -206,7 +204,7 @@ MATRIX = [
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
     case("float8 rowwise, fsdp 4, accumulation 2", 4, "parallelism=fsdp", "data.local_batch=2", slow=True, **ROWWISE),
-    case("float8 rowwise, simple_fsdp 2", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8", **ROWWISE),
+    case("float8 rowwise, simple_fsdp 2", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", **ROWWISE),
     case("float8 rowwise_with_gw_hp, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8",
          base=(*ROWWISE["base"], "precision.recipe=rowwise_with_gw_hp")),
     case("float8 rowwise, pp 2", 2, "parallelism=pp", "parallelism.pp=2", "data.local_batch=8", **ROWWISE),
@@ -216,11 +214,11 @@ MATRIX = [
     *(case(f"float8 fused, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2, **FUSED)
       for name, ranks, layout, batch, more in (
           ("fsdp 2", 2, "fsdp", 8, ()), ("hsdp 4", 4, "hsdp", 4, ()), ("fsdp 4, accumulation 2", 4, "fsdp", 2, ()),
-          ("simple_fsdp 2", 2, "fsdp", 8, ("parallelism.backend=simple_fsdp",)), ("pp 2, 1f1b", 2, "pp", 16, ()),
+          ("simple_fsdp 2", 2, "fsdp", 8, (SIMPLE,)), ("pp 2, 1f1b", 2, "pp", 16, ()),
           ("pp 2, zbv", 2, "pp", 16, ("pp_schedule=zbv",)), ("cp 2", 2, "cp", 16, ()),
           *((f"fsdp 2, ac {ac}", 2, "fsdp", 8, (f"ac={ac}",)) for ac in ("full", "layer", "op", "lean")))),
-    *(case(f"float8 fused, fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", "compile=block",
-           "compile.backend=aot_eager", f"ac={ac}", slow=True, **FUSED) for ac in ("none", "full", "lean")),
+    *(case(f"float8 fused, fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", *COMPILED, f"ac={ac}", slow=True,
+           **FUSED) for ac in ("none", "full", "lean")),
     case("mxfp8, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **MXFP8),
     case("float8 rowwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", loss=5e-5, norm=2e-4, gradients=2e-2,
          **ROWWISE),
@@ -249,8 +247,7 @@ MATRIX = [
     case("bf16, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", **BF16),
     *(case(f"bf16, {layout} {ranks}, accumulation 2", ranks, f"parallelism={layout}", f"data.local_batch={8 // ranks}", **BF16)
       for layout, ranks in (("ddp", 2), ("fsdp", 2), ("hsdp", 4))),
-    case("bf16, simple_fsdp 2, uneven mask", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8",
-         uneven_mask=True, **BF16),
+    case("bf16, simple_fsdp 2, uneven mask", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", uneven_mask=True, **BF16),
     *(case(f"bf16, tp 2, sequence parallel {sp}", 2, "parallelism=tp", f"parallelism.sequence_parallel={sp}", "data.local_batch=16", **BF16)
       for sp in ("on", "off")),
     case("bf16, fsdp 4, tp 2, uneven mask", 4, "parallelism=fsdp_tp", "data.local_batch=8", uneven_mask=True, **BF16),
@@ -261,7 +258,7 @@ MATRIX = [
     *(case(f"bf16, cp 2, {rotate}", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=16", **BF16)
       for rotate in ("allgather", "alltoall", "ulysses")),
     *(case(f"bf16, tp 2, {what}", 2, "parallelism=tp", *overrides, "data.local_batch=16", **BF16) for what, overrides in (
-        ("compile", ("compile=block", "compile.backend=aot_eager")), ("ac op", ("ac=op",)))),
+        ("compile", COMPILED), ("ac op", ("ac=op",)))),
     # Its slopes of the logits are rounded before they are divided by the tokens, those of the plain loss after.
     *(case(f"bf16, {layout} 2, linear_cross_entropy, uneven mask, accumulation 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
@@ -278,7 +275,7 @@ MATRIX = [
         ("pp 2, zbv", ("parallelism=pp", "data.local_batch=16", "pp_schedule=zbv")),
         ("cp 2, ulysses", ("parallelism=cp", "data.local_batch=16", "parallelism.cp_rotate=ulysses")),
         ("hsdp 4", ("parallelism=hsdp", "data.local_batch=4")), ("fsdp 4, pp 2", ("parallelism=fsdp_pp", "data.local_batch=8")),
-        ("fsdp 4, tp 2, compile", ("parallelism=fsdp_tp", "data.local_batch=8", "compile=block", "compile.backend=aot_eager")))),
+        ("fsdp 4, tp 2, compile", ("parallelism=fsdp_tp", "data.local_batch=8", *COMPILED)))),
     # The norm under tp is 2e-4 off at some seeds, with whole masters too.
     *(case(f"split masters, {layout} 2, tied embeddings", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **SPLIT | {"base": (*HALVED, "model.tie_embeddings=true"), "loss": 2e-4, "norm": 5e-4})
@@ -296,14 +293,13 @@ MATRIX = [
     *(case(f"qwen3, tp 2, sequence parallel {sp}", 2, "parallelism=tp", f"parallelism.sequence_parallel={sp}", "data.local_batch=16",
            base=QWEN) for sp in ("on", "off")),
     case("qwen3, fsdp 4, tp 2, uneven mask", 4, "parallelism=fsdp_tp", "data.local_batch=8", **EVEN, base=QWEN),
-    case("qwen3, fsdp 4, tp 2, compile, ac op", 4, "parallelism=fsdp_tp", "compile=block", "compile.backend=aot_eager", "ac=op",
-         "data.local_batch=8", slow=True, base=QWEN),
+    case("qwen3, fsdp 4, tp 2, compile, ac op", 4, "parallelism=fsdp_tp", *COMPILED, "ac=op", "data.local_batch=8", slow=True, base=QWEN),
     case("qwen3, pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16", base=QWEN),
     *(case(f"qwen3, cp 2, {rotate}", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=16", base=QWEN,
            slow=rotate == "alltoall") for rotate in ("alltoall", "ulysses")),
     case("qwen3, cp 2, tp 2, pp 2", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", slow=True,
          base=QWEN),
-    case("qwen3, simple_fsdp 2", 2, "parallelism=fsdp", "parallelism.backend=simple_fsdp", "data.local_batch=8", slow=True, base=QWEN),
+    case("qwen3, simple_fsdp 2", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", slow=True, base=QWEN),
     # The gradient of a head's norm is a small sum of large terms, rounded on each rank before they are added: 1.03e-2 on two.
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
@@ -316,7 +312,7 @@ MATRIX = [
            base=base, uneven_mask=mask, slow=ranks > 4 or (ranks > 2) is (family == "qwen3_moe"))
       for name, ranks, layout, ep, batch, mask, *more in (
           ("fsdp 2", 2, "fsdp", 1, 8, False), ("fsdp 2", 2, "fsdp", 2, 4, True), ("tp 2", 2, "tp", 1, 16, False),
-          ("tp 2", 2, "tp", 2, 16, True), ("simple_fsdp 2", 2, "fsdp", 1, 8, False, "parallelism.backend=simple_fsdp"),
+          ("tp 2", 2, "tp", 2, 16, True), ("simple_fsdp 2", 2, "fsdp", 1, 8, False, SIMPLE),
           ("fsdp 4", 4, "fsdp", 2, 4, False), ("fsdp 4", 4, "fsdp", 4, 2, True), ("hsdp 4", 4, "hsdp", 2, 4, False),
           ("fsdp 4, tp 2", 4, "fsdp_tp", 1, 8, False), ("fsdp 4, tp 2", 4, "fsdp_tp", 2, 4, True),
           ("fsdp 4, tp 2", 4, "fsdp_tp", 4, 8, False), ("fsdp 4, cp 2", 4, "fsdp_cp", 4, 8, True),
@@ -330,10 +326,10 @@ MATRIX = [
            slow="compile" in name or family == "qwen3_moe")
       for name, *more in (
           *((f"ac {ac}", f"ac={ac}") for ac in ("full", "layer", "op", "lean")), ("linear_cross_entropy", *LINEAR),
-          *((f"compile, ac {ac}", "compile=block", "compile.backend=aot_eager", f"ac={ac}") for ac in ("none", "full", "op")))
+          *((f"compile, ac {ac}", *COMPILED, f"ac={ac}") for ac in ("none", "full", "op")))
       for family, base in SPARSE),
-    *(case(f"{family}, tp 2, ep 2, compile", 2, "parallelism=tp", "parallelism.ep=2", "data.local_batch=16", "compile=block",
-           "compile.backend=aot_eager", base=base, slow=True) for family, base in SPARSE),
+    *(case(f"{family}, tp 2, ep 2, compile", 2, "parallelism=tp", "parallelism.ep=2", "data.local_batch=16", *COMPILED, base=base,
+           slow=True) for family, base in SPARSE),
     *(case(f"{family}, {layout} {ranks}, ep {ranks}, compile by inductor", ranks, f"parallelism={layout}", f"parallelism.ep={ranks}",
            "data.local_batch=4", "compile=block", base=base, slow=True) for ranks, layout in ((1, "single"), (2, "fsdp"))
       for family, base in SPARSE),
@@ -353,7 +349,7 @@ MATRIX = [
     *(case(f"linear_cross_entropy, fsdp 2, {what}", 2, "parallelism=fsdp", "data.local_batch=8", *LINEAR, *more, **SAME, **base)
       for what, more, base in (("vocabulary 2047", (), ODD), ("tied embeddings", (), {"base": ("model.tie_embeddings=true",)}),
                                ("always reshard", ("parallelism.reshard_after_forward=always",), {}),
-                               ("simple_fsdp", ("parallelism.backend=simple_fsdp",), {}))),
+                               ("simple_fsdp", (SIMPLE,), {}))),
     case("linear_cross_entropy, fsdp 4, accumulation 2", 4, "parallelism=fsdp", "data.local_batch=2", *LINEAR, slow=True, **SAME),
     case("linear_cross_entropy, fsdp 4, tp 2, vocabulary 2047", 4, "parallelism=fsdp_tp", "data.local_batch=8", *LINEAR, **SAME, **ODD),
     case("linear_cross_entropy, tp 2, tied embeddings, no sequence parallel", 2, "parallelism=tp", "parallelism.sequence_parallel=off",

@@ -18,23 +18,26 @@ Sparse = Any  # the section of a model with experts, whose keys are its family's
 
 
 @dataclass
-class Record:
-    """What a run is compared with: `verify.Trace`, but for the initial weights."""
+class Trace:
+    """The record of a run: losses, gradient norms, whole gradients of the first step, whole weights before it and at the end."""
 
     losses: list[float]
     norms: list[float]
     gradients: Weights
+    start: Weights
     weights: Weights
-    loads: list[dict[str, list[float]]]
-    biases: Weights
+    loads: list[dict[str, list[float]]]  # of each step: the tokens of a layer's experts
+    biases: Weights  # of the routers, and other buffers of the model, at the end
+    drift: int = 0  # as `Outcome.drift`
+    rounded: int = 0  # as `Outcome.rounded`
 
 
-def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) -> Record:
+def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) -> Trace:
     """Train all steps of a job from the weights `start` and each step's batch."""
     weights = {name: value.double().requires_grad_() for name, value in start.items()}
     state: dict[str, dict] = {name: {} for name in weights}
     model: Sparse = job.model
-    record = Record([], [], {}, {}, [], first_biases(start, job.model))
+    record = Trace([], [], {}, start, {}, [], first_biases(start, job.model))
     for step in range(1, job.steps + 1):
         loss, imbalance, loads = mean_loss(weights | record.biases, batches(step), job.model)
         gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.private import TorchDispatchMode, swap_propagation, tree_leaves
-from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel.mesh import Mesh, local_part
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -35,7 +35,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's storage from now on, until it is freed. A meta tensor has none."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         local = getattr(local, "elem", local)  # a collective's result that nothing has waited for yet
         if local.device.type != "meta":
             storage = local.untyped_storage()

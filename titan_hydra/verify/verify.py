@@ -37,8 +37,8 @@ from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
-from . import reference
 from .matrix import BASE, Case, later_wins
+from .reference import Trace, train_in_float64
 
 STEPS = 10
 # Imported once in the fork server instead of once for each rank.
@@ -81,21 +81,6 @@ class Outcome:
         close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
         routed = self.routing == 0 or not case.routing
         return close and routed and self.start == self.drift == self.rounded == 0
-
-
-@dataclass
-class Trace:
-    """The record of a run: losses, gradient norms, whole gradients of the first step, whole weights before it and at the end."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    start: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-    loads: list[dict[str, list[float]]]  # of each step: the tokens of a layer's experts
-    biases: dict[str, torch.Tensor]  # of the routers, and other buffers of the model, at the end
-    drift: int = 0  # as `Outcome.drift`
-    rounded: int = 0  # as `Outcome.rounded`
 
 
 def trace(job: Job, device: torch.device, case: Case | None = None) -> Trace:
@@ -203,10 +188,9 @@ def exact(job: Job, case: Case) -> Trace:
     init_weights(model, job.model, job.seed)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = data.build(job, 0, 1)
-    record = reference.train_in_float64(
-        job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
+    found = train_in_float64(job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
     loader.close()
-    return Trace(start=start, **vars(record))
+    return found
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:

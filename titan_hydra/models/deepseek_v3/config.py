@@ -9,7 +9,7 @@ from titan_hydra.config.family import Linear
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.ranges import COUNT, NATURAL, NOT_NEGATIVE, POSITIVE, WIDTH, Interval
 from titan_hydra.config.schema import key
-from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters, shared_linears
+from titan_hydra.models.sparse import SparseModel, active_parameters, shared_linears, sparse_parameters
 
 
 @dataclass
@@ -60,18 +60,13 @@ class DeepSeekV3Config(SparseModel):
             yield Fault("model.yarn.beta_slow", self.yarn.beta_slow, f"must be less than model.yarn.beta_fast={self.yarn.beta_fast}")
 
 
-def attention_parameters(config: DeepSeekV3Config) -> int:
-    """Return the number of parameters of a block's attention, with the norms of its latents."""
+def parameters(config: DeepSeekV3Config) -> int:
+    """Return the number of parameters; attention has norms of its latents."""
     queries, heads = config.n_heads * config.head_width, config.n_heads
     from_stream = config.dim * queries if not config.q_rank else config.q_rank * (config.dim + 1 + queries)
     latent = config.dim * (config.kv_rank + config.rope_dim) + config.kv_rank
-    return from_stream + latent + heads * (config.kv_rank * (config.plain_dim + config.value_dim) + config.value_dim * config.dim)
-
-
-def parameters(config: DeepSeekV3Config) -> int:
-    """Return the number of parameters: embedding and head, attention, feed-forwards, norms."""
-    ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    return ends + config.n_layers * (attention_parameters(config) + 2 * config.dim) + config.dim + feed_forward_parameters(config)
+    of_heads = heads * (config.kv_rank * (config.plain_dim + config.value_dim) + config.value_dim * config.dim)
+    return sparse_parameters(config, from_stream + latent + of_heads)
 
 
 def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.hf import DECODER, EXPERTS, HuggingFace, decoder_from_config, decoder_to_config, only_these, rope_of
+from titan_hydra.models.hf import DECODER, EXPERTS, HuggingFace, decoder_from_config, decoder_to_config, only_these, only_values, rope_of
 
 from .config import DeepSeekV3Config, Yarn
 
@@ -73,9 +73,7 @@ def _yarn(rope: dict, file: Path) -> Yarn:
     temperature = rope.get("mscale_all_dim")
     if not temperature or rope.get("mscale") != temperature:
         raise ConfigError(f"{file}: mscale={rope.get('mscale')}: only the value of mscale_all_dim can be converted, which is {temperature}")
-    for key, value in {"attention_factor": None, "truncate": True}.items():
-        if rope.get(key, value) != value:
-            raise ConfigError(f"{file}: {key}={rope[key]}: only {value} can be converted")
+    only_values(rope, file, {"attention_factor": None, "truncate": True})
     return Yarn(factor=float(rope["factor"]), beta_fast=float(rope.get("beta_fast", 32)), beta_slow=float(rope.get("beta_slow", 1)),
                 temperature=float(temperature), original_max_seq_len=rope["original_max_position_embeddings"])
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.hf import HuggingFace, only_these
+from titan_hydra.models.hf import HuggingFace, only_these, only_values
 
 from .config import FluxConfig
 
@@ -65,11 +64,8 @@ def to_config(config: FluxConfig, dtype: torch.dtype) -> dict:
 def from_config(data: dict, file: Path) -> FluxConfig:
     """Return the model section for a FluxTransformer2DModel's config.json. Raises ConfigError for what cannot be had."""
     heads, width, (first, rows, columns) = data["num_attention_heads"], data["attention_head_dim"], data.get("axes_dims_rope", (16, 56, 56))
-    outputs = data.get("out_channels") or data["in_channels"]
-    for key, value, only in (("patch_size", data.get("patch_size", 1), 1), ("out_channels", outputs, data["in_channels"]),
-                             ("axes_dims_rope", [first, rows, columns], [first, rows, rows])):
-        if value != only:
-            raise ConfigError(f"{file}: {key}={value}: only {only} can be converted")
+    given = data | {"out_channels": data.get("out_channels") or data["in_channels"], "axes_dims_rope": [first, rows, columns]}
+    only_values(given, file, {"patch_size": 1, "out_channels": data["in_channels"], "axes_dims_rope": [first, rows, rows]})
     guided, layers = data.get("guidance_embeds", False), data["num_layers"] + data["num_single_layers"]
     return FluxConfig(
         name=file.parent.name, family="flux", vocab_size=1, dim=heads * width, n_layers=layers, double_layers=data["num_layers"],

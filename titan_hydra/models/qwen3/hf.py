@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.hf import DECODER, HuggingFace, decoder_from_config, decoder_to_config, rope_of
+from titan_hydra.models.hf import DECODER, HuggingFace, decoder_from_config, decoder_to_config, only_values, rope_of
 
 from .config import Qwen3Config
 
@@ -20,8 +19,7 @@ def to_config(config: Qwen3Config, dtype: torch.dtype) -> dict:
 
 def from_config(data: dict, file: Path) -> Qwen3Config:
     """Return the model section for a Qwen3's config.json. Raises ConfigError for sliding windows and stretched positions."""
-    if (kind := rope_of(data).get("rope_type", "default")) != "default":
-        raise ConfigError(f"{file}: rope_type={kind}: only default can be converted")
+    only_values(rope_of(data), file, {"rope_type": "default"})
     only = {"model_type": "qwen3", "use_sliding_window": False}
     return Qwen3Config(**decoder_from_config(data, file, only), family="qwen3")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from titan_hydra.config.family import Linear, decoder_flops, decoder_linears
-from titan_hydra.models.sparse import SparseModel, active_parameters, feed_forward_parameters, shared_linears
+from titan_hydra.models.sparse import SparseModel, active_parameters, shared_linears, sparse_parameters
 
 
 @dataclass
@@ -14,10 +14,9 @@ class Qwen3MoeConfig(SparseModel):
 
 
 def parameters(config: Qwen3MoeConfig) -> int:
-    """Return the number of parameters: embedding and head, attention with norms of its heads, feed-forwards, norms."""
+    """Return the number of parameters; attention has norms of its heads."""
     attention = 2 * config.dim * config.head_width * (config.n_heads + config.n_kv_heads) + 2 * config.head_width
-    ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    return ends + config.n_layers * (attention + 2 * config.dim) + config.dim + feed_forward_parameters(config)
+    return sparse_parameters(config, attention)
 
 
 def flops(config: Qwen3MoeConfig, seq_len: int, parameters: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.hf import EXPERTS, HuggingFace, decoder_from_config, decoder_to_config, only_these, rope_of
+from titan_hydra.models.hf import EXPERTS, HuggingFace, decoder_from_config, decoder_to_config, only_these, only_values, rope_of
 from titan_hydra.models.qwen3.hf import NAMES
 
 from .config import Qwen3MoeConfig
@@ -32,8 +32,7 @@ def from_config(data: dict, file: Path) -> Qwen3MoeConfig:
     """Return the model section for a Qwen3-MoE's config.json. Raises ConfigError for sliding windows, stretched positions, and dense blocks
     after sparse ones.
     """
-    if (kind := rope_of(data).get("rope_type", "default")) != "default":
-        raise ConfigError(f"{file}: rope_type={kind}: only default can be converted")
+    only_values(rope_of(data), file, {"rope_type": "default"})
     dense = data.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))):
         raise ConfigError(f"{file}: mlp_only_layers={dense}: only the first blocks may be dense")

@@ -12,7 +12,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import without_wrapper
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
-from titan_hydra.parallel.mesh import Mesh
+from titan_hydra.parallel.mesh import Mesh, like
 from titan_hydra.parallel.plans import Linears
 
 from .select import needs_hardware, quietly, report, select
@@ -54,12 +54,9 @@ def after_step(model: nn.Module) -> None:
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight without the wrapper for FSDP's Float8 gather, in the same memory: checkpoints are independent of the number format.
-    """
+    """Return a weight without the wrapper for FSDP's Float8 gather, in the same memory."""
     inner = without_wrapper(weight.to_local()) if isinstance(weight, DTensor) else None
-    if inner is None:
-        return weight
-    return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride())
+    return weight if inner is None else like(weight, inner)
 
 
 def linears(job: Job) -> Linears:

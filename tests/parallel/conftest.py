@@ -1,0 +1,27 @@
+"""A rank of a world that does nothing, for tests of what each rank holds."""
+import math
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_hydra.parallel import build_mesh
+from titan_hydra.parallel.mesh import ORDER
+
+
+@pytest.fixture
+def world():
+    """`world(parallelism, rank)`: the mesh of one rank of a world that does nothing. The one before it is left."""
+    def join(degrees, rank=0):
+        leave()
+        ranks = math.prod(getattr(degrees, name) for name in ORDER)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        return build_mesh(degrees, "cpu")
+
+    yield join
+    leave()
+
+
+def leave():
+    if dist.is_initialized():
+        dist.destroy_process_group()
