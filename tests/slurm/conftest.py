@@ -66,8 +66,11 @@ class Cluster:
         return self.call("squeue", "--noheader", "--array", "--format=%i").split()
 
     def saved(self) -> None:
-        """Wait until the controller has written to disk what it knows now: it does so every 5 s, and a kill loses the rest."""
+        """Wait until the controller has written to disk what it knows now: it does so up to 5 s after a change, and a kill loses the rest.
+        A job's comment is that change, as there may be none after the last writing.
+        """
         asked, file = time.time(), self.home / "state" / "job_state"
+        self.call("scontrol", "update", f"JobId={self.active()[0]}", "Comment=saved")
         while not file.exists() or file.stat().st_mtime < asked:
             assert time.time() < asked + 20
             time.sleep(0.2)

@@ -286,7 +286,7 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             if not jobs:
                 raise
             number, case, _ = jobs.pop(0)
-            print(error, file=sys.stderr, flush=True)
+            _tell(str(error))
             lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
             lost = Outcome(case, math.inf, math.inf, math.inf, math.inf, worst=lines[-1], start=0, routing=0, drift=0, rounded=0)
             _write(folder, number, lost)
@@ -307,6 +307,7 @@ def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Cas
         job = from_dict(Job, config)
         found = exact(job, case) if case.reference == "float64" else trace(job, device, case)
         torch.save(dataclasses.asdict(found), f"{folder}/{key}.pt")
+        _tell(f"reference of {case.name}")
 
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
@@ -318,8 +319,15 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
             raise
         torch.compiler.reset()  # blocks of another case are other blocks, and torch compiles the same code only so often
         if dist.get_rank() == 0:
-            _write(folder, number, compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt"))))
+            outcome = compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt")))
+            _write(folder, number, outcome)
+            _tell(f"{case.name}: {'passed' if outcome.passed else 'NOT PASSED'}")
         dist.barrier()
+
+
+def _tell(line: str) -> None:
+    """Print progress to the standard error: the matrix takes an hour, and its table comes at the end."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class Raised(RuntimeError):

@@ -4,9 +4,9 @@ from titan_hydra.models.llama3.model import Llama3
 
 
 class ParallelBlock(Block):
-    def forward(self, x, rotary, mask=None):
+    def forward(self, x, rotary, documents=None):
         h = self.attention_norm(x)
-        return x + self.attention(h, rotary, mask) + self.feed_forward(self.ffn_norm(x))
+        return x + self.attention(h, rotary, documents) + self.feed_forward(self.ffn_norm(x))
 
 
 class ParallelLlama(Llama3):
