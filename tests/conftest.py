@@ -60,7 +60,7 @@ def user_modules(tmp_path_factory):
     from titan_hydra.config.family import families
     from titan_hydra.config.registry import REGISTRIES
 
-    families()  # those of the package register once
+    families()  # the package's own families register now, so that they are among `known`
     known = [(registry, dict(registry)) for registry in REGISTRIES.values()]
     folder = tmp_path_factory.mktemp("user")
 

@@ -29,7 +29,7 @@ WRONG_TYPES = {
 
 
 def lines(seed: int = 0, wrong_types: int = 4, mixtures: int = 200):
-    """All of them, in one order; of each key `wrong_types` values of another type are tried."""
+    """Yield all command lines of the corpus, in a fixed order; each key is tried with `wrong_types` values of another type."""
     draw = random.Random(seed)
     yield from from_report()
     for key in LEAVES:

@@ -1,5 +1,5 @@
-"""Plants the faults of an audit, and those that users of other frameworks met in experts, one by one in a copy of the package: each must
-be found, by `titan verify --random`, by a case of the matrix, or by a test.
+"""Plant known faults, one by one, in a copy of the package: each must be found by `titan verify --random`, a case of the matrix, or a test.
+They come from an audit, and from bugs in experts that users of other frameworks reported.
 
     python tests/equivalence/planted.py [NAME]
 

@@ -41,7 +41,7 @@ def compare(launcher, capsys):
 
 
 @pytest.mark.parametrize(("planted", "module", "step", "losses"), [
-    (OTHER_EPS, "layers.1.attention_norm: the same goes in, something else comes out", 1, "other bits from step "),
+    (OTHER_EPS, "layers.1.attention_norm: its inputs are the same, its outputs differ", 1, "other bits from step "),
     pytest.param(WRONG_BACKWARD, "layers.0.feed_forward.w1, in its backward", 1, "other bits from step 2: ", marks=pytest.mark.slow),
 ])
 def test_a_planted_bug_is_found_at_its_module(launcher, compare, planted, module, step, losses):
@@ -49,7 +49,7 @@ def test_a_planted_bug_is_found_at_its_module(launcher, compare, planted, module
     launcher.sabotage(planted)
     assert launcher.run(*launcher.TINY, *TRACED, "paths.runs=b").returncode == 0
     said = compare()
-    assert f"modules: first part at step {step}, on ranks 0, 1: {module}" in said
+    assert f"modules: first differ at step {step}, on ranks 0, 1: {module}" in said
     assert f"loss: {losses}" in said and "configurations: alike" in said
 
 

@@ -101,7 +101,7 @@ def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, statu
 
 
 def test_peers_of_a_dead_rank_are_gone_within_five_seconds(launcher):
-    """Also peers that would wait in a collective for ever: these hold on to nothing but time."""
+    """The launcher also ends peers that would never notice: here they sleep, as one that waits in a collective for ever does."""
     launcher.sabotage("import time\nif rank != 1: trainer.Trainer.update = lambda self, *given: time.sleep(1000)\n"
                       "else: trainer.Trainer.update = lambda self, *given: time.sleep(1) or os._exit(1)")
     process = launcher.start(*launcher.ENDLESS, "gpus=3", "data.global_batch=6")

@@ -155,7 +155,7 @@ def test_per_step_an_exchange_that_fails_in_one_group_is_made_again_by_all_at_on
     result = launcher.run(*TORCHFT, "steps=6", "comm.init_timeout_seconds=600", "comm.train_timeout_seconds=600")
     assert result.returncode == 0, result.stderr
     logs = [(launcher.attempt() / f"rank_{rank}.log").read_text() for rank in range(2)]
-    again = "step 1 is made again: "
+    again = "step 1 is repeated: "
     assert again + "planted" in logs[1]
     assert again in logs[0]
     assert_equal_weights(launcher, 2, 6)

@@ -133,7 +133,7 @@ def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
 
 @pytest.fixture
 def gathers(monkeypatch):
-    """gloo cannot gather Float8: its bytes are gathered as such. Returns how many gathers that were."""
+    """gloo cannot gather Float8, so its bytes are gathered as integers. Returns a list with an entry for each such gather."""
     from torchao.float8 import float8_ops
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 

@@ -52,7 +52,7 @@ def test_why_names_the_rule_or_the_terms(capsys):
 @pytest.mark.parametrize(("words", "expected"), [
     (["--gpus", "0"], "--gpus=0: a job needs at least one; nearest legal: 1"),
     (["--gpus", "-4"], "--gpus=-4: a job needs at least one; nearest legal: 1"),
-    ([], "gpus=null: a search needs their number; nearest legal: 8"),
+    ([], "gpus=null: a search needs the number of GPUs; nearest legal: 8"),
     (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
     (["hardware=unknown", "--gpus", "8"], "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or"),
     (["hardware=a100", "precision=float8_rowwise", "--gpus", "8"], "precision=float8_rowwise: hardware=a100 has no matmuls in this format"),

@@ -143,7 +143,7 @@ def test_mistakes_are_one_line(sweep, capsys):
     sweep.cell("second", result=FAST)
     assert sweep.report(capsys, "--baseline", "secnd")[::2] == (2, "--baseline secnd: no such cell; did you mean second?\n")
     _, _, err = sweep.report(capsys, "--allow", "data.seqlen")
-    assert err.startswith("--allow data.seqlen: no key that must be equal; did you mean data.seq_len")
+    assert err.startswith("--allow data.seqlen: not a key that must be equal; did you mean data.seq_len")
     (sweep.runs / "empty").mkdir()
     status, _, err = sweep.report(capsys, target=str(sweep.runs / "empty"))
     assert (status, err.count("\n")) == (2, 1)

@@ -92,7 +92,7 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0) -> list:
 def lost(submit, run, attempt: int) -> int:
     """Steps of an attempt that the next one had to make again."""
     logs = [(run / "attempts" / str(number) / "rank_0.log").read_text() for number in submit.attempts(run) if number > attempt]
-    first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))  # some were stopped before they had said it
+    first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))  # some stop before they print it
     return submit.step(run, attempt) - (first - 1)
 
 

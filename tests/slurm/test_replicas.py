@@ -40,7 +40,7 @@ def quorums(home):
 
 def again(home):
     """How many steps a group had to make once more."""
-    return sum(log.read_text().count("is made again") for log in home.glob("attempts/*/rank_0.log"))
+    return sum(log.read_text().count("is repeated") for log in home.glob("attempts/*/rank_0.log"))
 
 
 def finish(submit, homes):

@@ -97,7 +97,7 @@ def test_a_step_under_another_name_is_damaged_and_garbage_in_the_rows_is_left_ou
     run_job(job, copy)
     assert run_job.losses(copy) == run_job.losses(whole) and len(run_job.rows(copy)) == 6
     log = (copy / "attempts/2/rank_0.log").read_text()
-    assert "metrics.jsonl: 3 lines left out, which cannot be read" in log, log
+    assert "metrics.jsonl: 3 lines left out that cannot be read" in log, log
     assert (copy / "checkpoints/step-00000006.damaged").exists()
 
 

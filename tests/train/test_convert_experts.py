@@ -65,7 +65,7 @@ def test_transformers_computes_the_same_logits(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen", "deepseek, yarn"])
 def test_transformers_own_folder_can_be_imported(kind, tmp_path):
-    """In today's spelling, saved by transformers: other keys of the number of experts and of positions."""
+    """transformers saves newer names in config.json for the number of experts and the positions."""
     transformers = pytest.importorskip("transformers")
     _, folder = exported(CONFIGS[kind], tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

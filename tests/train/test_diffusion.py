@@ -174,7 +174,7 @@ def test_synthetic_images_survive_their_autoencoder():
                              "nearest legal: language or sft or dpo or policy or image_text"),
     (["parallelism=tp"], "parallelism.tp=2: family flux has no tensor-parallel sharding; nearest legal: 1"),
     (["parallelism=pp"], "parallelism.pp=2: family flux cannot be cut into stages; nearest legal: 1"),
-    (["data.seq_len=25"], "data.seq_len=25: model.text_len=8 tokens of text leave 17 for the image, which are no square; "
+    (["data.seq_len=25"], "data.seq_len=25: model.text_len=8 tokens of text leave 17 for the image, not a square number; "
                           "nearest legal: 24 or 33"),
     (["data=embedded", "train.objective=diffusion"],
      "data.name=embedded: train.objective=diffusion needs latents and noise and time and text and pooled of each sample, which this source "

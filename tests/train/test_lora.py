@@ -123,11 +123,11 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
 @pytest.mark.parametrize(("words", "line"), [
     (["adapter.linears=[wq,wx]"], "adapter.linears=[wq,wx]: llama3 has no linear wx; nearest legal: [wq,wk,wv,wo,w1,w3,w2]"),
     (["model=qwen3_moe_debug"], "adapter.name=lora: experts of qwen3_moe have no adapters; nearest legal: none"),
-    (["precision=float8_emulate"], "precision.converter=float8: adapter=lora stands beside plain linears; nearest legal: null"),
+    (["precision=float8_emulate"], "precision.converter=float8: adapter=lora needs plain linears; nearest legal: null"),
     (["loss=linear_cross_entropy"], "loss.name=linear_cross_entropy: it computes the gradient of the head, which adapter=lora freezes; "
                                     "nearest legal: cross_entropy"),
-    (["parallelism.backend=simple_fsdp"], "parallelism.backend=simple_fsdp: adapter=lora has frozen weights, which it does not shard; "
-                                          "nearest legal: fsdp2"),
+    (["parallelism.backend=simple_fsdp"], "parallelism.backend=simple_fsdp: adapter=lora has frozen weights, "
+                                          "which this backend does not shard; nearest legal: fsdp2"),
     (["checkpoint.export_dtype=float32"], "checkpoint.export_dtype=float32: adapter=lora is exported by titan convert; "
                                           "nearest legal: null"),
 ])

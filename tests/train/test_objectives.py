@@ -76,7 +76,7 @@ def test_its_loss_is_the_weighted_mean(folder, run_job):
     (["loss=linear_cross_entropy"], "loss.name=linear_cross_entropy: train.objective=weighted needs the logits; "
                                     "nearest legal: cross_entropy"),
     (["parallelism=tp"], "parallelism.loss_parallel=true: train.objective=weighted needs whole logits; nearest legal: false"),
-    (["data.document_mask=true"], "data.document_mask=true: train.objective=weighted knows no documents; nearest legal: false"),
+    (["data.document_mask=true"], "data.document_mask=true: train.objective=weighted has no documents to separate; nearest legal: false"),
 ])
 def test_what_it_cannot_be_combined_with_is_one_line(folder, words, line):
     with pytest.raises(ConfigError) as error:

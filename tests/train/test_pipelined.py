@@ -40,8 +40,8 @@ def test_validation_goes_through_the_schedule_and_leaves_training_alone(run_job,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "precision"), [("pp 2", "bf16"), ("dp 2, pp 2", "bf16"), ("pp 2, zbv", "bf16_full")])
-def test_what_goes_between_stages_has_the_dtype_and_shape_that_was_foretold(run_job, monkeypatch, layout, precision):
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch then compares every activation and gradient with what was foretold
+def test_what_goes_between_stages_has_the_declared_dtype_and_shape(run_job, monkeypatch, layout, precision):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch then compares every activation and gradient with the declared shape
     directory = run_job(compose_job(*FOUR, "checkpoint=off", *LAYOUTS[layout], f"precision={precision}"))
     assert run_job.losses(directory)[4] < run_job.losses(directory)[1]
 

@@ -164,7 +164,7 @@ def test_losses_of_tokens_hold_no_logits_and_are_the_plain_ones():
     (["parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2"],
      "parallelism.cp=2: train.objective=dpo sums over whole documents; nearest legal: 1"),
     (["data.document_mask=false"], "data.document_mask=false: train.objective=dpo compares documents; nearest legal: true"),
-    (["model=qwen3_moe_debug", "model.sequence_balance=0.01"], "model.sequence_balance=0.01: it is weighed as a token's loss, and "
+    (["model=qwen3_moe_debug", "model.sequence_balance=0.01"], "model.sequence_balance=0.01: it is scaled like a token's loss, and "
                                                                  "train.objective=dpo has none; nearest legal: 0"),
     (["train.clip=0.3"], "train.clip=0.3: train.objective=dpo does not read it; policy would; nearest legal: 0.2"),
 ])
@@ -179,7 +179,7 @@ def test_what_cannot_hold_is_one_line(pairs, words, line):
     ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user", "content": "b"}]},
      "the last message of 'rejected' is not the assistant's"),
     ({"prompt": "q", "chosen": "a", "rejected": "b"},
-     "'ref_chosen_logps' is no number but None: `titan data score` adds what the reference gives"),
+     "'ref_chosen_logps' is None, not a number: `titan data score` adds the reference's"),
 ])
 def test_a_row_that_is_no_pair_is_one_line(tmp_path, row, reason):
     file = tmp_path / "pairs.jsonl"
@@ -190,9 +190,9 @@ def test_a_row_that_is_no_pair_is_one_line(tmp_path, row, reason):
 
 
 @pytest.mark.parametrize(("row", "reason"), [
-    ({"tokens": [1, 5000]}, "'tokens' is no list of ids below model.vocab_size=4096"),
+    ({"tokens": [1, 5000]}, "'tokens' is not a list of ids below model.vocab_size=4096"),
     ({"tokens": [1, 2], "old_logprobs": [-1.0, -2.0]},
-     "'old_logprobs' is no list of numbers, one for each token drawn, and fewer than all 2"),
+     "'old_logprobs' is not a list of numbers, one for each sampled token, and fewer than all 2"),
     ({"tokens": [1, 2, 3], "old_logprobs": [-1.0, -2.0], "advantages": [1.0]},
      "'advantages' is neither a number nor a list of 2, one for each of 'old_logprobs'"),
 ])

@@ -239,7 +239,7 @@ class Checkpointer:
 
     def save_weights(self, path: Path, model: Model, dtype: str) -> None:
         """Write `model.*` only, with the model's configuration, in the number format `dtype`; complete or absent."""
-        buffers = {clean_name(name) for name, _ in self.model.named_buffers()}  # what they add up is too fine for 16 bits
+        buffers = {clean_name(name) for name, _ in self.model.named_buffers()}  # they accumulate values too small for 16 bits
         content = {name: weight if name in buffers else weight.to(getattr(torch, dtype))
                    for name, weight in state.weights(self.model).items()}
         own = (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
@@ -288,7 +288,7 @@ class Checkpointer:
         words = "; ".join(f"{path.name}: {', '.join(problems)}" for path, problems in damaged)
         if found is None and (damaged or names[1]):
             raise CheckpointError(f"no checkpoint in {self.folder} is intact ({words or 'all are set aside as damaged'}); "
-                                  "launch.force=true begins again from nothing")
+                                  "launch.force=true starts again from scratch")
         if damaged and self.run.rank == 0:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:

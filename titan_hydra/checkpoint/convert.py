@@ -1,6 +1,6 @@
 """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
 
-Both directions stream: an export holds one file's tensors in memory, an import one tensor (experts are one, with all of a block). The file
+Both directions stream: an export holds one file's tensors in memory, an import one tensor (a block's experts are one tensor). The file
 that marks completeness is written last (config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for
 a complete one.
 """
@@ -160,7 +160,8 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
         return Reader(checkpoint)
     file, section = find_section("checkpoint", checkpoint, config_file)
     if not section.get("initial_load_path"):
-        raise ConfigError(f"{file}: checkpoint.initial_load_path=null: the adapters stand beside weights that were drawn and not kept")
+        raise ConfigError(f"{file}: checkpoint.initial_load_path=null: the adapters belong to weights that were drawn from the seed and "
+                          "not saved")
     base = initial.find(_as_started(file, section["initial_load_path"]))
     beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
     return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
@@ -237,7 +238,7 @@ def _shard_name(stem: str, index: int, count: int) -> str:
 
 
 def make_target(target: Path) -> None:
-    """Make a folder to export to. Raises ConfigError if it holds anything or cannot be written."""
+    """Create a folder to export to. Raises ConfigError if it holds anything or cannot be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())

@@ -28,8 +28,8 @@ UNUSED = ("rotary_emb.inv_freq", SCALE)  # tensors beside the weights
 
 
 class Folder:
-    """The weights of a Hugging Face folder, and the model that its config.json describes, as the family of `hf` reads it; without `hf` as
-    the family does whose type it names. Raises ConfigError for what cannot be read.
+    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` reads them; without it, the family whose
+    model_type config.json names. Raises ConfigError for what cannot be read.
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):

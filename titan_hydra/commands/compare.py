@@ -96,7 +96,7 @@ def modules(a: Path, b: Path) -> Iterator[str]:
         if parted:
             key = min(parted, key=lambda key: first[step][key]["order"])
             ranks = sorted({rank for rank, *look in parted if look == list(key[1:])})
-            yield f"modules: first part at step {step}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {_words(*key[1:])}"
+            yield f"modules: first differ at step {step}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {_words(*key[1:])}"
             norms = first[step][key]["norm"], second[step].get(key, {}).get("norm")
             yield f"         norm {norms[0]!r} and {norms[1]!r}; {len(parted)} of {len(first[step])} traced tensors differ in this step"
             return
@@ -109,10 +109,10 @@ def _words(when: str, what: str, name: str, call: int) -> str:
     outer = "the model" if outer in ("", "layers") else outer
     microbatch = f", microbatch {call + 1}" if call else ""
     return {
-        ("forward", "in"): f"{outer}, in what it does before {name}: that is where the first difference enters",
-        ("forward", "out"): f"{name}: the same goes in, something else comes out",
-        ("backward", "out"): f"{outer}, in the backward of what it does after {name}; the forward is the same",
-        ("backward", "in"): f"{name}, in its backward: the forward and the gradient that goes in are the same",
+        ("forward", "in"): f"the input of {name} already differs; look at {outer}'s code before it",
+        ("forward", "out"): f"{name}: its inputs are the same, its outputs differ",
+        ("backward", "out"): f"the gradient that enters {name} differs, the forward is the same; look at {outer}'s code after it",
+        ("backward", "in"): f"{name}, in its backward: the gradient that enters is the same, the one that leaves differs",
     }.get((when, what), f"the gradient of {name}; all activations and their gradients are the same") + microbatch
 
 

@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> int:
     """Convert and print what was written. Raises ConfigError or CheckpointError."""
     from titan_hydra.checkpoint import convert
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     if args.to == "peft":
         from titan_hydra.checkpoint.adapters import export_peft
 

@@ -90,7 +90,8 @@ def show_rows(args: argparse.Namespace) -> int:
     shown = [name for name, record in DATA_SOURCES.items() if "trained" in record.gives]
     found = {key: source for key, source in data_sources(job.data).items() if source.name in shown}
     if not found:
-        raise ConfigError(str(Fault("data.name", job.data.name, "only rows that share samples are shown", legal=tuple(shown))))
+        reason = "only sources that pack rows into samples can be shown"
+        raise ConfigError(str(Fault("data.name", job.data.name, reason, legal=tuple(shown))))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.RECIPE, checks.PLACE)):
         raise ConfigError("\n".join(map(str, faults)))
     wanted = Wanted(job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards))

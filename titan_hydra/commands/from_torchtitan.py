@@ -240,7 +240,7 @@ def _rest(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
     yield "ac", mode if mode != "selective" else "op" if selective == "op" else "layer"
     if mode == "selective" and selective != "op":
         if not selective.isdecimal():
-            raise ConfigError(f"activation_checkpoint.selective_ac_option={selective}: is op or a number in TorchTitan")
+            raise ConfigError(f"activation_checkpoint.selective_ac_option={selective}: TorchTitan takes op or a number")
         yield "ac.every", int(selective)
     if mode == "memory_budget":
         yield "ac.budget", of["activation_checkpoint.memory_budget"]

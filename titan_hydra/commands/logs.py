@@ -59,7 +59,7 @@ def _guilty(directory: Path, state: State) -> int:
     print(f"{failure.kind}: {failure.line}")
     if failure.host:
         print(f"on {failure.host}")
-    print(f"\n{failure.detail or (layout.last_lines(failure.log) if failure.log else '') or 'it left no further word'}\n")
+    print(f"\n{failure.detail or (layout.last_lines(failure.log) if failure.log else '') or 'there is no further message'}\n")
     if failure.log:
         print(f"log: {failure.log}")
     if failure.hint:

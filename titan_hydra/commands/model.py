@@ -1,4 +1,4 @@
-"""What the commands share that compute with one model in this process: which one, and in which numbers."""
+"""Shared by the commands that compute with one model in this process: options for the model and its number format."""
 import argparse
 import warnings
 from pathlib import Path
@@ -17,5 +17,5 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     """Return the checkpoint that is named, a run's newest. Raises ConfigError."""
     from titan_hydra.checkpoint.convert import find_checkpoint
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     return find_checkpoint(place_of(args.cell, args.runs))

@@ -1,4 +1,4 @@
-"""`titan plan`: what layouts of a job would take and how fast they would be, on devices that nobody has to have."""
+"""`titan plan`: predict the memory and the speed of a job's layouts, on devices that need not exist here."""
 from __future__ import annotations
 
 import argparse
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(str(Fault("--gpus", args.gpus, "a job needs at least one", legal=(1,))))
     if args.prove is not None and args.prove < 1:
-        raise ConfigError(str(Fault("--prove", args.prove, "how many layouts are counted", legal=(1,))))
+        raise ConfigError(str(Fault("--prove", args.prove, "is the number of layouts to count, at least 1", legal=(1,))))
     if job.hardware.name == "unknown":
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         if args.cell or args.why:
             return one_layout(job, gpus, args)
         if gpus is None:
-            raise ConfigError(str(Fault("gpus", None, "a search needs their number", legal=(job.hardware.gpus_per_node or 8,))))
+            raise ConfigError(str(Fault("gpus", None, "a search needs the number of GPUs", legal=(job.hardware.gpus_per_node or 8,))))
         return layouts(job, gpus, args)
     except NotPredictable as error:
         raise ConfigError(str(error)) from error
@@ -130,7 +130,7 @@ def show(rows: list[Row], points: int) -> None:
     print(f"{points:,} legal points on {world:,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB, global batch "
           f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}")
     print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
-    print("* none faster takes less memory. `limited by`: the most time beside matmuls and attention; the most memory.\n")
+    print("* no faster layout takes less memory. `limited by`: what takes most time, after matmuls and attention; what takes most memory\n")
     for number, row in enumerate(rows, start=1):
         print(f"{number:>2}  {row.overrides}")
     if first.fits == "no":
@@ -138,7 +138,7 @@ def show(rows: list[Row], points: int) -> None:
 
 
 def proof(job: Job) -> dict:
-    """Count a job's fullest rank in the fake world: its bytes, and those of the formulas for the same, which is eager."""
+    """Count the bytes of a job's fullest rank in the fake world, which runs eager, and return the formulas' bytes for the same."""
     from titan_hydra.verify.count import count_rank, eager
 
     job = eager(job)
@@ -159,7 +159,7 @@ def show_proofs(proofs: list[dict]) -> None:
         rows.append((number, one["rank"], *("-" if b is None else f"{a / memory.GIB:,.2f} / {b / memory.GIB:,.2f}" for a, b in pairs),
                      f"{one['live_by_formula'] / one['live'] - 1:+.1%}"))
     titles = ("", "rank", "live GiB", *(f"{name} GiB" for name in dimensions), "live off by")
-    print("\ncounted in the fake world / by formula, eager and without a number format; sent in a step, by dimension of the mesh")
+    print("\ncounted in the fake world / by formula, eager and without a number format: live memory, then bytes sent in a step")
     print(*table(titles, rows, titles[1:]), sep="\n")
 
 

@@ -66,7 +66,7 @@ def _fits(row: RunRow, words: list[str]) -> bool:
 def advise(row: RunRow, cell: RunCell) -> None:
     """Print the command to type instead of repeating the same run."""
     failure = row.state.failure
-    print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it all the same)")
+    print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it anyway)")
     if "=" in failure.hint.split(" ")[0]:
         print(f"          python launch.py {quoted([*cell.overrides, *failure.hint.split()])}")
     elif failure.hint:

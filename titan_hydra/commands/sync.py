@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     selection = choose(args.target or str(args.runs), args.runs)
     waiting = [folder for cell in selection.cells for folder in unsent(cell.directory)]
     if not waiting:
-        print(f"{selection.name}: nothing to send; runs with metrics.trackers=[wandb] leave something")
+        print(f"{selection.name}: nothing to send; only runs with metrics.trackers=[wandb] record for wandb")
         return Exit.DONE
     for folder in waiting:
         print(folder, flush=True)

@@ -25,7 +25,7 @@ from titan_hydra.runs.find import RunCell
 from . import calibrate
 
 ROUNDS = 4  # of planning and running, at most
-LAYOUT = {  # the keys that a layout says
+LAYOUT = {  # the keys that a layout sets
     "parallelism", *(f"parallelism.{name}" for name in DEGREES), "gpus", "ac", "ac.name", "data.local_batch", "data.global_batch",
     "pp_schedule", "pp_schedule.stages_per_rank", "pp_schedule.microbatches",
 }
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(str(Fault("hardware", "unknown", "a plan needs the device's memory and rates", legal=names)))
     args.gpus = job.gpus if args.gpus is None else args.gpus
     if args.gpus is None or args.gpus < 1:
-        raise ConfigError(str(Fault("gpus", args.gpus, "a plan needs their number", legal=(job.hardware.gpus_per_node or 8,))))
+        raise ConfigError(str(Fault("gpus", args.gpus, "a plan needs the number of GPUs", legal=(job.hardware.gpus_per_node or 8,))))
     try:
         return tune(job, args)
     except NotPredictable as error:

@@ -180,7 +180,7 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
             choices[key] = [f"{key}={override.get_value_element_as_str()}"]
             continue
         if not override.is_discrete_sweep():
-            raise ConfigError(f"{override.input_line}: is for programs that search; give the values, or range(START,STOP,STEP)")
+            raise ConfigError(f"{override.input_line}: has no list of values to sweep; give the values, or range(START,STOP,STEP)")
         values = itertools.islice(override.sweep_string_iterator(), MOST_CELLS + 1)
         if not (lines := [f"{key}={value}" for value in values]):
             raise ConfigError(f"{override.input_line}: no value, so the sweep has no cell")

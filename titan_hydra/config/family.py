@@ -103,7 +103,7 @@ class Family:
     parameters: Callable[[Any], int] | None = None  # (config): their number, where it is wanted without torch; None: not known
     flops: Callable[[Any, int, int], int] | None = decoder_flops  # (config, seq_len, parameters): of a token, forward and backward
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): of a block, for predictions and adapters
-    takes: str = "tokens"  # what the objectives that suit it make of samples
+    takes: str = "tokens"  # what its objectives make of samples: tokens or latents
     pipeline: bool = True  # a stage passes one tensor to the next; False: pipeline parallelism is refused
 
     def part(self, name: str) -> Any:

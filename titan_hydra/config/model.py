@@ -25,7 +25,7 @@ class Model:
     rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
     max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
-    attention: str = key("auto", "SDPA back end; auto and flash compute only the pairs that are seen in packed documents",
+    attention: str = key("auto", "SDPA back end; in packed documents auto and flash skip pairs that the mask hides",
                          choices=("auto", "cudnn", "flash", "efficient", "math"))
     qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized: a family's choice
 

@@ -184,7 +184,7 @@ def _fits(key: str, value: Any) -> bool:
 
 
 def _scratch(key: str) -> Any:
-    """Return a typed configuration for trying values; the model is of a family that has the key."""
+    """Return a typed configuration in which values of a key can be tried; its model is of a family that has the key."""
     name = key.split(".")[1] if key.startswith("model.") else "name"
     model: Any = next(cls for cls in model_classes() if name in (spec.name for spec in dataclasses.fields(cls)))
     return _structured(model)

@@ -30,7 +30,7 @@ class Parallelism:
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
     ep: int = key(1, "expert-parallel ranks: experts are split over them; they are taken from dp_shard x cp x tp", DEGREE)
-    backend: str = key("fsdp2", "who shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
+    backend: str = key("fsdp2", "what shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
                        choices=("fsdp2", "simple_fsdp"))
     reshard_after_forward: str = key("default", "free gathered parameters after the forward: default is always (ZeRO-3) without "
                                      "and never (ZeRO-2) with pipeline parallelism", choices=("default", "always", "never"))
@@ -47,9 +47,8 @@ class PipelineSchedule:
     name: str = key("1f1b", "pipeline schedule", choices=Names(PIPELINE_SCHEDULES))
     stages_per_rank: int = key(1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else",
                                Interval(1, 1000))
-    microbatches: int | None = key(None, "microbatches the local batch is cut into; null: twice the number of stages, or fewer if it must",
-                                   COUNT)
-    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head weighed in", COUNT)
+    microbatches: int | None = key(None, "microbatches of a local batch; null: twice the stages, or fewer for a small batch", COUNT)
+    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head count as one each", COUNT)
     split: list[str] = key(list, "first module of each stage but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD)
     csv: str | None = key(None, "file with the schedule's actions, for pp_schedule=csv", PATH, only=("csv",))
 
@@ -67,12 +66,12 @@ class ActivationCheckpoint:
 @dataclass
 class Precision:
     name: str = key("bf16", "which option of conf/precision this is", NAME)
-    param_dtype: str = key("float32", "what the optimizer holds", choices=("float32", "bfloat16"))
-    compute_dtype: str = key("bfloat16", "what forward and backward use", choices=("float32", "bfloat16"))
-    reduce_dtype: str = key("float32", "what gradients are summed in", choices=("float32", "bfloat16"))
+    param_dtype: str = key("float32", "dtype of the weights that the optimizer updates", choices=("float32", "bfloat16"))
+    compute_dtype: str = key("bfloat16", "dtype of forward and backward", choices=("float32", "bfloat16"))
+    reduce_dtype: str = key("float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16"))
     converter: str | None = key(None, "number format of the linears", choices=Names(FORMATS))
     recipe: str | None = key(None, "how float8 scales: rowwise, tensorwise or rowwise_with_gw_hp", NAME)
-    emulate: bool = key(False, "compute the format in higher precision, on hardware without it")
+    emulate: bool = key(False, "emulate the format in higher precision, for hardware without it")
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
     kernels: str = key("torchao", "what casts to Float8: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise "
                        "only)", choices=("torchao", "fused"), late=True)
@@ -83,8 +82,8 @@ class Precision:
 class Adapter:
     name: str = key("none", "what is trained beside a model that stays as it is", choices=("none", "lora"), late=True)
     rank: int = key(16, "lora: width of the two thin matrices of a linear", Interval(1, 65_536), only=("lora",), late=True)
-    alpha: float = key(32.0, "lora: their product counts alpha / rank times", POSITIVE, only=("lora",), late=True)
-    linears: list[str] = key(list, "lora: names of the linears that get one, as [wq,wv]; empty: all of a block", WORD, only=("lora",),
+    alpha: float = key(32.0, "lora: the product of the two matrices is scaled by alpha / rank", POSITIVE, only=("lora",), late=True)
+    linears: list[str] = key(list, "lora: names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD, only=("lora",),
                              late=True)
 
 
@@ -102,10 +101,10 @@ class Optimizer:
     beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE, only=Names(OPTIMIZERS, "beta2"))
     eps: float = key(1e-8, "AdamW's epsilon", NOT_NEGATIVE, only=Names(OPTIMIZERS, "eps"))
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only", NOT_NEGATIVE)
-    decay_matrices_only: bool = key(False, "spare norms from the weight decay (TorchTitan decays everything)")
+    decay_matrices_only: bool = key(False, "no weight decay for norms and biases (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
     masters: str = key("whole", "the optimizer's float32 weights: whole, or split into the bfloat16 weights that the model computes with "
-                       "and 16 bits beside each, which saves up to 4 bytes a parameter", choices=("whole", "split"), late=True)
+                       "and 16 bits beside each, which saves up to 4 bytes per parameter", choices=("whole", "split"), late=True)
     muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE,
                          only=Names(OPTIMIZERS, "muon_lr"))
     muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "muon_momentum"))
@@ -142,19 +141,19 @@ LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside t
 @dataclass
 class Checkpoint:
     name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"))
-    interval: int = key(500, "steps between checkpoints; 0: only by the clock, and at the end", NATURAL, identity=False)
-    interval_minutes: float | None = key(None, "save also when this long ago the last save began; rank 0's clock decides", POSITIVE,
-                                         identity=False)
-    keep_latest_k: int = key(2, "older checkpoints are deleted; 0 keeps all", NATURAL, identity=False)
+    interval: int = key(500, "steps between checkpoints; 0: only by interval_minutes, and at the end", NATURAL, identity=False)
+    interval_minutes: float | None = key(None, "save also when this many minutes have passed since the last save began, by rank 0's clock",
+                                         POSITIVE, identity=False)
+    keep_latest_k: int = key(2, "how many of the newest checkpoints to keep; 0 keeps all", NATURAL, identity=False)
     keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", NATURAL, identity=False)
-    first_step: bool = key(False, "save step 1 too: shows at once whether the disk takes it", identity=False)
+    first_step: bool = key(False, "save step 1 too: shows at once whether checkpoints can be written", identity=False)
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
     export_dtype: str | None = key(None, "at the end write the weights alone to RUN/export, in this number format", identity=False,
                                    choices=("float32", "bfloat16"))
     initial_load_path: str | None = key(None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights",
                                         PATH)
-    exclude_from_loading: list[str] = key(lambda: [*LOADED], "what initial_load_path does not bring along: "
-                                          "optimizer (its moments), data (the place in it), lr_scheduler (the number of the step)",
+    exclude_from_loading: list[str] = key(lambda: [*LOADED], "what is not loaded from initial_load_path: "
+                                          "optimizer (its moments), data (the position in it), lr_scheduler (the step number)",
                                           late=True, choices=LOADED)
 
 
@@ -168,14 +167,14 @@ class Validation:
 @dataclass
 class Metrics:
     name: str = key("console", "which option of conf/metrics this is", NAME, identity=False)
-    log_every: int = key(10, "steps between lines; the first and the last step are always logged", COUNT, identity=False)
+    log_every: int = key(10, "steps between logged rows; the first and the last step are always logged", COUNT, identity=False)
     trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=Names(TRACKERS))
-    peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: known from its name, else MFU is null", POSITIVE,
-                                   identity=False)
+    peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: by its name, and no MFU if that is unknown",
+                                   POSITIVE, identity=False)
     wandb_project: str = key("titan_hydra", "wandb project", WORD, identity=False)
     wandb_entity: str | None = key(None, "wandb user or team; null: the default of the account", WORD, identity=False)
     wandb_tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
-    wandb_mode: str = key("offline", "wandb: offline writes beside the run, online sends", identity=False, choices=("offline", "online"))
+    wandb_mode: str = key("offline", "wandb: offline writes to the run, online sends", identity=False, choices=("offline", "online"))
 
 
 @dataclass
@@ -190,7 +189,7 @@ class Profiling:
 
 @dataclass
 class Comm:
-    name: str = key("default", "process groups: real ones, or fake ones that step any rank alone", choices=("default", "fake"))
+    name: str = key("default", "process groups: real ones, or fake ones, in which one rank steps alone", choices=("default", "fake"))
     rank: int = key(0, "comm=fake: which rank of the world is stepped", NATURAL, only=("fake",))
     init_timeout_seconds: int = key(300, "collective time-out until the first step is done", COUNT, identity=False)
     train_timeout_seconds: int = key(100, "collective time-out afterwards", COUNT, identity=False)
@@ -209,10 +208,10 @@ class FaultTolerance:
     sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"), late=True)
     fragments: int = key(1, "parts of the model, by layers, that meet in turn, each every sync_every steps", COUNT,
                          only=("local_sgd", "diloco"), late=True)
-    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD, on what the groups have moved on average", POSITIVE,
-                          only=("diloco",), late=True)
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD, whose gradient is the average change of the groups' weights",
+                          POSITIVE, only=("diloco",), late=True)
     outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", BELOW_ONE, only=("diloco",), late=True)
-    timeout_seconds: int = key(30, "a group that gives no sign of life for so long is left out", COUNT, only=REPLICATED,
+    timeout_seconds: int = key(30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED,
                                identity=False, late=True)
     max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED,
                             identity=False, late=True)
@@ -223,7 +222,7 @@ class FaultTolerance:
 @dataclass
 class Cluster:
     name: str = key("local", "which option of conf/cluster this is", NAME, identity=False)
-    executor: str = key("local", "inline: this process, one rank (pdb works); local: a process a rank; slurm: sbatch",
+    executor: str = key("local", "inline: this process, one rank (pdb works); local: a process per rank; slurm: sbatch",
                         identity=False, choices=("inline", "local", "slurm"))
     gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", Interval(1, 1024), identity=False)
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
@@ -243,7 +242,7 @@ class Cluster:
     setup: list[str] = key(list, "shell lines before the ranks start: module load, source", identity=False)
     environment: dict[str, str] = key(dict, "environment variables of the ranks", ANY, identity=False)
     python: str | None = key(None, "Python on the nodes; null: the one that runs launch.py", PATH, identity=False)
-    stop_seconds: int = key(180, "warning before the time limit: ranks finish their step, save and requeue", COUNT, identity=False)
+    stop_seconds: int = key(180, "how long before the time limit ranks finish their step, save and requeue", COUNT, identity=False)
     max_requeues: int = key(100, "a job that was preempted or timed out more often than this fails", NATURAL, identity=False)
 
 
@@ -252,19 +251,20 @@ class Hardware:
     name: str = key("unknown", "which option of conf/hardware this is", NAME, identity=False)
     measured: bool = key(True, "false: no run was timed on this device, its rates are scaled from another's", identity=False)
     memory_gib: float | None = key(None, "memory of a device that a process can allocate", POSITIVE, identity=False)
-    gpus_per_node: int | None = key(None, "devices that the fast links join", Interval(1, 1024), identity=False)
+    gpus_per_node: int | None = key(None, "devices that fast links (NVLink) connect", Interval(1, 1024), identity=False)
     bf16_tflops: float | None = key(None, "sustained rate of large bf16 matmuls, 10^12 FLOP/s", POSITIVE, identity=False)
-    float8_tflops: float | None = key(None, "the same of Float8 without its casts; null: the device has none", POSITIVE, identity=False)
+    float8_tflops: float | None = key(None, "sustained rate of large Float8 matmuls, without casts, 10^12 FLOP/s; null: no Float8",
+                                      POSITIVE, identity=False)
     small_matmul: float = key(0.0, "smallest dimension at which a bf16 matmul runs at half its rate", NOT_NEGATIVE, identity=False)
-    small_float8: float = key(0.0, "the same of a Float8 matmul", NOT_NEGATIVE, identity=False)
-    attention_tflops: float | None = key(None, "rate of causal attention, of FLOPs that the mask leaves, 10^12 FLOP/s", POSITIVE,
-                                         identity=False)
-    flash_tflops: float | None = key(None, "the same of torch's flash kernel, for model.attention=flash; null: attention_tflops", POSITIVE,
-                                     identity=False)
+    small_float8: float = key(0.0, "smallest dimension at which a Float8 matmul runs at half its rate", NOT_NEGATIVE, identity=False)
+    attention_tflops: float | None = key(None, "rate of causal attention, counting only FLOPs that the mask leaves, 10^12 FLOP/s",
+                                         POSITIVE, identity=False)
+    flash_tflops: float | None = key(None, "attention_tflops with torch's flash kernel, for model.attention=flash; null: no difference",
+                                     POSITIVE, identity=False)
     memory_tbs: float | None = key(None, "bandwidth of the device's memory, 10^12 bytes/s", POSITIVE, identity=False)
-    nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s a device", POSITIVE, identity=False)
-    nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s a device", POSITIVE, identity=False)
-    passes_per_second: float | None = key(None, "empty passes over a pipeline stage that a process starts; null: they hide behind kernels",
+    nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False)
+    nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s per device", POSITIVE, identity=False)
+    passes_per_second: float | None = key(None, "passes over an empty pipeline stage that a process can start; null: no limit",
                                           POSITIVE, identity=False)
 
 
@@ -277,7 +277,7 @@ class Debug:
                          identity=False)
     balance_experts: bool = key(False, "give every expert the same number of tokens, whatever the router says: for benchmarks alone",
                                 late=True)
-    trace_activations: bool = key(False, "norms and checksums of all that enters and leaves every module, for `titan compare`; very slow",
+    trace_activations: bool = key(False, "record norms and checksums of every module's inputs and outputs, for `titan compare`; very slow",
                                   identity=False)
 
 
@@ -289,10 +289,10 @@ class Train:
                               "launch.py", WORD, late=True)
     objective: str = key("language", "what is learned: what a sample is, which of its elements count, and the loss", late=True,
                          choices=Names(OBJECTIVES))
-    beta: float = key(0.1, "objective dpo: how far the model may go from its reference; smaller is farther", POSITIVE, late=True)
-    clip: float = key(0.2, "objective policy: a token whose probability has changed by more than this share, the way its advantage asks, "
-                      "teaches no more", POSITIVE, late=True)
-    gc_interval: int = key(50, "Python's garbage is collected every n-th step, on all ranks alike, and never between", COUNT,
+    beta: float = key(0.1, "objective dpo: how strongly the model is held to its reference model", POSITIVE, late=True)
+    clip: float = key(0.2, "objective policy: a token gives no gradient once its probability has changed by more than this share in the "
+                      "direction of its advantage", POSITIVE, late=True)
+    gc_interval: int = key(50, "steps between Python's garbage collections, on all ranks at the same step; none happen in between", COUNT,
                            identity=False)
 
 
@@ -337,24 +337,24 @@ class Job:
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing")
     precision: Precision = key(Precision, "number formats")
     adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", late=True)
-    compile: Compile = key(Compile, "torch.compile, block by block")
+    compile: Compile = key(Compile, "torch.compile, of each block or the whole model")
     optimizer: Optimizer = key(Optimizer, "how gradients change the weights")
     lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time")
     loss: Loss = key(Loss, "what is minimized")
-    data: Data = key(Data, "training text")
+    data: Data = key(Data, "training data")
     tokenizer: Tokenizer = key(Tokenizer, "text to tokens")
     checkpoint: Checkpoint = key(Checkpoint, "saving and loading")
     validation: Validation = key(Validation, "held-out loss")
     metrics: Metrics = key(Metrics, "what is logged and where to")
     profiling: Profiling = key(Profiling, "traces of some steps")
     comm: Comm = key(Comm, "process groups and their time limits")
-    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups that outlive each other", late=True)
+    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which go on when one of them dies", late=True)
     cluster: Cluster = key(Cluster, "where it runs")
     hardware: Hardware = key(Hardware, "the device that predictions are for: what it holds and how fast it is", late=True)
-    debug: Debug = key(Debug, "slower, more telling ways to run")
-    train: Train = key(Train, "the loop itself")
+    debug: Debug = key(Debug, "checks and traces that slow a run down")
+    train: Train = key(Train, "modules of your own, the objective, garbage collection")
     launch: Launch = key(Launch, "what launch.py does with the cell")
-    sweep: Sweep = key(Sweep, "what this cell is compared with", late=True)
+    sweep: Sweep = key(Sweep, "the sweep that the cell belongs to", late=True)
     paths: Paths = key(Paths, "folders")
 
 

@@ -26,8 +26,8 @@ class Source:
                         choices=("assistant", "last", "all"), only=Names(DATA_SOURCES, "train_on"), late=True)
     encoders: str | None = key(None, "image_files: folder with text_encoder, text_encoder_2, vae and two tokenizers, as Hugging Face has "
                                "them for FLUX", PATH, only=Names(DATA_SOURCES, "encoders"), late=True)
-    caption_dropout: float = key(0.447, "images: how often a caption is replaced by the empty one, for each text encoder apart, so that "
-                                 "guidance can be used", SHARE, only=Names(DATA_SOURCES, "caption_dropout"), late=True)
+    caption_dropout: float = key(0.447, "images: share of the captions that are replaced by the empty one, drawn for each text encoder "
+                                 "apart, so that samples can be guided", SHARE, only=Names(DATA_SOURCES, "caption_dropout"), late=True)
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Data(Source):
                                    only=("mixture",), late=True)
     shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", NATURAL,
                               late=True)
-    patches: int = key(1024, "patches of images that a sample has room for; shapes are those, whatever the images are", COUNT,
+    patches: int = key(1024, "image patches that a sample has room for; tensors have this size, however many there are", COUNT,
                        only=Names(DATA_SOURCES, "patches"), late=True)
-    image_patches: int = key(256, "an image with more patches is scaled down to this number, with its aspect", COUNT,
+    image_patches: int = key(256, "an image with more patches is scaled down to this number; its aspect ratio stays", COUNT,
                              only=Names(DATA_SOURCES, "patches"), late=True)
-    max_bad_shards: int = key(0, "files or shards (of chat: rows) that may be left out, with a warning, as they are missing or damaged",
+    max_bad_shards: int = key(0, "missing or damaged files or shards (of chat: rows) that may be left out, each with a warning",
                               NATURAL, identity=False)

@@ -86,7 +86,7 @@ class ConversationReader:
         try:
             found = self.tokenizer.locate(text)
         except UnicodeEncodeError as error:
-            raise ValueError("it holds half a character (a surrogate), which has no form in UTF-8") from error
+            raise ValueError("it holds half of a surrogate pair, which UTF-8 cannot encode") from error
         trained = np.zeros(len(found.ids), dtype=bool)
         for begin, end in spans:
             trained |= (found.begins < end) & (found.ends > begin)
@@ -95,7 +95,7 @@ class ConversationReader:
         return Turns(np.array(found.ids, dtype=np.int32), trained)
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
-        """Return how the tokens of a row from `begin` to `end` are shown. All of them are learned, or none."""
+        """Return how tokens of a row are shown, from `begin` to `end`: a range of which all are learned, or none."""
         return self.tokenizer.decode(turns.tokens[begin:end].tolist())
 
 

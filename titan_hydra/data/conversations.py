@@ -82,7 +82,7 @@ def parse(line: bytes) -> Conversation:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """Return a row's table. Raises ValueError if it is no JSON line of one."""
+    """Return a row's table. Raises ValueError if it is not a JSON object."""
     try:
         row = json.loads(line)
     except RecursionError as error:

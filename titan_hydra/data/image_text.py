@@ -1,4 +1,4 @@
-"""Images with text as samples: documents of texts and images in turn, packed by their tokens and patches.
+"""Images with text as samples: documents in which texts and images alternate, packed by their tokens and patches.
 
 Each image keeps its aspect: it is scaled down to `data.image_patches` patches if it has more, and has exactly as many tokens as patches.
 The size of an image is read from its header, so every rank knows all lengths, and decodes only the images of its own samples.
@@ -166,7 +166,7 @@ class ImageReader(ConversationReader):
 
 
 def parts_of(members: dict[str, bytes]) -> list[str | Callable[[], Image]]:
-    """Return the texts and images of a sample in order. Raises ValueError if it has none of both.
+    """Return the texts and images of a sample in order. Raises ValueError if it has neither.
 
     An image and its .txt are an image with its caption; a .json has `parts`, each of `text` or of `image`, which names a member.
     """

@@ -59,8 +59,8 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return the state after the last batch that next() returned: step, signature, slot -> state, and the bad shards so far. It fits
-        into JSON.
+        """Return the state after the last batch that next() returned: step, signature, slot -> state, and the bad shards so far. It can
+        be written as JSON.
         """
         return self.returned
 

@@ -70,12 +70,12 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 def _number(row: dict[str, Any], column: str) -> float:
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{column!r} is no number but {value!r}: `titan data score` adds what the reference gives")
+        raise ValueError(f"{column!r} is {value!r}, not a number: `titan data score` adds the reference's")
     return value
 
 
 class RolloutReader(ConversationReader):
-    """Token ids that a policy has drawn, by number, each with its log-probability then and its advantage."""
+    """Token ids that a policy has sampled, by number, each with its log-probability at that time and its advantage."""
 
     rows = "rollouts"
 
@@ -93,9 +93,9 @@ class RolloutReader(ConversationReader):
         row = record_of(line)
         tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
-            raise ValueError(f"'tokens' is no list of ids below model.vocab_size={self.vocab_size}")
+            raise ValueError(f"'tokens' is not a list of ids below model.vocab_size={self.vocab_size}")
         if not _numbers(old) or not 0 < len(old) < len(tokens):
-            raise ValueError(f"'old_logprobs' is no list of numbers, one for each token drawn, and fewer than all {len(tokens)}")
+            raise ValueError(f"'old_logprobs' is not a list of numbers, one for each sampled token, and fewer than all {len(tokens)}")
         advantages = advantages if isinstance(advantages, list) else [advantages] * len(old)
         if not _numbers(advantages) or len(advantages) != len(old):
             raise ValueError(f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'")

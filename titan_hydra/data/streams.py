@@ -75,7 +75,7 @@ class Stream:
 
     def load(self, state: dict[str, int]) -> None:
         self.state = START | state
-        self.begun: list[Document] = []  # documents that the next sample takes from
+        self.begun: list[Document] = []  # the documents from which the next sample is taken
         self.coming = self._documents(**{key: value for key, value in self.state.items() if key != "token"})
 
     def sample(self) -> np.ndarray:

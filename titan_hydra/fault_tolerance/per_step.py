@@ -138,7 +138,7 @@ class PerStep(Groups):
                 self.channel.allreduce([host], self.exchange).wait()
                 tensor.copy_(host)  # where it is not the same memory
             except RuntimeError as error:  # gloo has no others
-                print(f"step {self.manager.current_step() + 1} is made again: {str(error).splitlines()[0]}", flush=True)
+                print(f"step {self.manager.current_step() + 1} is repeated: {str(error).splitlines()[0]}", flush=True)
                 self.manager.report_error(error)
         if self.manager.errored():
             # At once, not in the next quorum: a group still blocked on this one here would never reach that quorum.

@@ -117,7 +117,7 @@ class Replicas(Groups):
                 break
             self.peers.part()
             if self.run.replica in meeting.takers:
-                position = (-1, -1)  # half of another's state is not a state
+                position = (-1, -1)  # a state that was received in part is of no step
         *averages, mean_loss = means
         for number, average in zip(due(meeting.step, self.job.steps, self.config), averages, strict=True):
             self.fragments[number].take(average, self.config)
@@ -126,7 +126,7 @@ class Replicas(Groups):
         self.members = sorted(meeting.members)
         if self.board is not None:
             self.board.become("training", (meeting.step, meeting.step))
-        known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}  # not in a meeting that was owed from before a stop
+        known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}  # no loss in a meeting that a stop had postponed
         self.report("meeting", meeting.step, groups=len(self.members), joined=len(meeting.takers), **known,
                     seconds=time.perf_counter() - began)
         return meeting.step, False

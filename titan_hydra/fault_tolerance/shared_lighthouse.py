@@ -92,7 +92,7 @@ class Lighthouse:
         """Serve, unless another process has become the lighthouse of this number."""
         server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY)
         mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
-        if number > 1:  # the groups do not arrive together: a sign of life from nobody delays the first quorum until it is too old
+        if number > 1:  # the groups do not arrive together: a heartbeat from nobody delays the first quorum until it is too old
             LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
         began = time.monotonic()
         once(LIGHTHOUSE.of(self.folder, number), mine)

@@ -203,10 +203,10 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
         if all(jobs := [queue.find(owner) for owner in owners]):
             for attempt, job in zip(attempts, jobs, strict=True):
                 rundir.note(attempt, job_id=job.id)
-            print(f"{reason}; SLURM has the {cells} all the same", file=sys.stderr)
+            print(f"{reason}; SLURM has accepted the {cells} nevertheless", file=sys.stderr)
             return Exit.DONE
     if uncertain and not queue.answers:
-        print(f"{reason}; SLURM may have the {cells} all the same, and squeue does not answer: the same line asks again", file=sys.stderr)
+        print(f"{reason}; SLURM may have the {cells} nevertheless, but squeue does not answer: the same line asks again", file=sys.stderr)
         return Exit.BUG
     for attempt in attempts:
         rundir.end_attempt(attempt)

@@ -25,7 +25,7 @@ def set_experts(blocks: Any, config: SparseModel) -> None:
 
 
 class MoE(nn.Module):
-    """Routed experts, and shared ones that every token passes: x [batch, seq, dim] to the same shape."""
+    """Routed experts, and shared ones that every token uses: x [batch, seq, dim] to the same shape."""
 
     def __init__(self, config: SparseModel):
         super().__init__()
@@ -98,8 +98,8 @@ class Router(nn.Module):
         return scores.topk(config.experts_per_token, -1, sorted=False).indices
 
     def pressure(self, chosen: Tensor, sequences: int) -> Tensor:
-        """Return the derivative of the loss of balance, summed over elements, by each token's shares [tokens, experts]: `sequence_balance`
-        times how many times its even part of the sequence an expert has.
+        """Return the derivative of the balance loss, summed over elements, by each token's shares [tokens, experts]: `sequence_balance`
+        times the expert's tokens in the sequence, relative to an even number of them.
         """
         indices = chosen.view(sequences, -1)
         counts = self.over_sequence(torch.zeros(sequences, self.config.n_experts, device=chosen.device).scatter_add_(
@@ -110,7 +110,7 @@ class Router(nn.Module):
 
 class Observed(torch.autograd.Function):
     """Returns the scores unchanged. The backward counts each expert's tokens, adds up the entropy of the shares, and adds the gradient of
-    the loss of balance.
+    the balance loss.
 
     A backward runs once for each microbatch, however often activation checkpointing recomputes the forward, and never in a validation.
     """

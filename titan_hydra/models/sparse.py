@@ -27,7 +27,7 @@ class SparseModel(Model):
     groups_per_token: int = key(1, "groups whose experts a token may use", EXPERTS)
     balance_rate: float = key(0.0, "step by which the bias of an expert's choice changes after each step of training, up if it had fewer "
                               "tokens than the mean (arXiv 2408.15664); 0: no bias", NOT_NEGATIVE)
-    sequence_balance: float = key(0.0, "weight of the loss of balance within a sequence (arXiv 2412.19437, section 2.1.2); 0: none",
+    sequence_balance: float = key(0.0, "weight of the balance loss within a sequence (arXiv 2412.19437, section 2.1.2); 0: none",
                                   NOT_NEGATIVE)
 
     @property
@@ -78,5 +78,5 @@ def shared_linears(config: SparseModel) -> tuple[Linear, ...]:
 
 
 def active_parameters(config: SparseModel, parameters: int) -> int:
-    """Return the number of parameters that one token passes, out of all `parameters` of the model."""
+    """Return the number of parameters that are active for a token, out of all `parameters` of the model."""
     return parameters - round(expert_parameters(config) * (1 - config.experts_per_token / config.n_experts))

@@ -109,7 +109,7 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """Return the innermost frames of a stack, then the innermost outside torch."""
+    """Return the innermost frames of a stack, and of the further ones the innermost outside torch."""
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 

@@ -246,5 +246,5 @@ def truncate(path: Path, last_step: int) -> None:
         except (ValueError, TypeError, KeyError):
             garbage += 1
     if garbage:
-        print(f"WARNING: {path}: {counted(garbage, 'line')} left out, which cannot be read", flush=True)
+        print(f"WARNING: {path}: {counted(garbage, 'line')} left out that cannot be read", flush=True)
     write_text(path, "".join(kept))

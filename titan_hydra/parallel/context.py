@@ -105,7 +105,7 @@ class Ring(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
-            raise ValueError("ring attention knows no documents")
+            raise ValueError("ring attention cannot mask documents")
         # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")

@@ -52,9 +52,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
-    """Shard a block; its experts over the ranks that hold the same ones: by expert if each rank gets as many, else by their width.
+    """Shard a block. Its experts are sharded over the ranks that hold the same ones: by expert if these divide evenly, else by width.
 
-    Where this torch can (not 2.11), one group of hooks gathers both: those of a group inside the block would run in its recomputation too.
+    Where this torch can (not 2.11), one group of hooks gathers both: one inside the block would run again when the block is recomputed.
     """
     layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:

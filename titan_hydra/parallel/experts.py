@@ -42,7 +42,7 @@ def sparse_layers(module: nn.Module) -> list[Any]:
 
 
 def weigh(module: nn.Module, count: Tensor) -> None:
-    """Tell the routers the weight of an element in the mean loss, for the loss of balance within sequences."""
+    """Tell the routers the weight of an element in the mean loss, for the balance loss within sequences."""
     for layer in sparse_layers(module):
         layer.router.scale.copy_(1 / count)
 

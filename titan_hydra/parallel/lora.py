@@ -47,8 +47,8 @@ class LoraLinear(nn.Linear):
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Freeze a meta-device stage, in the dtype that it computes in, and add adapters to linears of its blocks, in place.
 
-    It comes after tensor parallelism: the matrices are split as the weight is. A and B of a column linear are whole and split by rows,
-    those of a row linear split by columns and whole. Frozen weights in the compute dtype are what every forward would round them to.
+    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear A is whole and B is split by rows;
+    for a row linear A is split by columns and B is whole. Every forward would round frozen weights to the compute dtype anyway.
     """
     if job.adapter.name == "none":
         return

@@ -17,8 +17,8 @@ from titan_hydra.config.schema import Loss
 def convert(model: nn.Module, config: Loss) -> list[str]:
     """Make a model's head return the loss if it gets targets, as `linear_cross_entropy` does, in place; it keeps its weight under its name.
 
-    It is part of the head rather than a loss function after the model, so that its weight is used inside the forward: FSDP gathers it no
-    longer than that.
+    The loss is part of the head, not a function after the model: so the head's weight is used only inside the forward, and FSDP need not
+    keep it gathered afterwards.
     """
     head, chunk = model.output, config.chunk_tokens
 

@@ -51,14 +51,15 @@ def on(job: Job, hardware: Hardware) -> Job:
 
 
 def measured(name: str, job: Job, tokens_per_second: float) -> Measured:
-    """Return a run by its tokens per second of a device."""
+    """Return a run, with its seconds per step computed from its tokens per second per device."""
     return Measured(name, job, job.data.global_batch * job.data.seq_len / all_ranks(job) / tokens_per_second)
 
 
 def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
     """Fit the rates that the runs depend on, so that the squared logarithms of predicted over measured times are least.
 
-    Attention and matmuls differ in how they grow with the sequence: of a single length only their sum is known, so both change alike.
+    Times of attention and of matmuls grow differently with the sequence. From runs of one length only their sum is known, so both rates are
+    changed by the same factor.
     Raises NotPredictable if the start lacks a rate.
     """
     runs = tuple(runs)

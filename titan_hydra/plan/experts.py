@@ -10,7 +10,7 @@ from titan_hydra.config.schema import Job
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`rows` are those that a rank's experts compute, for each token of a context-parallel rank. Widths are numbers of a row."""
+    """`rows` are those that a rank's experts compute, for each token of a context-parallel rank. Widths are elements of a row."""
 
     number: int  # of the model's block
     ep: int
@@ -18,7 +18,7 @@ class ExpertShape:
     rows: float
     dim: int
     width: int
-    used: int  # bytes of a number
+    used: int  # bytes of an element
     dense: int  # blocks of the model without experts, the first ones
     sequence: int  # ranks over which the tokens of a router are split
 
@@ -29,7 +29,7 @@ class ExpertShape:
 
     @property
     def outputs(self) -> list[float]:
-        """The numbers of a token in the outputs of the router and of the three grouped matmuls, in running order."""
+        """The elements of a token in the outputs of the router and of the three grouped matmuls, in running order."""
         return [self.number / self.sequence, self.rows * self.width, self.rows * self.width, self.rows * self.dim]
 
     @property

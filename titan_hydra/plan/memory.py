@@ -58,7 +58,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted, or was otherwise in older versions of torch. The tests of the paper's tables change the latter."""
+    """Constants that are fitted, or that were different in older versions of torch; tests of the paper's tables change the latter."""
 
     reserve: float = 1.05  # of what comes and goes: fitted to one H200 with torch 2.11; 1.17 on the paper's ranks of 2024
     logits: float | None = None  # bytes of a logit at the loss; None: as counted here
@@ -84,7 +84,7 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     moments = [*_moments(shape, rank, parameters, constants)]
     sizes = [sum(term.bytes for term in moving) for _, moving in moments]
     live = max(having * of_gradient * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
-    # The allocator gives the blocks of last step's gradients to nothing else, so that all count, at whatever moment.
+    # The allocator does not reuse the memory of the last step's gradients for anything else, so all of it counts at every moment.
     size = max(sizes)
     reserve = Term("reserve", (constants.reserve - 1) * size, "fitted")
     terms = [*always, Term("gradients", trained * of_gradient), *moments[sizes.index(size)][1]]
@@ -163,7 +163,7 @@ def saved(shape: Shape) -> float:
 
 
 def _norms(shape: Shape) -> float:
-    """Return the numbers of a token in the outputs of a block's two norms, as the linears take them: whole under tensor parallelism."""
+    """Return the elements of a token in the outputs of a block's two norms, as the linears take them: whole under tensor parallelism."""
     dim = shape.job.model.dim
     if shape.job.parallelism.tp == 1:
         return 2 * dim
@@ -171,7 +171,7 @@ def _norms(shape: Shape) -> float:
 
 
 def _heads(shape: Shape) -> float:
-    """Return the numbers of a token in queries, keys, values and attention's output, and in what they are computed from: latents, or
+    """Return the elements of a token in queries, keys, values and attention's output, and in what they are computed from: latents, or
     queries and keys that are not normalized yet.
     """
     before = 2 * shape.latents + (shape.queries + shape.keys) * shape.job.model.qk_norm

@@ -137,7 +137,7 @@ class Held:
 
 
 def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
-    """Return what a pipeline rank holds of microbatches; `weights` are those of all stages. Without a pipeline it is the model's."""
+    """Return the microbatches that a pipeline rank holds, in the `weights` of their stages. Without a pipeline: one."""
     if job.parallelism.pp == 1:
         return Held(weights[0], weights[0])
     if job.pp_schedule.name == "csv":

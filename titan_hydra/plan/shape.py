@@ -100,27 +100,27 @@ class Shape:
 
     @cached_property
     def queries(self) -> float:
-        """The numbers of a token's queries on this rank."""
+        """The elements of a token's queries on this rank."""
         return self.job.model.n_heads * self.job.model.head_width / self.job.parallelism.tp
 
     @cached_property
     def keys(self) -> float:
-        """The numbers of a token's keys on this rank; it has as many values."""
+        """The elements of a token's keys on this rank; its values have as many."""
         return self.job.model.n_kv_heads * self.job.model.head_width / self.job.parallelism.tp
 
     @cached_property
     def values(self) -> float:
-        """The numbers of a token's attention outputs on this rank."""
+        """The elements of a token's attention outputs on this rank."""
         return self.job.model.n_heads * self.job.model.value_width / self.job.parallelism.tp
 
     @cached_property
     def latents(self) -> float:
-        """The numbers of a token's latents, from which this rank's queries, keys and values are computed."""
+        """The elements of a token's latents, from which this rank's queries, keys and values are computed."""
         return sum(one.outputs for one in self.linears if one.whole)
 
     @cached_property
     def ffn_width(self) -> float:
-        """The numbers of a token between the linears of the feed-forward on this rank, without routed experts."""
+        """The elements of a token between the linears of the feed-forward on this rank, without routed experts."""
         return (shared_width(self.job) if self.experts else self.job.model.ffn_width) / self.job.parallelism.tp
 
     @property

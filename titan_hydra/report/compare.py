@@ -112,7 +112,7 @@ def refuse(found: list[Difference], allowed: set[str]) -> None:
     if unknown:
         known = dict.fromkeys((*WORK, *LEARNING, *PLACE, "versions"))
         close = suggest(unknown[0], known)
-        raise ConfigError(f"--allow {unknown[0]}: no key that must be equal; " +
+        raise ConfigError(f"--allow {unknown[0]}: not a key that must be equal; " +
                           (f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"))
     lines = [f"{difference}; leave cells out, or --allow {difference.key}" for difference in found
              if not difference.purpose and not is_allowed(difference.key, allowed)]

@@ -18,7 +18,7 @@ VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
     "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),
 }
-WRITTEN = (  # what slurmd writes when it ends a job, where SLURM has since forgotten the job's state
+WRITTEN = (  # what slurmd writes when it ends a job; used once SLURM has forgotten the job's state
     (r"JOB \d+ .*DUE TO TIME LIMIT", "TIMEOUT"),
     (r"DUE TO NODE FAILURE|error: Node failure on", "NODE_FAIL"),
     (r"oom_kill event|Out Of Memory", "OUT_OF_MEMORY"),

@@ -75,7 +75,7 @@ def sweep(folder: Path) -> Selection:
     """Read the cells of the sweep in a folder."""
     content = layout.SWEEP.read(folder)
     if not content:
-        raise ConfigError(f"{layout.SWEEP.of(folder)} cannot be read: it is no sweep's manifest")
+        raise ConfigError(f"{layout.SWEEP.of(folder)} cannot be read: it is not the manifest of a sweep")
     runs = folder.parents[1]
     cells = [RunCell(cell["name"], runs / cell["directory"], cell["overrides"]) for cell in content["cells"]]
     return Selection(content["name"], cells, content["baseline"], folder)

@@ -122,8 +122,8 @@ MANIFEST = Entry("manifest.json", FIRST, "in a step of `checkpoints/`: every oth
 SCHEDULE = Entry("schedule.json", FIRST, "what each pipeline rank computes, in order", Fields(
     {"ranks": Each(Each(Fields({"stage": int, "kind": str, "microbatch": int})))}))
 EXPORT = Entry("export/", EVERY, "the last weights alone (`checkpoint.export_dtype`)")
-REPLICA = Entry("replicas/<g>/", "group g", "what the run's own files are for the first replica group; on SLURM its `attempts/` too")
-MEETINGS = Entry("meetings/", GROUPS, "on SLURM, by submission: where they find each other, and torchft's lighthouse; else in the attempt")
+REPLICA = Entry("replicas/<g>/", "group g", "the run's files of replica group g (the first has the run's own); on SLURM `attempts/` too")
+MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other, and torchft's lighthouse; in the attempt if not on SLURM")
 TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
 WANDB = Entry("wandb/", FIRST, "copies of the rows")
 ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
@@ -139,7 +139,7 @@ LOG = Entry("rank_<r>.log", "rank r", "its output")
 STATUS = Entry("status.json", FIRST, "the last step that is done", Fields({"step": int}, {"time": Moment}))
 BEAT = Entry("beat_<r>.json", "rank r", "the step and the phase that it is in", Fields(
     {"step": int, "phase": str, "count": int, "since": Moment, "time": Moment}, {"asked": Moment}))
-FLIGHT = Entry("flight_<r>.json", "rank r", "after a hang: the last operations, stacks", Fields({
+FLIGHT = Entry("flight_<r>.json", "rank r", "after a hang, an error, or on demand: the last collectives, stacks", Fields({
     "rank": int, "time": Moment, "timeout": float, "step": int, "phase": str, "since": Moment, "host": str, "stacks": dict[str, list[str]],
     "groups": Each(Fields({"mesh": str, "ranks": list[int]}), named=True), "collectives": Each(Fields(OPERATION, {"sizes": list})),
     "messages": Each(Fields(OPERATION | {"size": Any, "peer": int, "done": bool})), "steps": list[list[float]]}))

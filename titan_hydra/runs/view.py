@@ -25,7 +25,7 @@ SILENT = 60.0  # seconds without a step after which a running cell is called sil
 STEPS_SILENT = 10
 LASTING = ("start", "validation", "checkpoint", "end")  # phases outside of the steps
 FIRST_STEP = 300.0  # seconds that the first step may take, with its compilation
-ACTIVE = ("queued", "running", "unknown")  # states that will change without anybody doing anything
+ACTIVE = ("queued", "running", "unknown")  # states that change without a new command
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The replica groups of a run, as the loop uses them. The package fault_tolerance has the real ones."""
+"""The interface of replica groups to the loop, for a run without them. fault_tolerance has the classes that communicate."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +48,7 @@ class Groups:
         """Sum this rank's shards of the gradients over the groups."""
 
     def commits(self, agreement: Agreement) -> bool:
-        """Whether the step counts. If not, its gradients are dropped and it is made again."""
+        """Whether the step counts. If not, its gradients are dropped and it is repeated."""
         return True
 
     def stops(self, asked: bool) -> bool:

@@ -36,7 +36,7 @@ class Muon(torch.optim.Muon):
         self.found_inf: Tensor | float = 0.0
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # none of ours has a closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # our optimizers take no closure
         """Update every matrix that has a gradient. This is a collective over the group."""
         ranks = 1 if self.group is None else self.group.size()
         keep = 1 - self.found_inf
@@ -98,7 +98,7 @@ class Muon(torch.optim.Muon):
 
 
 def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
-    """Return the mesh coordinate of the group's `rank`, whose ranks are those of the matrix's mesh with the last dimension fastest."""
+    """Return the mesh coordinate of a rank of the group that joins all ranks of the matrix's mesh, in row-major order."""
     return [int(index) for index in np.unravel_index(rank, matrix.device_mesh.shape)]
 
 

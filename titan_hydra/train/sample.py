@@ -26,8 +26,8 @@ from .objectives.diffusion import as_latents, coordinates
 
 def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str,
            encoders: str | None = None) -> list[np.ndarray]:
-    """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the strength of guidance: how far a
-    step goes beyond that of the empty prompt, or what a distilled model is told. Raises ConfigError if the model draws no images.
+    """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the guidance strength: how far a step
+    goes beyond that of the empty prompt, or the guidance input of a distilled model. Raises ConfigError if the model draws no images.
     """
     config: Any = read_model_config(checkpoint)
     if family_of(config).takes != "latents":
@@ -46,7 +46,7 @@ def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, s
 def encoders_of(section: dict, folder: str | None) -> Encoders:
     """Return the encoders of a folder, or of that which the run's data section names. Raises ConfigError if there is none."""
     if not (named := folder or section.get("encoders")):
-        raise ConfigError(f"data={section['name']}: prompts are encoded and images decoded as those of the run were: name the folder with "
+        raise ConfigError(f"data={section['name']}: prompts and images need the encoders that the run's images had: name the folder with "
                           "--encoders")
     return Encoders(home(named), device_here())
 

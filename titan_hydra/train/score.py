@@ -1,4 +1,4 @@
-"""Write beside pairs of answers what a reference model thinks of them, in one process: the log-probability of each answer."""
+"""Add a reference model's log-probability of each answer to pairs of answers, in one process."""
 import json
 from pathlib import Path
 

@@ -29,7 +29,7 @@ class SplitAdamW(torch.optim.AdamW):
                 }
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # none of ours has a closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # our optimizers take no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -32,7 +32,7 @@ class Case:
     norm: float = 1e-5
     gradients: float = 1e-5
     weights: float = 1e-3
-    routing: bool = True  # every token must pass the same experts; rounding in bf16 sends some to others
+    routing: bool = True  # every token must use the same experts; rounding in bf16 sends some to others
     slow: bool = False  # many seconds: left out by `pytest -m "not slow"`
     config_dir: Path | None = None  # with options of the user's own
 
@@ -198,8 +198,8 @@ MATRIX = [
 
     # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not depend on what else
     # shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2), whose parts then have scales of
-    # their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch: Float8's rounding (e5m2: 12 %) goes another
-    # way, and Adam's division by the moments carries that into the weights.
+    # their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch: values round differently (by up to 12 % in
+    # e5m2), and Adam's division by the moments carries that into the weights.
     *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),

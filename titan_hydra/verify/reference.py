@@ -67,7 +67,7 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.13245 ----------
 
 def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Tensor, Weights]:
-    """Return the cross-entropy of the labels that count and the loss of balance, divided by their number; and how many tokens each layer's
+    """Return the cross-entropy of the labels that count and the balance loss, divided by their number; and how many tokens each layer's
     experts had.
     """
     routed: dict[str, tuple[Tensor, Tensor]] = {}
@@ -152,7 +152,7 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:
-    """Return which experts a token passes: the best of those in the groups whose two best experts are best together."""
+    """Return which experts a token uses: the best of those in the groups whose two best experts are best together."""
     width = model.n_experts // model.expert_groups
     groups = scores.unflatten(-1, (model.expert_groups, width))
     strength = groups.sort(-1, descending=True).values[..., :2].sum(-1)
@@ -166,7 +166,7 @@ def _place(x: Tensor) -> Tensor:
 
 
 def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
-    """Return the loss of balance in sequences, summed over tokens: each expert's tokens, relative to an even number, times its shares."""
+    """Return the balance loss in sequences, summed over tokens: each expert's tokens, relative to an even number, times its shares."""
     tokens = chosen.double().sum(1, keepdim=True)
     even = chosen.shape[1] * model.experts_per_token / model.n_experts
     return model.sequence_balance * (tokens / even * shares).sum()

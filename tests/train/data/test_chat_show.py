@@ -45,8 +45,8 @@ def test_pairs_rollouts_and_images_are_shown(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    ([], "data.name=embedded: only rows that share samples are shown; nearest legal: chat or embedded_chat or preference or rollouts or "
-         "image_text or synthetic_image_text"),
+    ([], "data.name=embedded: only sources that pack rows into samples can be shown; nearest legal: chat or "
+         "embedded_chat or preference or rollouts or image_text or synthetic_image_text"),
     (["data=embedded_chat", "--row", "370"], "--row=370: there are 369 conversations; nearest legal: 369"),
     (["data=chat"], "data.path=null: data=chat needs it"),
 ])

@@ -34,15 +34,15 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
     if job.model.sparse:
         yield Fault("adapter.name", job.adapter.name, f"experts of {job.model.family} have no adapters", legal=("none",))
     if job.precision.converter:
-        yield Fault("precision.converter", job.precision.converter, f"{adapter} stands beside plain linears", legal=("null",))
+        yield Fault("precision.converter", job.precision.converter, f"{adapter} needs plain linears", legal=("null",))
     if job.parallelism.backend != "fsdp2":
-        yield Fault("parallelism.backend", job.parallelism.backend, f"{adapter} has frozen weights, which it does not shard",
+        yield Fault("parallelism.backend", job.parallelism.backend, f"{adapter} has frozen weights, which this backend does not shard",
                     legal=("fsdp2",))
     if job.loss.name == "linear_cross_entropy":
         yield Fault("loss.name", job.loss.name, f"it computes the gradient of the head, which {adapter} freezes", legal=("cross_entropy",))
     if job.fault_tolerance.name != "off":
-        yield Fault("fault_tolerance.name", job.fault_tolerance.name, f"replica groups exchange whole models, not those of {adapter}",
-                    legal=("off",))
+        yield Fault("fault_tolerance.name", job.fault_tolerance.name,
+                    f"replica groups exchange all weights, and {adapter} trains only its own", legal=("off",))
     if job.checkpoint.export_dtype:
         yield Fault("checkpoint.export_dtype", job.checkpoint.export_dtype, f"{adapter} is exported by titan convert", legal=("null",))
     if not set(job.checkpoint.exclude_from_loading) >= {"optimizer", "data", "lr_scheduler"}:

@@ -166,10 +166,10 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
         yield Fault("model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly",
                     legal=divisors(model.n_heads))
     if model.head_dim and model.head_dim % 2:
-        yield Fault("model.head_dim", model.head_dim, "must be even (RoPE turns pairs)", legal=(model.head_dim - 1, model.head_dim + 1))
+        yield Fault("model.head_dim", model.head_dim, "must be even (RoPE rotates pairs)", legal=(model.head_dim - 1, model.head_dim + 1))
     elif not model.head_dim and (model.dim % model.n_heads or model.dim // model.n_heads % 2):
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
-        yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE turns pairs)",
+        yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE rotates pairs)",
                     legal=legal)
 
 
@@ -224,7 +224,7 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
     if job.model.attention == "math":
         yield Fault("model.attention", "math", f"{ring} needs a fused kernel (pytorch #147793)", legal=("auto", "flash"))
     if job.ac.name == "memory_budget":
-        yield Fault("ac.name", job.ac.name, f"the compiler cannot weigh {ring}", legal=("op", "lean"))
+        yield Fault("ac.name", job.ac.name, f"the compiler cannot estimate the memory of {ring}", legal=("op", "lean"))
 
 
 @rule(RECIPE)
@@ -236,7 +236,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
         yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",
                     legal=("never",))
     if job.ac.name != "none":  # torch 2.13 recomputed each block 11 times with full, 10 of them at once in memory
-        yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} computes gradients of weights apart, and torch would recompute a "
+        yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} computes weight gradients separately, and torch would recompute a "
                     "block for each of its weights", legal=("none",))
     if job.compile.name != "off":
         yield Fault("compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse",
@@ -252,7 +252,7 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
     if not job.parallelism.async_tp:
         return
     if job.compile.name != "block":
-        yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true is work of the compiler", legal=("block",))
+        yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true needs the compiler", legal=("block",))
     if not job.parallelism.sequence_parallel or job.parallelism.tp == 1:
         yield Fault("parallelism.async_tp", True, "has nothing to overlap without tp ranks and parallelism.sequence_parallel",
                     legal=(False,))
@@ -262,7 +262,7 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
     """The compiler chooses what to keep within the memory budget, where it splits a block into forward and backward."""
     if job.ac.name == "memory_budget" and job.compile.name != "block":
-        yield Fault("compile.name", job.compile.name, "ac=memory_budget is work of the compiler", legal=("block",))
+        yield Fault("compile.name", job.compile.name, "ac=memory_budget needs the compiler", legal=("block",))
 
 
 @rule(RECIPE)
@@ -318,7 +318,7 @@ def probes_see_modules(job: Job) -> Iterator[Fault]:
     """Probes hook modules, and a compiled block has none at run time."""
     for key in ("nan_hunt", "trace_activations"):
         if getattr(job.debug, key) and job.compile.name != "off":
-            yield Fault("compile.name", job.compile.name, f"debug.{key}=true looks into blocks", legal=("off",))
+            yield Fault("compile.name", job.compile.name, f"debug.{key}=true hooks modules inside the blocks", legal=("off",))
 
 
 @rule(RECIPE)

@@ -47,7 +47,7 @@ def flags_are_the_sites(job: Job) -> Iterator[Fault]:
     for argument in job.cluster.srun:
         name = argument.partition("=")[0]
         if not name.startswith("-"):
-            yield Fault("cluster.srun", argument, "srun would take it for the program to run; write --flag=value in one")
+            yield Fault("cluster.srun", argument, "srun would take it for the program to run; write --flag=value as one word")
         elif name in SRUN_OURS:
             yield Fault("cluster.srun", argument, "the launcher sets it, from the layout")
 

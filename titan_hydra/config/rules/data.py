@@ -90,8 +90,8 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
     elif not any(file.stat().st_size for file in usable):
         yield Fault(key, path, "the file is empty" if len(usable) == 1 else "all files are empty")
     elif len(gone := missing(path, found)) > limit:
-        yield Fault(key, path, f"{len(gone)} of a numbered set are missing, the first is {gone[0].name}; a glob can name those that are "
-                    f"wanted, data.max_bad_shards={len(gone)} goes on without")
+        yield Fault(key, path, f"{len(gone)} of a numbered set are missing, the first is {gone[0].name}; name the others with a glob, or "
+                    f"set data.max_bad_shards={len(gone)} to go on without them")
 
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:

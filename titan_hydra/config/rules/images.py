@@ -13,7 +13,7 @@ def faults(job: Job) -> Iterator[Fault]:
     seq_len, text_len, parallelism = job.data.seq_len, model.text_len, job.parallelism
     image, side = seq_len - text_len, isqrt(max(seq_len - text_len, 1))
     if image != side * side:
-        yield Fault("data.seq_len", seq_len, f"model.text_len={text_len} tokens of text leave {image} for the image, which are no square",
+        yield Fault("data.seq_len", seq_len, f"model.text_len={text_len} tokens of text leave {image} for the image, not a square number",
                     legal=tuple(text_len + near * near for near in (side, side + 1)))
         return
     balanced = parallelism.cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
@@ -22,7 +22,7 @@ def faults(job: Job) -> Iterator[Fault]:
         if length % parts:
             yield Fault("parallelism.cp", parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts")
     if job.data.document_mask:
-        yield Fault("data.document_mask", True, f"train.objective={job.train.objective} knows no documents", legal=(False,))
+        yield Fault("data.document_mask", True, f"train.objective={job.train.objective} has no documents to separate", legal=(False,))
     if job.adapter.name != "none":
         yield Fault("adapter.name", job.adapter.name, f"model.family={job.model.family} has blocks of two kinds, which get no adapters",
                     legal=("none",))

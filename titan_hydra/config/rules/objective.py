@@ -40,14 +40,14 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
 
 
 def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
-    """A loss of whole documents needs their numbers and all of their tokens on one rank. Experts' loss of balance counts tokens."""
+    """A loss of whole documents needs their numbers and all of their tokens on one rank. The balance loss of experts counts tokens."""
     record = OBJECTIVES[job.train.objective]
     if record.documents and not job.data.document_mask:
         yield Fault("data.document_mask", False, f"train.objective={record.name} compares documents", legal=(True,))
     if record.sequences and job.parallelism.cp > 1:
         yield Fault("parallelism.cp", job.parallelism.cp, f"train.objective={record.name} sums over whole documents", legal=(1,))
     if record.sequences and (balance := getattr(job.model, "sequence_balance", 0)):
-        yield Fault("model.sequence_balance", balance, f"it is weighed as a token's loss, and train.objective={record.name} has none",
+        yield Fault("model.sequence_balance", balance, f"it is scaled like a token's loss, and train.objective={record.name} has none",
                     legal=(0,))
 
 
@@ -73,7 +73,7 @@ def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
     if job.train.objective not in reading:
         yield Fault("train.objective", job.train.objective, f"{tower} learns from images alone", legal=reading)
     if job.precision.converter:
-        yield Fault("precision.converter", job.precision.converter, f"{tower} has plain linears", legal=("null",))
+        yield Fault("precision.converter", job.precision.converter, f"{tower} needs plain linears", legal=("null",))
     if job.adapter.name != "none":
         yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
     if job.parallelism.backend != "fsdp2":

@@ -122,7 +122,7 @@ def _actions(cell: str) -> list[Action]:
     actions = []
     for text in overlapped[1].split(";") if overlapped else [cell] if cell else []:
         if not (match := re.fullmatch(r"\s*(\d+)([FBIW])(\d+)\s*", text)):
-            raise ValueError(f"{text!r} is no action; one is written like 2F0, with F, B, I or W")
+            raise ValueError(f"{text!r} is not an action; one is written like 2F0, with F, B, I or W")
         actions.append((int(match[1]), match[2], int(match[3])))
     return actions
 
@@ -234,7 +234,7 @@ def stages_hold_blocks(job: Job) -> Iterator[Fault]:
     schedule, pp, layers = job.pp_schedule, job.parallelism.pp, job.model.n_layers
     fixed = PIPELINE_SCHEDULES[schedule.name].stages_per_rank or schedule.stages_per_rank
     if schedule.stages_per_rank != fixed:
-        yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts another number on a rank",
+        yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts a fixed number of stages on a rank",
                     legal=(fixed,))
     elif stage_count(job) > layers and not schedule.split:
         yield Fault("parallelism.pp", pp, f"{counted(stage_count(job), 'stage')}, but the model has {counted(layers, 'block')}",
@@ -260,7 +260,7 @@ def split_covers_the_model(job: Job) -> Iterator[Fault]:
             yield Fault("pp_schedule.layers_per_stage", schedule.layers_per_stage, "pp_schedule.split already sets it", legal=(None,))
     elif (per_stage := schedule.layers_per_stage) is not None and (per_stage < 1 or -(-layers // per_stage) != stages):
         legal = tuple(number for number in range(1, layers + 1) if -(-layers // number) == stages)
-        yield Fault("pp_schedule.layers_per_stage", per_stage, f"{counted(layers, 'block')} do not make {stages} stages of it",
+        yield Fault("pp_schedule.layers_per_stage", per_stage, f"{counted(layers, 'block')} do not make {stages} stages of this size",
                     legal or (None,))
 
 
@@ -273,7 +273,7 @@ def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
         why = microbatch_objection(job, batch) or f"cannot be cut into {least} microbatches"
         yield Fault("data.local_batch", batch, f"too few samples to cut into microbatches: {why}", legal=(least,))
     elif number < 1 or batch % number:
-        yield Fault("pp_schedule.microbatches", number, f"data.local_batch {batch} cannot be cut into it", legal=tuple(choices))
+        yield Fault("pp_schedule.microbatches", number, f"data.local_batch {batch} cannot be cut into so many", legal=tuple(choices))
     elif why := microbatch_objection(job, number):
         yield Fault("pp_schedule.microbatches", number, why, legal=tuple(choices))
 

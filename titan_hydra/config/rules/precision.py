@@ -19,7 +19,7 @@ def recipe_is_chosen(job: Job) -> Iterator[Fault]:
         reason = f"precision.converter={job.precision.converter} has no such recipe"
         yield Fault("precision.recipe", recipe, reason, legal=suggest(recipe, recipes) or recipes or (None,))
     if format is None and job.precision.emulate:
-        yield Fault("precision.emulate", True, "there is no number format that could be emulated", legal=(False,))
+        yield Fault("precision.emulate", True, "there is no number format to emulate", legal=(False,))
 
 
 def widths_suit_the_format(job: Job) -> Iterator[Fault]:
@@ -62,7 +62,7 @@ def fused_kernels_suit(job: Job) -> Iterator[Fault]:
         return
     if precision.recipe not in (format.fused if format else ()):
         recipes = ", ".join(f"precision.recipe={recipe} of {kind.name}" for kind in FORMATS.values() for recipe in kind.fused)
-        yield Fault("precision.kernels", precision.kernels, f"there are such kernels for {recipes} alone", legal=("torchao",))
+        yield Fault("precision.kernels", precision.kernels, f"such kernels exist only for {recipes}", legal=("torchao",))
     elif job.parallelism.tp > 1:
         reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
         yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
@@ -73,7 +73,7 @@ def emulation_is_eager(job: Job) -> Iterator[Fault]:
     kernels, into which it does not see.
     """
     if job.precision.emulate and job.compile.name != "off" and job.precision.kernels == "torchao":
-        yield Fault("precision.emulate", True, f"is not for compile={job.compile.name}", legal=(False,))
+        yield Fault("precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,))
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:

@@ -33,9 +33,9 @@ def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
     if job.launch.packed:
         yield Fault("launch.packed", True, "replica groups are jobs of their own, which run at the same time", legal=(False,))
     if job.cluster.executor == "inline" and job.fault_tolerance.replicas > 1:
-        yield Fault("cluster.executor", "inline", "runs one process, and each replica group is one at least", legal=("local",))
+        yield Fault("cluster.executor", "inline", "runs one process, and each replica group needs at least one", legal=("local",))
     if job.comm.name == "fake":
-        yield Fault("comm.name", "fake", "nobody meets there", legal=("default",))
+        yield Fault("comm.name", "fake", "replica groups need real processes, and fake process groups run one rank", legal=("default",))
 
 
 def too_many(job: Job, node: int) -> Fault:

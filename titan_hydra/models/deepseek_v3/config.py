@@ -47,7 +47,7 @@ class DeepSeekV3Config(SparseModel):
         """Every head has a key of its own, whose rotated part is even."""
         yield from super().faults()
         if self.rope_dim % 2:
-            yield Fault("model.rope_dim", self.rope_dim, "must be even (RoPE turns pairs)", legal=(self.rope_dim - 1, self.rope_dim + 1))
+            yield Fault("model.rope_dim", self.rope_dim, "must be even (RoPE rotates pairs)", legal=(self.rope_dim - 1, self.rope_dim + 1))
         if self.n_kv_heads != self.n_heads:
             yield Fault("model.n_kv_heads", self.n_kv_heads, "latent attention computes a key and a value for each head",
                         legal=(self.n_heads,))

@@ -20,13 +20,13 @@ class FluxConfig(Model):
     double_layers: int = key(19, "blocks, the first ones, in which image and text have weights of their own; in the others they share "
                              "them", Interval(0, 10_000))
     channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
-    text_len: int = key(512, "tokens of a caption; data.seq_len less these are the image's, a square", COUNT)
+    text_len: int = key(512, "tokens of a caption; the other tokens of data.seq_len are the image's, a square number", COUNT)
     text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
     pooled_dim: int = key(768, "width of the embedding of a whole caption", WIDTH)
-    rope_first: int = key(16, "part of a head's width that turns with the first of three coordinates, which is 0; rows and columns of "
+    rope_first: int = key(16, "part of a head's width that RoPE rotates by the first of three coordinates, which is 0; rows and columns of "
                           "the image share the rest", Interval(0, 1_000_000))
-    guidance: float | None = key(None, "strength of guidance that a distilled model is told while it trains; null: it has no embedding "
-                                 "of it", NOT_NEGATIVE)
+    guidance: float | None = key(None, "guidance strength, an input of a guidance-distilled model; null: the model has no such input",
+                                 NOT_NEGATIVE)
 
     @property
     def causal(self) -> bool:
@@ -35,12 +35,12 @@ class FluxConfig(Model):
 
     @property
     def patch_width(self) -> int:
-        """The numbers of an image's token: a square of latents."""
+        """The elements of an image's token: a square of latents."""
         return PATCH * PATCH * self.channels
 
     @property
     def rope_axes(self) -> tuple[int, int, int]:
-        """The parts of a head's width that turn with each of three coordinates."""
+        """The parts of a head's width that RoPE rotates by each of three coordinates."""
         rest = (self.head_width - self.rope_first) // 2
         return self.rope_first, rest, rest
 
@@ -90,7 +90,7 @@ def parameters(config: FluxConfig) -> int:
 
 
 def matrices(config: FluxConfig) -> tuple[int, int, int, int]:
-    """Return the numbers in matrices that each token of an image meets, each of a text, each of both, and each sample once."""
+    """Return the numbers of weights that multiply each image token, each text token, each token of either kind, and each sample once."""
     dim, width = config.dim, config.ffn_width
     single, double = config.n_layers - config.double_layers, config.double_layers
     block = 4 * dim * dim + 2 * dim * width  # attention, feed-forward

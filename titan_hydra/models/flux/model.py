@@ -191,7 +191,7 @@ def angles(positions: Tensor, axes: tuple[int, ...], theta: float) -> Tensor:
 
 
 def turned(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn neighbouring numbers of each head of x [batch, tokens, heads, head_dim], in fp32; returns the dtype of x."""
+    """Rotate pairs of neighbouring elements of each head of x [batch, tokens, heads, head_dim], in fp32; returns the dtype of x."""
     cos, sin = rotary.unsqueeze(-3).unbind(-2)
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)

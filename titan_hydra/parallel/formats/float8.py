@@ -77,10 +77,10 @@ def float8_linears() -> Linears:
 
 
 def parts_suit(model: nn.Module, chosen: list[str], ranks: int, step: int) -> None:
-    """Raise ConfigError if a tensor-parallel rank's shard of a converted linear is not in steps of `step`."""
+    """Raise ConfigError if a tensor-parallel rank's shard of a converted linear is not a multiple of `step` on both sides."""
     for name in chosen:
         module = model.get_submodule(name)
         for width in (module.in_features, module.out_features):
             if width % (step * ranks):
-                raise ConfigError(f"parallelism.tp={ranks}: a rank's part of {name} ({module.in_features} x {module.out_features}) would "
-                                  f"not be in steps of {step}, which Float8 matmuls need; nearest legal: {width // step} or its divisors")
+                raise ConfigError(f"parallelism.tp={ranks}: Float8 matmuls need multiples of {step}, unlike a rank's part of {name} "
+                                  f"({module.in_features} x {module.out_features}); nearest legal: {width // step} or its divisors")

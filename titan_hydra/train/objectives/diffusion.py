@@ -15,7 +15,7 @@ from . import Objective, Tensors
 
 class Diffusion(Objective):
     """Samples are {latents, noise [channels, side, side], time [], text [text_len, text_dim], pooled [pooled_dim]}: their source has drawn
-    noise and time. In a batch latents and noise are rows of tokens [samples, tokens, width]. Every number of the latents is an element.
+    noise and time. In a batch latents and noise are rows of tokens [samples, tokens, width]. Every value of the latents is an element.
     """
 
     dims = {"latents": Dims(sequence=1), "noise": Dims(sequence=1), "positions": Dims(sequence=1), "text": Dims(sequence=1),

@@ -1,4 +1,4 @@
-"""Losses of the probabilities of whole answers: of a preferred one and another (dpo), or of tokens with advantages (policy)."""
+"""Losses on log-probabilities: of a preferred and a rejected answer (dpo), or of sampled tokens with advantages (policy)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Preference(Likelihood):
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         batch = super().batch(samples, separators)
         learned = batch["documents"].masked_fill(batch["labels"] == IGNORED, -1)
-        places = torch.arange(self.job.data.seq_len // 4 + 1)  # the most pairs of documents with two tokens or more
+        places = torch.arange(self.job.data.seq_len // 4 + 1)  # as many as there can be pairs: a document has two tokens or more
         pairs = torch.stack([torch.isin(2 * places, row) for row in learned])
         return Batch(batch.tensors | {"pairs": pairs}, self.dims)
 
@@ -75,8 +75,8 @@ class Preference(Likelihood):
 
 
 class ClippedPolicy(Likelihood):
-    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that when it was drawn, times its
-    advantage, with no gradient once the ratio has left 1 +- clip in the way that the advantage asks for.
+    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that when it was sampled, times its
+    advantage, with no gradient once the ratio has left 1 +- clip in the direction of the advantage.
     """
 
     values = ("old_logprobs", "advantages")

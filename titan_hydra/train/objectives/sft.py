@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: of packed conversations, only the marked tokens are predicted."""
+"""Supervised fine-tuning: only the marked tokens of packed conversations are predicted."""
 from collections.abc import Sequence
 
 import numpy as np
