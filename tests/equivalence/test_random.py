@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_hydra.verify import verify as program
 from titan_hydra.verify.sampler import draw_jobs
 from titan_hydra.verify.verify import verify
 
@@ -32,6 +33,22 @@ def test_a_case_that_raises_has_failed_and_those_after_it_go_on(capfd):
     outcomes = verify([raises, case], steps=2)
     assert [outcome.passed for outcome in outcomes] == [False, True]
     assert "ac.save_ops=aten.nope" in outcomes[0].worst and "in the case raises" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("times", "passed"), [(1, True), (2, False)])
+def test_a_case_that_crashes_a_rank_is_run_once_more(monkeypatch, times, passed):
+    spawn, left = program._spawn, [times]
+
+    def crash(ranks, function, folder, jobs):
+        if function is program._run_cases and jobs[0][1].name == "crashes" and left[0]:
+            left[0] -= 1
+            raise program.Crashed("rank 0 was killed by signal 6")
+        spawn(ranks, function, folder, jobs)
+
+    monkeypatch.setattr(program, "_spawn", crash)
+    case, = draw_jobs(1, seed=0, ranks=(1,))
+    outcomes = verify([dataclasses.replace(case, name="crashes"), case], steps=2)
+    assert [outcome.passed for outcome in outcomes] == [passed, True] and left == [0]
 
 
 def test_every_planted_fault_still_has_its_place():

@@ -260,17 +260,22 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
 
 
 def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. One that raises counts as failed, infinitely far from its reference; the others run."""
+    """Run cases of one number of ranks. One that raises, or crashes a rank twice, counts as failed, infinitely far from its reference."""
+    crashed = None
     while jobs:
         try:
             _spawn(ranks, _run_cases, folder, jobs)
             return
-        except Raised as error:
+        except (Raised, Crashed) as error:
+            _tell(str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
                 raise
-            number, case, _ = jobs.pop(0)
-            _tell(str(error))
+            number, case, _ = jobs[0]
+            if isinstance(error, Crashed) and number != crashed:  # seen in some of 10,000 cases: gloo of torch 2.13 broke the heap
+                crashed = number
+                continue
+            jobs = jobs[1:]
             lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
             lost = Outcome(case, math.inf, math.inf, math.inf, math.inf, worst=lines[-1], start=0, routing=0, drift=0, rounded=0)
             _write(folder, number, lost)
