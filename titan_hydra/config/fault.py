@@ -87,6 +87,12 @@ def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
     return tuple(close[:3])
 
 
+def did_you_mean(close: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a message that asks whether one of these words was meant; `otherwise` if there are none."""
+    words = " or ".join(close)
+    return f"; did you mean {words}?" if words else otherwise
+
+
 def multiples_around(number: int, step: int) -> tuple[int, ...]:
     """Return the multiples of `step` next below (or equal) and above a number; 0 is none."""
     below = number // step * step

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.fault import did_you_mean
 from titan_hydra.config.files import expand, kind, missing, similar
 from titan_hydra.config.registry import DATA_SOURCES
 
@@ -27,8 +28,7 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
         raise ConfigError(f"{key}=null: give it files, globs allowed")
     files = expand(path)
     if not files:
-        near = " or ".join(similar(path))
-        raise ConfigError(f"{key}={path}: no such file" + (f"; did you mean {near}?" if near else ""))
+        raise ConfigError(f"{key}={path}: no such file" + did_you_mean(similar(path)))
     usable = [file for file in files if not suffixes or kind(file) in suffixes]
     if not usable:
         raise ConfigError(f"{key}={path}: {files[0].name} is none of {', '.join(suffixes)}")

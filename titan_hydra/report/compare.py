@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.fault import as_typed, suggest
+from titan_hydra.config.fault import as_typed, did_you_mean, suggest
 from titan_hydra.config.sweep import differing
 
 from .cells import ReportCell
@@ -111,9 +111,8 @@ def refuse(found: list[Difference], allowed: set[str]) -> None:
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*WORK, *LEARNING, *PLACE))]
     if unknown:
         known = dict.fromkeys((*WORK, *LEARNING, *PLACE, "versions"))
-        close = suggest(unknown[0], known)
-        raise ConfigError(f"--allow {unknown[0]}: no key that must be equal; " +
-                          (f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"))
+        hint = did_you_mean(suggest(unknown[0], known), otherwise=f"; there are {', '.join(known)}")
+        raise ConfigError(f"--allow {unknown[0]}: no key that must be equal{hint}")
     lines = [f"{difference}; leave cells out, or --allow {difference.key}" for difference in found
              if not difference.purpose and not is_allowed(difference.key, allowed)]
     if lines:

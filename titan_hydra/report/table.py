@@ -6,7 +6,7 @@ from math import hypot
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.fault import quoted, suggest
+from titan_hydra.config.fault import did_you_mean, quoted, suggest
 from titan_hydra.plan.predict import Prediction
 from titan_hydra.runs.find import Selection
 
@@ -234,8 +234,8 @@ def build(selection: Selection, cells: list[ReportCell], baseline: str | None = 
     if not cells:
         raise ConfigError(f"{selection.name}: no runs")
     if over and not any(over in cell.config for cell in cells):
-        close = suggest(over, dict.fromkeys(key for cell in cells for key in cell.config))
-        raise ConfigError(f"--over {over}: no cell has such a key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+        close = suggest(over, (key for cell in cells for key in cell.config))
+        raise ConfigError(f"--over {over}: no cell has such a key" + did_you_mean(close))
     sweep = selection.manifest is not None
     swept = compare.swept_keys([cell.overrides for cell in cells]) if sweep else set()
     known = [(cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True)
@@ -261,9 +261,8 @@ def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None)
             if name in (one.name, label, one.directory.name, one.directory.name.rpartition("-")[2]):
                 return cell
     names = [cell.name for cell in cells]
-    close = suggest(name, dict.fromkeys([*names, *shown]))
-    hint = f"did you mean {' or '.join(close)}?" if close else f"cells: {', '.join(map(repr, names))}"
-    raise ConfigError(f"--baseline {name}: no such cell; {hint}")
+    hint = did_you_mean(suggest(name, [*names, *shown]), otherwise=f"; cells: {', '.join(map(repr, names))}")
+    raise ConfigError(f"--baseline {name}: no such cell{hint}")
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:

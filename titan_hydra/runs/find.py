@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.fault import quoted, suggest
+from titan_hydra.config.fault import did_you_mean, quoted, suggest
 
 from . import layout
 
@@ -68,7 +68,7 @@ def select_runs(target: str | None, runs: Path) -> Selection:
         raise ConfigError(f"{target}: could be any of {len(matches)}: {names}{', ...' if len(matches) > 6 else ''}")
     known = [run.name for run in all_runs(runs)] + [run.name.rpartition("-")[2] for run in all_runs(runs)]
     close = suggest(target, known + [folder.name for folder in named])
-    raise ConfigError(f"{target}: no such run or sweep in {runs}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    raise ConfigError(f"{target}: no such run or sweep in {runs}" + did_you_mean(close))
 
 
 def sweep(folder: Path) -> Selection:
