@@ -172,9 +172,8 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
     """Context parallelism cuts a sequence into cp parts, of two chunks if the ring is balanced; sequence parallelism cuts these by tp."""
-    seq_len, cp, tp, parallelism = job.data.seq_len, job.parallelism.cp, job.parallelism.tp, job.parallelism
-    balanced = cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
-    parts = cp * lcm(2 if balanced else 1, tp if parallelism.sequence_parallel else 1)
+    seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
+    parts = lcm(job.parallelism.sequence_parts, cp * (tp if job.parallelism.sequence_parallel else 1))
     if seq_len % parts:
         yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})",
                     legal=multiples_around(seq_len, parts))
