@@ -162,8 +162,7 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
         if not queue.answers and "ended" not in owner:
-            heard = max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
-            alive_lately = owner["job_id"] and time.time() - heard < SILENCE and layout.RANK.all(folder)
+            alive_lately = owner["job_id"] and heard_lately(folder) and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
@@ -221,9 +220,13 @@ def host_of_running(attempt: Path) -> str | None:
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
             return owner["host"] if alive(owner) or running_ranks(attempt) else None
-        heard = max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0)
-        return owner.get("host") if time.time() - heard < SILENCE else None
+        return owner.get("host") if heard_lately(attempt) else None
     return socket.gethostname() if running_ranks(attempt) else None
+
+
+def heard_lately(attempt: Path) -> bool:
+    """Whether anything was written into the folder of an attempt within the last SILENCE seconds."""
+    return time.time() - max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0) < SILENCE
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
@@ -309,17 +312,14 @@ def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
     """Write the configuration of the newest attempt; settings outside the identity may have changed since the last one."""
     layout.CONFIG.write(directory, to_dict(job))
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in overrides))
-    environment = describe_environment()
-    layout.ENV.write(directory, environment)
-    newest = layout.ATTEMPT.of(directory, newest_attempt(directory))
-    layout.ENV.write(newest, environment)
+    for folder in (directory, layout.ATTEMPT.of(directory, newest_attempt(directory))):
+        layout.ENV.write(folder, describe_environment())
 
 
 def end_attempt(attempt: Path) -> None:
     """Mark that the launcher has finished with an attempt, while it continues with other cells."""
-    record = layout.CLAIM.read(attempt)
-    if record:
-        layout.CLAIM.write(attempt, {**record, "ended": time.time()})
+    if layout.CLAIM.read(attempt):
+        note(attempt, ended=time.time())
 
 
 @functools.cache
