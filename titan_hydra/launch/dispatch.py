@@ -59,7 +59,7 @@ class Cell:
 
     def wants(self, state: State) -> bool:
         """Whether a run in this state is to be started (again)."""
-        if state.kind in ("running", "queued", "unknown"):
+        if state.active:
             return False
         again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
         return self.job.launch.force or again or state.kind in ("new", "interrupted")

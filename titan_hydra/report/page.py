@@ -43,7 +43,7 @@ def page(report: Report, live: float = 0) -> str:
 def news(report: Report) -> dict[str, Any]:
     """Build the data that a live page fetches: its tables as HTML, and the data of its plots."""
     parts: Any = template("report_parts.html").module
-    over = sum(row.cell.state.kind not in ("queued", "running", "new", "unknown") for row in report.rows)
+    over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
     results, details = parts.results(_table(report)), parts.details(more(report))
     return {"results": str(results), "details": str(details), "data": data(report), "state": state}

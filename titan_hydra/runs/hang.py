@@ -37,9 +37,11 @@ class Dump:
 
     content: dict
     until: float = math.inf  # when the first rank timed out; operations begun later do not count
+
     @property
     def rank(self) -> int:
         return self.content["rank"]
+
     @property
     def operations(self) -> list[Operation]:
         """The operations that this rank had begun when the first rank timed out, oldest first."""

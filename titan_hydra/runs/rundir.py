@@ -54,6 +54,11 @@ class State:
     groups: tuple[State, ...] = ()  # of replica groups that are SLURM jobs of their own, each with its own attempts
 
     @property
+    def active(self) -> bool:
+        """Whether it will change without anybody doing anything, as far as is known."""
+        return self.kind in ("queued", "running", "unknown")
+
+    @property
     def here(self) -> bool:
         return self.host == socket.gethostname()
 
@@ -70,7 +75,7 @@ def state(directory: Path, queue: Queue | None = None) -> State:
         return State("new")
     folder = layout.ATTEMPT.of(directory, attempt)
     owner = layout.CLAIM.read(folder)
-    if owner and owner.get("executor") == "slurm":
+    if owner.get("executor") == "slurm":
         return slurm_state(directory, attempt, owner, queue_of([directory]) if queue is None else queue)
     host = host_of_running(folder)
     if host:
@@ -94,7 +99,7 @@ def inspect(directory: Path, queue: Queue | None = None) -> State:
     """
     try:
         now = state(directory, queue)
-        damage = "" if now.kind in ("new", "queued", "running", "unknown") else damage_of(directory, now)
+        damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
     except OSError as error:  # no permission, a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
@@ -199,7 +204,7 @@ def queue_of(directories: list[Path]) -> Queue:
     owners = []
     for directory in directories:
         owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
-        if owner and owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
+        if owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
             owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
     return slurm.ask_queue(owners)
 
@@ -215,7 +220,7 @@ def host_of_running(attempt: Path) -> str | None:
     The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
-    if owner and owner.get("executor") == "slurm":
+    if owner.get("executor") == "slurm":
         return None  # only SLURM knows: see slurm_state
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
