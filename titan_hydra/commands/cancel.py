@@ -18,7 +18,7 @@ from titan_hydra.config.fault import counted
 from titan_hydra.launch.attach import stop
 from titan_hydra.runs import layout, rundir, slurm
 from titan_hydra.runs.records import alive
-from titan_hydra.runs.view import ACTIVE, RunRow, add_target, choose, jobs_of, look
+from titan_hydra.runs.view import RunRow, add_target, choose, jobs_of, look
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     """Cancel what runs or waits. Returns 0 if all running cells were asked to stop."""
     selection = choose(args.target, args.runs)
     rows, queue = look(selection.cells)
-    live = [row for row in rows if row.state.kind in ACTIVE]
+    live = [row for row in rows if row.state.active]
     if not queue.answers:  # SLURM is asked only if one of these runs may be in its queue
         print("SLURM does not answer: its jobs cannot be cancelled now", file=sys.stderr)
         live = [row for row in live if not _on_slurm(row)]
@@ -75,7 +75,7 @@ def cancel_slurm(rows: list[RunRow]) -> Iterable[str]:
     cells: list[Path] = []
     jobs: list[str] = []  # packed cells share theirs, and replica groups have one each
     for row in rows:
-        owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].kind in ACTIVE]
+        owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
         if any(state.job is None for _, _, state in live):
             yield f"{row.cell}: is being submitted right now; try again"
         elif others := sharing(owner, row, rows) if owner.get("packed") else []:

@@ -10,10 +10,9 @@ import numpy as np
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import COLOURS, table
-from titan_hydra.config import Fault, Job, freeze
+from titan_hydra.config import Fault, Job, check, freeze
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.registry import DATA_SOURCES, resolve
-from titan_hydra.config.rules import checks
 from titan_hydra.config.rules.data import data_sources
 from titan_hydra.data import Wanted
 from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
@@ -92,7 +91,7 @@ def show_rows(args: argparse.Namespace) -> int:
     if not found:
         reason = "only sources that pack rows into samples can be shown"
         raise ConfigError(str(Fault("data.name", job.data.name, reason, legal=tuple(shown))))
-    if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.RECIPE, checks.PLACE)):
+    if faults := check(job):
         raise ConfigError("\n".join(map(str, faults)))
     wanted = Wanted(job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards))
     for key, source in found.items():

@@ -16,7 +16,7 @@ import yaml
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.compose import CONF, compose_unchecked
-from titan_hydra.config.fault import as_typed, as_value, suggest
+from titan_hydra.config.fault import as_typed, as_value, did_you_mean, suggest
 from titan_hydra.config.files import ASSETS
 from titan_hydra.config.load import to_dict
 from titan_hydra.runs.records import flat
@@ -76,8 +76,8 @@ def read_toml(content: dict) -> dict[str, Any]:
     for name, value in flat(content).items():
         name = re.sub(r"^(float8|mx)\.", r"quantize.linear.\1.", TABLE["earlier"].get(name, name))
         if name not in DEFAULTS:
-            close = suggest(name, [*DEFAULTS, *TABLE["earlier"]])
-            raise ConfigError(f"{name}: TorchTitan 0.2.2 has no such key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+            hint = did_you_mean(suggest(name, [*DEFAULTS, *TABLE["earlier"]]))
+            raise ConfigError(f"{name}: TorchTitan 0.2.2 has no such key{hint}")
         if isinstance(DEFAULTS[name], list) and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         if name == "activation_checkpoint.selective_ac_option":

@@ -7,7 +7,7 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.rundir import State
-from titan_hydra.runs.view import ACTIVE, add_runs, choose_one, jobs_of
+from titan_hydra.runs.view import add_runs, choose_one, jobs_of
 
 POLL = 0.2  # seconds between two reads of the log
 ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: local, SLURM
@@ -70,7 +70,7 @@ def _guilty(directory: Path, state: State) -> int:
 def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
     """Print the log as it grows, then that of the next attempt if there is one, until the run is over."""
     number, tail, asked = state.attempt, None, time.monotonic()
-    if state.kind not in ACTIVE and log_of(directory, number, rank) is None:
+    if not state.active and log_of(directory, number, rank) is None:
         raise ConfigError(_missing(directory, state, number, rank))
     say(f"{directory.name}: {state.kind}, attempt {number}")
     while True:
@@ -79,7 +79,7 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
             tail = Tail(log, lines)
         if tail:
             tail.more()
-        if state.kind not in ACTIVE:
+        if not state.active:
             break
         if time.monotonic() - asked > (ASK_SLURM if state.job else ASK):
             state, asked = rundir.state(directory), time.monotonic()

@@ -12,7 +12,7 @@ from titan_hydra.base.text import table as layout
 from titan_hydra.config.fault import counted, quoted
 from titan_hydra.runs.find import Selection, all_runs, runs_option
 from titan_hydra.runs.slurm import Queue
-from titan_hydra.runs.view import ACTIVE, RunRow, add_target, choose, look, moment
+from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
 
 COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "damaged": "red",
            "unknown": "dim", "new": "dim"}
@@ -57,7 +57,7 @@ def _follow(args: argparse.Namespace, selection: Selection) -> int:
             lines = list(_below(args, selection, rows, queue))
             kept, left_out = fitting(rows, live.console.height - len(lines) - 4)
             live.update(Text.from_ansi("\n".join([*_table(kept), *left_out, "", *lines])), refresh=True)
-            if not any(row.state.kind in ACTIVE for row in rows):
+            if not any(row.state.active for row in rows):
                 return Exit.DONE
             time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
 
@@ -72,7 +72,7 @@ def follow_in_lines(selection: Selection) -> int:
             if before.setdefault(row.directory, "") != row.state.kind:
                 before[row.directory] = row.state.kind
                 print(f"{time.strftime('%H:%M:%S')}  {row.hash}  {row.cell}: {text}", flush=True)
-        if not any(row.state.kind in ACTIVE for row in rows):
+        if not any(row.state.active for row in rows):
             print(summary(rows))
             return Exit.DONE
         time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)

@@ -7,7 +7,7 @@ from typing import Any
 from titan_hydra.base.errors import ConfigError
 
 from .explain import explain
-from .fault import Fault, suggest
+from .fault import Fault, did_you_mean, suggest
 from .load import known_keys, values_are_what_the_schema_takes
 from .overrides import mistakes
 from .schema import Job
@@ -45,7 +45,7 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
         raise ConfigError(f"{text}: only KEY=VALUE, with one value")
     if key not in known_keys() or any(known.startswith(f"{key}.") for known in known_keys()):
         close = [known for known in suggest(key, known_keys()) if known != key]
-        raise ConfigError(f"{key}: no such key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+        raise ConfigError(f"{key}: no such key" + did_you_mean(close))
     try:
         OmegaConf.update(schema, key, override.value(), merge=False)
     except OmegaConfBaseException as error:

@@ -87,6 +87,18 @@ def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
     return tuple(close[:3])
 
 
+def did_you_mean(close: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a message that asks whether one of these words was meant; `otherwise` if there are none."""
+    words = " or ".join(close)
+    return f"; did you mean {words}?" if words else otherwise
+
+
+def multiples_around(number: int, step: int) -> tuple[int, ...]:
+    """Return the multiples of `step` next below (or equal) and above a number; 0 is none."""
+    below = number // step * step
+    return tuple(multiple for multiple in (below, below + step) if multiple)
+
+
 def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors of a number, ascending."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]

@@ -5,6 +5,7 @@ import functools
 import glob
 import hashlib
 import json
+import math
 import os
 import typing
 from collections.abc import Callable, Iterator
@@ -124,9 +125,7 @@ def freeze(job: Job) -> Job:
         job.train.sources = digest(job.train.imports)
     degrees = job.parallelism
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
-    fixed = 1
-    for name in DEGREES:
-        fixed *= max(getattr(degrees, name), 1)
+    fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)
     if job.gpus is None:
         node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
         groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)  # on one machine they share it
@@ -140,10 +139,7 @@ def freeze(job: Job) -> Job:
 
 def world_size(job: Job) -> int:
     """Return the ranks of one replica group: the product of the degrees."""
-    product = 1
-    for name in DEGREES:
-        product *= getattr(job.parallelism, name)
-    return product
+    return math.prod(getattr(job.parallelism, name) for name in DEGREES)
 
 
 def all_ranks(job: Job) -> int:

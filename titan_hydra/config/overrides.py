@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .fault import Fault, shown, suggest
+from .fault import Fault, did_you_mean, shown, suggest
 from .files import CONF, default_options
 from .load import kind_of, known_keys, model_classes
 from .ranges import range_of
@@ -83,8 +83,8 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
 def _unreadable(text: str, error: BaseException) -> str:
     """Explain why Hydra's parser rejects an override."""
     if "=" not in text:
-        groups = [group for group in default_options() if (CONF / group / f"{text}.yaml").is_file()]
-        return f"is not KEY=VALUE; did you mean {groups[0]}={text}?" if groups else "is not KEY=VALUE"
+        chosen = [f"{group}={text}" for group in default_options() if (CONF / group / f"{text}.yaml").is_file()]
+        return "is not KEY=VALUE" + did_you_mean(chosen[:1])
     if isinstance(error, RecursionError):
         return "is nested too deeply"
     if not isinstance(error, ValueError) or "digits" not in str(error):
@@ -107,8 +107,7 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
     legal = isinstance(value, str) and re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", value) and len(value) < 200
     if legal and any((folder / group / f"{value}.yaml").is_file() for folder in folders):
         return None
-    close = suggest_option(typed, names)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    hint = did_you_mean(suggest_option(typed, names))
     return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
 
 
@@ -154,8 +153,7 @@ def unknown_key(key: str) -> str:
     last = key.rpartition(".")[2].lower()
     meant = tuple(name for name, words in SYNONYMS.items() if last in words.split())
     legal = meant or suggest(key, names) or suggest(key.lower(), names)
-    return f"{shown(key)}: no such key or group" + (
-        f"; did you mean {' or '.join(legal)}?" if legal else "; `python launch.py --help` lists them")
+    return f"{shown(key)}: no such key or group" + did_you_mean(legal, otherwise="; `python launch.py --help` lists them")
 
 
 def wanted(key: str) -> str:

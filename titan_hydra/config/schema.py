@@ -41,6 +41,11 @@ class Parallelism:
     cp_load_balance: bool = key(True, "give each context-parallel rank early and late parts of the sequence, since late queries cost "
                                 "more; ulysses is balanced as it is")
 
+    @property
+    def sequence_parts(self) -> int:
+        """The parts into which context parallelism cuts a sequence: one a rank, or two if the ring is balanced."""
+        return self.cp * (2 if self.cp > 1 and self.cp_load_balance and self.cp_rotate != "ulysses" else 1)
+
 
 @dataclass
 class PipelineSchedule:

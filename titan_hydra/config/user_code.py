@@ -93,10 +93,15 @@ def sources(modules: Iterable[str]) -> dict[str, Path]:
 
 def digest(modules: Iterable[str]) -> str:
     """Return 16 hex digits of the sha256 over the paths and contents of `sources`."""
+    return digest_of_code({path: file.resolve() for path, file in sources(modules).items()})
+
+
+def digest_of_code(code: dict[str, Path]) -> str:
+    """Return 16 hex digits of the sha256 over names and contents, in the order of names; for a link, over its target."""
     total = hashlib.sha256()
-    for path, file in sources(modules).items():
-        content = file.read_bytes()
-        total.update(f"{path}\0{len(content)}\0".encode() + content)
+    for name, path in sorted(code.items()):
+        content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+        total.update(f"{name}\0{len(content)}\0".encode() + content)
     return total.hexdigest()[:16]
 
 

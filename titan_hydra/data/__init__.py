@@ -74,7 +74,13 @@ class Wanted:
                               f"nearest legal: {tokenizer.vocab_size}")
         return tokenizer
 
+    def order(self, seed: int) -> int | None:
+        """Return the seed of the order of samples or documents; None if they stay in the order of their files."""
+        return seed if self.job.data.shuffle else None
 
+    def drawn(self, seed: int) -> int:
+        """Return the seed of a source that draws its samples: those for validation are others."""
+        return seed if self.split == "train" else ~seed
 def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
     """Return the samples of the source under `key`. Documents become samples as each slot's endless stream of tokens."""
     data, record = wanted.job.data, DATA_SOURCES[source.name]
@@ -83,8 +89,8 @@ def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samp
         return built
     from .streams import Streams
 
-    return Streams(built, wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, seed if data.shuffle else None,
-                   data.shuffle_buffer, wanted.bad)
+    return Streams(built, wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, wanted.order(seed), data.shuffle_buffer,
+                   wanted.bad)
 
 
 def open_embedded(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
@@ -96,9 +102,10 @@ def open_embedded(key: str, source: schema.Source, wanted: Wanted, seed: int) ->
 
 def open_text_files(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
     """Open files of text."""
+    from .files import path_of
     from .text import TextFiles
 
-    return TextFiles(*_path(key, source, wanted.split), source.text_key, wanted.global_batch)
+    return TextFiles(*path_of(key, source, wanted.split), source.text_key, wanted.global_batch)
 
 
 def open_hub(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
@@ -110,23 +117,18 @@ def open_hub(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Docu
 
 def open_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
     """Open files of token ids."""
+    from .files import path_of
     from .items import TokenFiles
 
-    data = wanted.job.data
-    return TokenFiles(*_path(key, source, wanted.split), wanted.job.model.vocab_size, data.seq_len, seed if data.shuffle else None,
-                      wanted.bad)
+    job = wanted.job
+    return TokenFiles(*path_of(key, source, wanted.split), job.model.vocab_size, job.data.seq_len, wanted.order(seed), wanted.bad)
 
 
 def draw_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
     """Draw random tokens; those for validation are others."""
     from .items import Synthetic
 
-    return Synthetic(wanted.job.model.vocab_size, wanted.job.data.seq_len, seed if wanted.split == "train" else ~seed)
-
-
-def _path(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
-    """Return the key that gives the split's files, and its value."""
-    return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
+    return Synthetic(wanted.job.model.vocab_size, wanted.job.data.seq_len, wanted.drawn(seed))
 
 
 def _seed_of(name: str, seed: int) -> int:

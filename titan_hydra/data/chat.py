@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import ASSETS, expand
+from titan_hydra.config.files import expand
 
 from . import files, template
 from .conversations import Conversation, ConversationFiles, parse
@@ -105,12 +105,11 @@ class Chat:
     separators = (None, None)  # documents are numbered
     patches = 0  # of images that a sample has room for
 
-    def __init__(self, key: str, reader: ConversationReader, slots: range, seq_len: int, seed: int | None, bad: BadShards):
-        """Open the conversations. `seed` None keeps them in order."""
-        self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, seq_len, seed, bad
+    def __init__(self, key: str, reader: ConversationReader, wanted: Wanted, seed: int):
+        self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, wanted.job.data.seq_len, wanted.order(seed), wanted.bad
         self.tokenizer = reader.tokenizer.sha256
         self.windows = -(-len(reader.lines) // WINDOW)  # of an epoch
-        self.places = dict.fromkeys(slots, (0, 0))  # the window of a slot's last sample, and the number of that window's first sample
+        self.places = dict.fromkeys(wanted.slots, (0, 0))  # the window of a slot's last sample, and that window's first sample
         self.packed = functools.lru_cache(4)(self._pack)
         self.signature = {"conversations": len(reader.lines)} | reader.signature
 
@@ -193,44 +192,39 @@ def first_fit(turns: list[Turns], size: int, patches: int = 0) -> list[list[Turn
 def open_chat(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the conversations of data=chat or data=embedded_chat."""
     own = template.load_template(key, source, wanted.job.tokenizer)
-    reader = ConversationReader(open_rows(key, source, wanted.split, wanted.bad), own, wanted.tokenizer, source.train_on)
-    return pack(key, reader, wanted, seed)
+    return Chat(key, ConversationReader(open_rows(key, source, wanted), own, wanted.tokenizer, source.train_on), wanted, seed)
 
 
-def pack(key: str, reader: ConversationReader, wanted: Wanted, seed: int) -> Chat:
-    """Return the samples of a rank, packed from what a reader gives."""
-    data = wanted.job.data
-    return Chat(key, reader, wanted.slots, data.seq_len, seed if data.shuffle else None, wanted.bad)
-
-
-def open_rows(key: str, source: schema.Source, split: str, bad: BadShards) -> ConversationFiles:
-    """Open the files of one split. Raises ConfigError if there is no row in them."""
-    place = path_of(key, source, split)
-    lines = ConversationFiles(files.require(*place, SUFFIXES), bad)
+def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFiles:
+    """Open the files of a split. Raises ConfigError if there is no row in them."""
+    place = files.path_of(key, source, wanted.split)
+    lines = ConversationFiles(files.require(*place, SUFFIXES), wanted.bad)
     if not len(lines):
         raise ConfigError("{}={}: no row in it".format(*place))
     return lines
 
 
-def path_of(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
-    """Return the key that gives the files of a split, and its value."""
-    if source.name == "embedded_chat":
-        return f"{key}.name", str(ASSETS / "chat" / f"{split}.jsonl")
-    return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
-
-
 def faults(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation. Imports no torch."""
-    _, path = path_of(key, source, "train")
-    if not path or not (found := expand(path)):
+    return faults_of_first(key, source, job, "conversation", lambda own, line: own.spans(parse(line), source.train_on))
+
+
+def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
+                    take: Callable[[template.Template, bytes], object]) -> Iterator[Fault]:
+    """Yield what is wrong with the template, or with the first row, which is called `what` and which `take` tries."""
+    _, path = files.path_of(key, source, "train")
+    if not path or not (found := [file for file in expand(path) if file.stat().st_size]):
         return  # another rule tells
     value = source.chat_template
     try:
         own = template.load_template(key, source, job.tokenizer)
-        lines = ConversationFiles([file for file in found if file.stat().st_size][:1], BadShards(job.data.max_bad_shards))
-        own.spans(parse(lines.row(0)[1]), source.train_on)
+        lines = ConversationFiles(found[:1], BadShards(job.data.max_bad_shards))
+        if len(lines):
+            take(own, lines.row(0)[1])
+        elif len(found) == 1:
+            yield Fault(f"{key}.path", path, "no row in it")
     except ConfigError as error:
         yield Fault(f"{key}.chat_template", value, str(error).removeprefix(f"{key}.chat_template={value}: "))
     except ValueError as error:
         if not job.data.max_bad_shards:
-            yield Fault(f"{key}.path", path, f"its first conversation: {error}")
+            yield Fault(f"{key}.path", path, f"its first {what}: {error}")

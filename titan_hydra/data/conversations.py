@@ -4,7 +4,6 @@ import gzip
 import json
 import mmap
 import zlib
-from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .files import place_in
 from .shards import BadShard, BadShards
 
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT calls them
@@ -53,8 +53,8 @@ class ConversationFiles:
 
     def row(self, number: int) -> tuple[str, bytes]:
         """Return the place of a row, as file:line, and its bytes."""
-        file = bisect_right(self.ends, number)
-        line = self.numbers[file][number - (self.ends[file - 1] if file else 0)]
+        file, place = place_in(self.ends, number)
+        line = self.numbers[file][place]
         start, end = self.starts[file][line:line + 2]
         return f"{self.files[file]}:{line + 1}", self.contents[file][start:end]
 

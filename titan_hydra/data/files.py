@@ -4,12 +4,15 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.files import expand, kind, missing, similar
+from titan_hydra.config import schema
+from titan_hydra.config.fault import did_you_mean
+from titan_hydra.config.files import ASSETS, expand, kind, missing, similar
 from titan_hydra.config.registry import DATA_SOURCES
 
 from .shards import BadShard
@@ -27,14 +30,26 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
         raise ConfigError(f"{key}=null: give it files, globs allowed")
     files = expand(path)
     if not files:
-        near = " or ".join(similar(path))
-        raise ConfigError(f"{key}={path}: no such file" + (f"; did you mean {near}?" if near else ""))
+        raise ConfigError(f"{key}={path}: no such file" + did_you_mean(similar(path)))
     usable = [file for file in files if not suffixes or kind(file) in suffixes]
     if not usable:
         raise ConfigError(f"{key}={path}: {files[0].name} is none of {', '.join(suffixes)}")
     if not any(file.stat().st_size for file in usable):
         raise ConfigError(f"{key}={path}: {'the file is' if len(usable) == 1 else 'all files are'} empty")
     return sorted(usable + [file for file in missing(path, files) if not suffixes or kind(file) in suffixes])
+
+
+def path_of(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
+    """Return the key that gives the files of a split, and its value."""
+    if source.name == "embedded_chat":
+        return f"{key}.name", str(ASSETS / "chat" / f"{split}.jsonl")
+    return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
+
+
+def place_in(ends: list[int], number: int) -> tuple[int, int]:
+    """Return which file a row or sample is in, and its number there. `ends` are the rows up to each file's end."""
+    file = bisect_right(ends, number)
+    return file, number - (ends[file - 1] if file else 0)
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:

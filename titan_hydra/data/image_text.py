@@ -24,7 +24,7 @@ from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 
 from . import files
-from .chat import Chat, ConversationReader, Turns, path_of
+from .chat import Chat, ConversationReader, Turns
 from .shards import BadShard, BadShards
 from .tokenizer import Tokenizer
 
@@ -250,10 +250,9 @@ class ImageSamples(Chat):
     """
 
     def __init__(self, reader: ImageReader, wanted: Wanted, seed: int):
-        data = wanted.job.data
-        super().__init__("data", reader, wanted.slots, data.seq_len, seed if data.shuffle else None, wanted.bad)
-        self.side, self.patches = reader.side, data.patches
-        self.signature |= {"data.patches": data.patches}
+        super().__init__("data", reader, wanted, seed)
+        self.side, self.patches = reader.side, wanted.job.data.patches
+        self.signature |= {"data.patches": self.patches}
 
     def _filled(self, together: list[Any]) -> dict[str, np.ndarray]:
         arrays = empty_images(self.seq_len + 1, self.patches, self.side)
@@ -283,7 +282,7 @@ def empty_images(length: int, patches: int, side: int) -> dict[str, np.ndarray]:
 
 def open_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
     """Open the tars of data=image_text. Raises ConfigError if there is no sample in them."""
-    place = path_of(key, source, wanted.split)
+    place = files.path_of(key, source, wanted.split)
     rows = TarRows(files.require(*place, (".tar",)), wanted.bad)
     if not len(rows):
         raise ConfigError("{}={}: no sample in it".format(*place))
@@ -298,8 +297,7 @@ def _sizes(wanted: Wanted) -> tuple[int, int]:
 
 def draw_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
     """Draw the documents of data=synthetic_image_text; those for validation are others."""
-    rows = DrawnRows(seed if wanted.split == "train" else ~seed, 10_000)
-    return ImageSamples(DrawnReader(rows, wanted.tokenizer, *_sizes(wanted)), wanted, seed)
+    return ImageSamples(DrawnReader(DrawnRows(wanted.drawn(seed), 10_000), wanted.tokenizer, *_sizes(wanted)), wanted, seed)
 
 
 def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +19,8 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import home, read_json
 
-from .items import OPEN_FILES, dice_of
+from .files import path_of, place_in
+from .items import OPEN_FILES, Numbered, dice_of
 from .permutation import permute
 
 if TYPE_CHECKING:
@@ -49,11 +49,8 @@ class Example:
     caption: Caption
 
 
-class CaptionedImages:
+class CaptionedImages(Numbered):
     """Numbered samples from `size` examples, which `read` returns by index; `empty` is the empty caption."""
-
-    separators: tuple[int | None, int | None] = (None, None)
-    tokenizer: str | None = None
 
     def __init__(self, read: Callable[[int], Example], size: int, empty: Caption, seed: int, shuffle: bool, dropout: float, split: str):
         self.read, self.size, self.empty, self.seed, self.shuffle = read, size, empty, seed, shuffle
@@ -73,13 +70,6 @@ class CaptionedImages:
         return {"latents": latents.astype(np.float32), "noise": dice.standard_normal(latents.shape, dtype=np.float32),
                 "time": np.array(time, np.float32), "text": text.text, "pooled": pooled.pooled}
 
-    def state(self, slot: int) -> dict[str, int]:
-        return {}
-
-    def load(self, slot: int, state: dict[str, int]) -> None:
-        """Do nothing: the sample number determines everything."""
-
-
 class EncodedImages:
     """Examples from the files that `titan data encode-images` has written into a folder, by index."""
 
@@ -97,8 +87,8 @@ class EncodedImages:
         self.empty = Caption(*(tensor.float().numpy() for _, tensor in sorted(load_file(folder / EMPTY).items(), reverse=True)))
 
     def read(self, index: int) -> Example:
-        number = bisect_right(self.ends, index)
-        place, file = index - (self.ends[number - 1] if number else 0), self.open(number)
+        number, place = place_in(self.ends, index)
+        file = self.open(number)
         mean, std, text, pooled = (file.get_slice(name)[place].float().numpy() for name in ("mean", "std", "text", "pooled"))
         return Example(mean, std, Caption(text, pooled))
 
@@ -144,8 +134,8 @@ def faults_of_files(key: str, source: Source, job: Job) -> Iterator[Fault]:
 
 def open_encoded(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
     """Open images that were encoded before the run."""
-    name, path = ("path", source.path) if wanted.split == "train" else ("validation_path", source.validation_path)
-    images = EncodedImages(f"{key}.{name}", home(path))
+    place, path = path_of(key, source, wanted.split)
+    images = EncodedImages(place, home(path))
     return CaptionedImages(images.read, images.ends[-1], images.empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)
 
 
@@ -163,7 +153,7 @@ def draw_images(key: str, source: Source, wanted: Wanted, seed: int) -> Captione
     side = model.latent_side(data.seq_len)
 
     def read(index: int) -> Example:
-        pixels = picture(CAPTIONS[index], side * CELL, seed if wanted.split == "train" else ~seed)
+        pixels = picture(CAPTIONS[index], side * CELL, wanted.drawn(seed))
         return Example(to_cells(pixels, model.channels), 0.0, spoken(CAPTIONS[index], model))
 
     return CaptionedImages(read, len(CAPTIONS), spoken("", model), seed, data.shuffle, source.caption_dropout, wanted.split)

@@ -4,7 +4,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +28,20 @@ class Shard:
     usable: bool  # the file matches its header
 
 
-class TokenFiles:
+class Numbered:
+    """Samples that seed and number determine alone, so that a slot has no state. Those that are no text have no tokenizer."""
+
+    separators: tuple[int | None, int | None] = (None, None)
+    tokenizer: str | None = None
+
+    def state(self, slot: int) -> dict[str, int]:
+        return {}
+
+    def load(self, slot: int, state: dict[str, int]) -> None:
+        """Do nothing."""
+
+
+class TokenFiles(Numbered):
     """Files written by `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S].
 
     Samples are numbered through the endless sequence of epochs, so there is no state. A sample in a bad file keeps its number and is
@@ -64,19 +76,13 @@ class TokenFiles:
             index = permute(number % self.ends[-1], self.ends[-1], self.seed or 0, epoch, another)
         raise ConfigError(f"{self.key}: {TRIES} samples in a row lie in files that cannot be read")
 
-    def state(self, slot: int) -> dict[str, int]:
-        return {}
-
-    def load(self, slot: int, state: dict[str, int]) -> None:
-        """Do nothing: the sample number determines everything."""
-
     def _read(self, index: int) -> np.ndarray | None:
         """Return the tokens of a sample in the unshuffled order; None if they cannot be read."""
-        shard = bisect_right(self.ends, index)
+        shard, place = files.place_in(self.ends, index)
         file, header = self.shards[shard].file, self.shards[shard].header
         if not self.shards[shard].usable:
             return None
-        dtype, first = np.dtype(header["dtype"]), (index - (self.ends[shard - 1] if shard else 0)) * self.seq_len
+        dtype, first = np.dtype(header["dtype"]), place * self.seq_len
         size = (self.seq_len + 1) * dtype.itemsize
         try:
             content = os.pread(self._open(shard).fileno(), size, first * dtype.itemsize)
@@ -135,11 +141,8 @@ def dice_of(seed: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), number], dtype=np.uint64)))
 
 
-class Synthetic:
+class Synthetic(Numbered):
     """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for learning."""
-
-    separators: tuple[int | None, int | None] = (None, None)
-    tokenizer: str | None = None
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int):
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
@@ -147,9 +150,3 @@ class Synthetic:
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         return {"tokens": dice_of(self.seed, number).integers(self.vocab_size, size=self.seq_len + 1)}
-
-    def state(self, slot: int) -> dict[str, int]:
-        return {}
-
-    def load(self, slot: int, state: dict[str, int]) -> None:
-        """Do nothing: the sample number determines everything."""

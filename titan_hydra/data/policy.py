@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import expand
 
-from .chat import Chat, ConversationReader, Turns, open_rows, pack, path_of
+from .chat import Chat, ConversationReader, Turns, faults_of_first, open_rows
 from .conversations import Conversation, ConversationFiles, conversation, record_of
-from .shards import BadShards
 from .template import Template, load_template
 from .tokenizer import Tokenizer
 
@@ -112,27 +109,20 @@ def _numbers(value: Any) -> bool:
 def open_preference(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the pairs of data=preference."""
     template = load_template(key, source, wanted.job.tokenizer)
-    return pack(key, PairReader(open_rows(key, source, wanted.split, wanted.bad), template, wanted.tokenizer), wanted, seed)
+    return Chat(key, PairReader(open_rows(key, source, wanted), template, wanted.tokenizer), wanted, seed)
 
 
 def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the rows of data=rollouts."""
-    lines = open_rows(key, source, wanted.split, wanted.bad)
-    return pack(key, RolloutReader(lines, wanted.tokenizer, wanted.job.model.vocab_size), wanted, seed)
+    return Chat(key, RolloutReader(open_rows(key, source, wanted), wanted.tokenizer, wanted.job.model.vocab_size), wanted, seed)
 
 
 def faults_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template or with the first pair. Imports no torch."""
-    _, path = path_of(key, source, "train")
-    if not path or not (found := [file for file in expand(path) if file.stat().st_size]):
-        return  # another rule tells
-    try:
-        template = load_template(key, source, job.tokenizer)
-        row = record_of(ConversationFiles(found[:1], BadShards(job.data.max_bad_shards)).row(0)[1])
+    def take(template: Template, line: bytes) -> None:
+        row = record_of(line)
         template.spans(pair_of(row)[0], "last")
-        [_number(row, column) for column in REFERENCE]
-    except ConfigError as error:
-        yield Fault(f"{key}.chat_template", source.chat_template, str(error).removeprefix(f"{key}.chat_template={source.chat_template}: "))
-    except ValueError as error:
-        if not job.data.max_bad_shards:
-            yield Fault(f"{key}.path", path, f"its first row: {error}")
+        for column in REFERENCE:
+            _number(row, column)
+
+    return faults_of_first(key, source, job, "row", take)

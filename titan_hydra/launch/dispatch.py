@@ -59,7 +59,7 @@ class Cell:
 
     def wants(self, state: State) -> bool:
         """Whether a run in this state is to be started (again)."""
-        if state.kind in ("running", "queued", "unknown"):
+        if state.active:
             return False
         again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
         return self.job.launch.force or again or state.kind in ("new", "interrupted")
@@ -93,18 +93,19 @@ def begin(cells: list[Cell]) -> int:
     Nothing starts if `faults_of_the_place` finds a fault.
     """
     states = rundir.states([cell.directory for cell in cells])
+    start = to_start(cells, states)
     if place_faults := list(faults_of_the_place(cells, states)):
         print(*place_faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
     if cells[0].job.launch.mode == "dry":
-        show.dry_run(cells, states, gpu_hours([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]))
+        show.dry_run(cells, states, gpu_hours(start))
         if on_slurm(cells):
             from . import submit
 
             for array, text in submit.scripts(cells):
                 print(f"\n--- {show.shape(array)}\n{text}")
         return Exit.DONE
-    show.predicted([cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)])
+    show.predicted(start)
     try:
         return go(cells, manifest.folder_of(cells))
     except OSError as error:
@@ -183,7 +184,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     if parallel > 1 and not slurm:
         faults.append(Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1)))
     if launch.max_gpu_hours is not None:
-        start = [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
+        start = to_start(cells, states)
         hours = gpu_hours(start)
         if hours is None:
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: there is no other bound"))
@@ -198,6 +199,11 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
     return faults
+
+
+def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:
+    """Return the cells that their runs' states leave to be started (again)."""
+    return [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:

@@ -33,7 +33,7 @@ from . import worker
 GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint
 LAST_MINUTE = 60  # seconds before the time limit at which the ranks are asked to save and stop (a tenth of the limit, if that is less)
-YEAR = 365 * 24 * 60
+YEAR = 365 * 24 * 60  # minutes: the limit of a job that has none
 
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:

@@ -24,7 +24,6 @@ from titan_hydra.runs import layout
 
 from .worker import LATE
 
-YEAR = 365 * 24 * 60  # minutes; SLURM's "no limit" is the partition's
 LIST = "cells.tsv"
 
 # Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.

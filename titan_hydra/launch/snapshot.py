@@ -1,5 +1,4 @@
 """Copy the code of a job at submission, so that edits made while it waits in the queue do not change it."""
-import hashlib
 import os
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import titan_hydra
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.user_code import digest_of_code
 from titan_hydra.runs import layout
 
 USER = "_imports"  # in a copy of the code: the user's modules
@@ -56,15 +56,6 @@ def copied(folder: Path) -> dict[str, Path]:
         links = [name for name in folders if (Path(path) / name).is_symlink()]
         found += [os.path.relpath(os.path.join(path, name), folder) for name in [*names, *links]]
     return {name: folder / name for name in found}
-
-
-def digest_of_code(code: dict[str, Path]) -> str:
-    """Return 16 hex digits of the sha256 over names and contents, in the order of names; for a link, over its target."""
-    total = hashlib.sha256()
-    for name, path in sorted(code.items()):
-        content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
-        total.update(f"{name}\0{len(content)}\0".encode() + content)
-    return total.hexdigest()[:16]
 
 
 def _git(root: Path, *arguments: str) -> list[str]:

@@ -224,7 +224,7 @@ def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
                 before[cell.directory] = state.kind
                 where = f" on {state.host}" if state.host else ""
                 print(f"{time.strftime('%H:%M:%S')}  {cell.directory.name}: {state.kind}{where}", flush=True)
-        if interrupts.received or not any(state.kind in ("queued", "running", "unknown") for state in states):
+        if interrupts.received or not any(state.active for state in states):
             return states
         deadline = time.monotonic() + POLL
         while time.monotonic() < deadline and not interrupts.received:

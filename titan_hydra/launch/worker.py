@@ -1,7 +1,7 @@
 """The entry point of every rank: determine its rank, check that the job is the one that was submitted, and call the trainer.
 
-Three callers: submitit calls `run`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank without
-them); cluster=inline calls `run(..., inline=True)`. A rank imports only what its job needs: no Hydra, no launcher.
+Three callers: submitit calls `run_rank`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank
+without them); cluster=inline calls `run_rank(..., inline=True)`. A rank imports only what its job needs: no Hydra, no launcher.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
 from titan_hydra.config import Job, from_dict, identity, processes
 from titan_hydra.config.files import write_json, write_text
-from titan_hydra.config.user_code import edited_sources
+from titan_hydra.config.user_code import digest_of_code, edited_sources
 from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
@@ -198,7 +198,7 @@ def _check_claim(attempt: Path, place: Place) -> str:
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {_job_id()}")
     submitted = owner.get("code")
     if submitted and place.local_rank == 0:
-        from .snapshot import ROOT, copied, digest_of_code
+        from .snapshot import ROOT, copied
 
         code = digest_of_code(copied(ROOT))
         if code != submitted:

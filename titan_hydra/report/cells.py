@@ -1,4 +1,6 @@
 """The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running runs."""
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +13,7 @@ from typing import Any
 
 from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
+from titan_hydra.config.sweep import key_of
 from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
 from titan_hydra.runs.records import dotted_config
@@ -40,6 +43,12 @@ class ReportCell:
     load: dict[str, float] = field(default_factory=dict)  # of the machine: cores, and load averages at start and end
     unreadable: tuple[str, ...] = ()  # what was left out: env.json, rows of metrics.jsonl
     repeat: bool = False  # the baseline once more, at the end of a packed sweep
+    members: dict[str, ReportCell] = field(default_factory=dict)  # of a `Mean`: its cells, by the value of the key in which they differ
+
+    @property
+    def single(self) -> list[ReportCell]:
+        """The runs that it stands for: one, or the members of a mean."""
+        return [*self.members.values()] or [self]
 
     @property
     def done(self) -> bool:
@@ -59,6 +68,10 @@ class ReportCell:
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         rows = [row for row in self.rows[1:] if (row["step"] % every == 0 or row["step"] == last) and "profiled_steps" not in row]
         return [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
+
+    @property
+    def lost(self) -> bool:  # failed, or damaged
+        return bool(self.state.failure or self.state.damage)
 
     @property
     def partial(self) -> bool:
@@ -174,9 +187,6 @@ class ReportCell:
 @dataclass(frozen=True)
 class Mean(ReportCell):
     """Cells that differ in one key alone (for example a seed) as one cell: its numbers are means, its noise comes from their spread."""
-
-    members: dict[str, ReportCell] = field(default_factory=dict)  # by the key's value
-
     def of(self, name: str) -> list[float]:
         """List one attribute of the members, without those for which it is None."""
         return [value for cell in self.members.values() if (value := getattr(cell, name)) is not None]
@@ -268,10 +278,10 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
     """Build the `Mean` of a group of cells, named by the words that all their names share."""
     first = next((cell for cell in cells if cell.done), cells[0])
     swept = (over, over.rpartition(".")[2])
-    names = [" ".join(word for word in cell.name.split() if word.partition("=")[0] not in swept) for cell in cells]
+    names = [" ".join(word for word in cell.name.split() if key_of(word) not in swept) for cell in cells]
     name = " ".join(common(names)) or (first.name if first.name == first.directory.name else f"over {over}")
     config = {key: value for key, value in first.config.items() if key != over}
-    overrides = [override for override in first.overrides if override.lstrip("+").partition("=")[0] != over]
+    overrides = [override for override in first.overrides if key_of(override) != over]
     unreadable = tuple(f"{what} ({cell.name})" for cell in cells for what in cell.unreadable)
     return Mean(name, first.directory, overrides, first.state, config, first.env, first.result, first.rows, first.events, first.load,
                 unreadable, members={as_typed(cell.config.get(over)): cell for cell in cells})

@@ -74,8 +74,8 @@ def bar_charts(report: Report) -> Iterator[Bars]:
     reference = report.baseline.cell.memory
     speeds, memory = [], []
     for number, row in enumerate(report.rows):
-        cell, flagged = row.cell, row.band is not None and not row.band.inside
-        what = [row.told, "baseline" if row.baseline else None, "loss left the band" if flagged else None]
+        cell = row.cell
+        what = [row.told, "baseline" if row.baseline else None, "loss left the band" if row.flagged else None]
         spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
         speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""

@@ -4,13 +4,12 @@ Techniques may always differ: how a job is split, its schedule, precision, activ
 """
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.fault import as_typed, suggest
-from titan_hydra.config.sweep import differing
+from titan_hydra.config.fault import as_typed, did_you_mean, suggest
+from titan_hydra.config.sweep import differing, key_of
 
 from .cells import ReportCell
 
@@ -29,7 +28,7 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what is not in config.json
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
     "code": lambda cell: cell.code,
-    **{f"versions.{package}": partial(lambda package, cell: cell.version(package), package) for package in VERSIONS},
+    **{f"versions.{package}": methodcaller("version", package) for package in VERSIONS},
 }
 RECIPES = ("experiment", "debug", "sweeps")  # overrides that may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
@@ -102,8 +101,7 @@ def even(cells: list[ReportCell], swept: set[str]) -> bool:
 
 def swept_keys(overrides: list[list[str]]) -> set[str]:
     """Return the keys and groups whose overrides differ between the cells."""
-    own = chain.from_iterable(differing(overrides))
-    return {override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in own}
+    return {key_of(override).partition("@")[0].replace("/", ".") for own in differing(overrides) for override in own}
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
@@ -111,9 +109,8 @@ def refuse(found: list[Difference], allowed: set[str]) -> None:
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*WORK, *LEARNING, *PLACE))]
     if unknown:
         known = dict.fromkeys((*WORK, *LEARNING, *PLACE, "versions"))
-        close = suggest(unknown[0], known)
-        raise ConfigError(f"--allow {unknown[0]}: not a key that must be equal; " +
-                          (f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"))
+        hint = did_you_mean(suggest(unknown[0], known), otherwise=f"; there are {', '.join(known)}")
+        raise ConfigError(f"--allow {unknown[0]}: not a key that must be equal{hint}")
     lines = [f"{difference}; leave cells out, or --allow {difference.key}" for difference in found
              if not difference.purpose and not is_allowed(difference.key, allowed)]
     if lines:

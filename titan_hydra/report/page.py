@@ -43,7 +43,7 @@ def page(report: Report, live: float = 0) -> str:
 def news(report: Report) -> dict[str, Any]:
     """Build the data that a live page fetches: its tables as HTML, and the data of its plots."""
     parts: Any = template("report_parts.html").module
-    over = sum(row.cell.state.kind not in ("queued", "running", "new", "unknown") for row in report.rows)
+    over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
     results, details = parts.results(_table(report)), parts.details(more(report))
     return {"results": str(results), "details": str(details), "data": data(report), "state": state}
@@ -61,14 +61,14 @@ def _table(report: Report) -> dict[str, Any]:
     """Build the table and its notes for the template."""
     rows = []
     for row, texts in zip(report.rows, report.texts, strict=True):
-        lost, flagged = row.cell.state.failure or row.cell.state.damage, row.band is not None and not row.band.inside
         cells = []
         for (title, *_), text in zip(report.columns, texts, strict=True):
-            bad = (title == "loss in band" and flagged) or (title == "tokens/s per device" and lost)
+            bad = (title == "loss in band" and row.flagged) or (title == "tokens/s per device" and row.cell.lost)
             doubt = title == "difference" and row.doubt
             kinds = [kind for kind, so in (("word", title in WORDS), ("bad", bad), ("doubt", doubt)) if so]
             cells.append({"text": text, "kind": " ".join(kinds)})
-        rows.append({"kind": "failed" if lost else "flagged" if flagged else "baseline" if row.baseline else "", "cells": cells})
+        kind = "failed" if row.cell.lost else "flagged" if row.flagged else "baseline" if row.baseline else ""
+        rows.append({"kind": kind, "cells": cells})
     return {"head": [{"title": title, "word": title in WORDS} for title, *_ in report.columns], "rows": rows,
             "notes": [{"text": note, "bad": "left the baseline" in note} for note in report.notes]}
 
@@ -98,7 +98,7 @@ def _run(number: int, row: ReportRow) -> dict[str, Any]:
     axes = {axis: thin(list(row.cell.places(axis).values())) for axis in charts.AXES}
     colour, dash = line_style(number)
     return {"label": row.label, "colour": colour, "dash": dash, "baseline": row.baseline, "partial": row.cell.partial,
-            "flagged": row.band is not None and not row.band.inside, **axes}
+            "flagged": row.flagged, **axes}
 
 
 def thin(values: list[Any]) -> list[Any]:
@@ -150,7 +150,7 @@ def commands(report: Report) -> Iterable[str]:
         yield ""
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
-        for one in getattr(row.cell, "members", {None: row.cell}).values():
+        for one in row.cell.single:
             implied = any(key_of(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
             words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"

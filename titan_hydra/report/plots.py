@@ -62,7 +62,7 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
     width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
     for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
-        flagged, known = row.band is not None and not row.band.inside, bar.value is not None and isfinite(bar.value)
+        flagged, known = row.flagged, bar.value is not None and isfinite(bar.value)
         if known:
             colour = LIGHT["base" if row.baseline else "red" if flagged else "blue"]
             hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
@@ -72,7 +72,7 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
         beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center",
                                   "annotation_clip": False}
         axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight="bold" if known else "normal",
-                      color=LIGHT["ink" if known else "red" if row.cell.state.failure or row.cell.state.damage else "soft"], **beside)
+                      color=LIGHT["ink" if known else "red" if row.cell.lost else "soft"], **beside)
         axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=LIGHT["red" if flagged else "soft"], **beside)
         if row.baseline and known:
             axes.axvline(bar.value, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
@@ -99,7 +99,7 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
         look: dict[str, Any] = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
         if row and row.baseline:
             look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}
-        elif row and row.band and not row.band.inside:
+        elif row and row.flagged:
             look["color"] = LIGHT["red"]
         x = row.cell.on(axis, one.x) if row and chart.over == "step" else one.x
         marker = "o" if len(one.x) < 12 and row else None

@@ -3,10 +3,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
-from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.fault import quoted, suggest
+from titan_hydra.config.fault import did_you_mean, quoted, suggest
 from titan_hydra.plan.predict import Prediction
 from titan_hydra.runs.find import Selection
 
@@ -35,10 +34,13 @@ class ReportRow:
     prediction: Prediction | None = None
 
     @property
+    def predicted_rate(self) -> float | None:
+        return self.prediction.speed.tokens_per_second if self.prediction and self.prediction.speed else None
+
+    @property
     def to_prediction(self) -> float | None:
         """The difference of tokens/s to the predicted rate, as a fraction of it."""
-        known = self.cell.rate and self.prediction and self.prediction.speed
-        return self.cell.rate / self.prediction.speed.tokens_per_second - 1 if known else None
+        return self.cell.rate / self.predicted_rate - 1 if self.cell.rate and self.predicted_rate else None
 
     @property
     def rate(self) -> str:
@@ -53,6 +55,11 @@ class ReportRow:
         """The difference in tokens/s, with as many digits as the noise justifies and the reason for doubt, if any."""
         text = percent(self.difference, digits_of(self.noise))
         return f"{text} ({self.doubt})" if text and self.doubt else text
+
+    @property
+    def flagged(self) -> bool:
+        """Whether its loss left the baseline's band."""
+        return self.band is not None and not self.band.inside
 
     @property
     def verdict(self) -> str | None:
@@ -71,10 +78,10 @@ class ReportRow:
 # Title, machine name (for csv), text of a row, raw value of a row. What is None in every row is left out.
 COLUMNS = (
     ("technique", "technique", lambda row: row.label, lambda row: row.label),
-    ("runs", "runs", lambda row: _text(_members(row)), lambda row: _members(row)),
+    ("runs", "runs", lambda row: _number(len(row.cell.members) or None), lambda row: len(row.cell.members) or None),
     ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
     ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
-    ("steps", "measured_steps", lambda row: _text(row.cell.measured), lambda row: row.cell.measured),
+    ("steps", "measured_steps", lambda row: _number(row.cell.measured), lambda row: row.cell.measured),
     ("difference", "difference_percent", lambda row: row.told, lambda row: truncated_percent(row.difference)),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
@@ -82,14 +89,14 @@ COLUMNS = (
     ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
     ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
     ("MFU", "mfu", lambda row: _number(row.cell.mfu, ".1%"), lambda row: row.cell.mfu),
-    ("GPUs", "gpus", lambda row: _text(row.cell.gpus), lambda row: row.cell.gpus),
+    ("GPUs", "gpus", lambda row: _number(row.cell.gpus), lambda row: row.cell.gpus),
     ("commit", "commit", lambda row: row.cell.commit, lambda row: row.cell.commit),
     ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
     ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
 )
 PREDICTED = (  # with --predicted
-    ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(_predicted_rate(row), ",.0f"),
-     lambda row: _predicted_rate(row)),
+    ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(row.predicted_rate, ",.0f"),
+     lambda row: row.predicted_rate),
     ("to the prediction", "to_prediction_percent", lambda row: percent(row.to_prediction),
      lambda row: truncated_percent(row.to_prediction)),
     ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
@@ -190,14 +197,14 @@ class Report:
             notes.append(f"({FEW_STEPS}): fewer than {FEW} steps were measured: more steps make it a result")
         for row in self.rows:
             if row.cell.busy:
-                loads = [one.load for one in getattr(row.cell, "members", {0: row.cell}).values() if one.busy]
+                loads = [one.load for one in row.cell.single if one.busy]
                 most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
                 notes.append(f"{row.label}: the machine was busy with more than this (load {most:.1f} on {loads[0]['cores']:.0f} cores)")
         return notes
 
     def _bands(self) -> list[str]:
         return [f"{row.label}: the loss left the baseline's band at {row.band.told}; whatever its speed, it does not learn the same"
-                for row in self.rows if row.band and not row.band.inside]
+                for row in self.rows if row.flagged]
 
     def _drift(self) -> list[str]:
         reference, notes = self.baseline.cell.rate, []
@@ -234,8 +241,8 @@ def build(selection: Selection, cells: list[ReportCell], baseline: str | None = 
     if not cells:
         raise ConfigError(f"{selection.name}: no runs")
     if over and not any(over in cell.config for cell in cells):
-        close = suggest(over, dict.fromkeys(key for cell in cells for key in cell.config))
-        raise ConfigError(f"--over {over}: no cell has such a key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+        close = suggest(over, (key for cell in cells for key in cell.config))
+        raise ConfigError(f"--over {over}: no cell has such a key" + did_you_mean(close))
     sweep = selection.manifest is not None
     swept = compare.swept_keys([cell.overrides for cell in cells]) if sweep else set()
     known = [(cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True)
@@ -257,13 +264,12 @@ def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None)
     if name is None:
         return cells[0]
     for cell, label in zip(cells, shown, strict=True):
-        for one in (cell, *getattr(cell, "members", {}).values()):
+        for one in (cell, *cell.single):
             if name in (one.name, label, one.directory.name, one.directory.name.rpartition("-")[2]):
                 return cell
     names = [cell.name for cell in cells]
-    close = suggest(name, dict.fromkeys([*names, *shown]))
-    hint = f"did you mean {' or '.join(close)}?" if close else f"cells: {', '.join(map(repr, names))}"
-    raise ConfigError(f"--baseline {name}: no such cell; {hint}")
+    hint = did_you_mean(suggest(name, [*names, *shown]), otherwise=f"; cells: {', '.join(map(repr, names))}")
+    raise ConfigError(f"--baseline {name}: no such cell{hint}")
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
@@ -278,7 +284,7 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
         noise = max(*sizes, drift) if len(sizes) == 2 else None
     few = any(one.measured is not None and one.measured < FEW for one in (cell, baseline))
     doubt = "" if difference is None else FEW_STEPS if few else NOISE if noise is not None and abs(difference) < noise else ""
-    comparable = compare.same(cell, baseline, compare.LEARNING) and not cell.state.failure and set(_values(cell)) == set(_values(baseline))
+    comparable = not cell.lost and cell.members.keys() == baseline.members.keys() and compare.same(cell, baseline, compare.LEARNING)
     return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline),
                      band(baseline, cell) if comparable else None)
 
@@ -312,21 +318,5 @@ def _change(row: ReportRow) -> str | None:
     return f"{text} ({NOISE})" if error is not None and abs(value) < 2 * error else text
 
 
-def _members(row: ReportRow) -> int | None:
-    return len(row.cell.members) if isinstance(row.cell, Mean) else None
-
-
-def _values(cell: ReportCell) -> dict:
-    return getattr(cell, "members", {})
-
-
-def _predicted_rate(row: ReportRow) -> float | None:
-    return row.prediction.speed.tokens_per_second if row.prediction and row.prediction.speed else None
-
-
-def _number(value: float | None, form: str) -> str | None:
+def _number(value: float | None, form: str = "") -> str | None:
     return None if value is None else f"{value:{form}}"
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

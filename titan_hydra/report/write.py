@@ -18,8 +18,8 @@ def terminal(report: Report) -> None:
     titles = [title for title, *_ in report.columns]
     colours = []
     for row in report.rows:
-        flagged = row.cell.state.failure or row.cell.state.damage or (row.band and not row.band.inside)
-        colour = dict.fromkeys(titles, "red" if flagged else "bold") if flagged or row.baseline else {}
+        red = row.cell.lost or row.flagged
+        colour = dict.fromkeys(titles, "red" if red else "bold") if red or row.baseline else {}
         colours.append(colour | ({"difference": "dim"} if row.doubt else {}))
     lines = table(titles, report.texts, [title for title in titles if title not in WORDS], ("technique",), colours)
     print(report.name, *lines, "", *filter(None, [report.caption]), *report.notes, sep="\n")

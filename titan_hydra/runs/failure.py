@@ -162,8 +162,7 @@ class Ended:
     def all(cls, attempt: Path) -> list[Ended]:
         """Return all ranks of an attempt. A rank without any record was still starting."""
         records = layout.RANK.read_all(attempt)
-        supervised = layout.RANKS.read(attempt).get("ranks", [])
-        seen = dict(enumerate(supervised)) or _seen_by_srun(attempt, records)
+        seen = dict(enumerate(layout.RANKS.read(attempt).get("ranks", []))) or _seen_by_srun(attempt, records)
         return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
 
     @classmethod

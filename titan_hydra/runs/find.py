@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.fault import quoted, suggest
+from titan_hydra.config.fault import did_you_mean, quoted, suggest
 
 from . import layout
 
@@ -42,10 +42,8 @@ class Selection:
         return layout.SWEEP.read(self.manifest) if self.manifest else {}
 
 
-def select_runs(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects; None selects all of the folder `runs`. Raises ConfigError with the nearest names."""
-    if target is None:
-        return folder_of_runs(runs)
+def select_runs(target: str, runs: Path) -> Selection:
+    """Return the runs that `target` selects. Raises ConfigError with the nearest names."""
     path = Path(target)
     for folder in (*[path.parent] * (path.name == layout.SWEEP.name), path, layout.SWEEPS.of(runs) / target):
         if layout.SWEEP.of(folder).is_file():
@@ -66,9 +64,9 @@ def select_runs(target: str | None, runs: Path) -> Selection:
     if matches:
         names = ", ".join(match.name for match in matches[:6])
         raise ConfigError(f"{target}: could be any of {len(matches)}: {names}{', ...' if len(matches) > 6 else ''}")
-    known = [run.name for run in all_runs(runs)] + [run.name.rpartition("-")[2] for run in all_runs(runs)]
+    known = [name for run in all_runs(runs) for name in (run.name, run.name.rpartition("-")[2])]
     close = suggest(target, known + [folder.name for folder in named])
-    raise ConfigError(f"{target}: no such run or sweep in {runs}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    raise ConfigError(f"{target}: no such run or sweep in {runs}" + did_you_mean(close))
 
 
 def sweep(folder: Path) -> Selection:

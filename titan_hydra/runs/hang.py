@@ -6,7 +6,7 @@ ignored: torch's recorder also marks failed operations as complete.)
 """
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -37,10 +37,10 @@ class Dump:
 
     content: dict
     until: float = math.inf  # when the first rank timed out; operations begun later do not count
-    rank: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.rank = self.content["rank"]
+    @property
+    def rank(self) -> int:
+        return self.content["rank"]
 
     @property
     def operations(self) -> list[Operation]:

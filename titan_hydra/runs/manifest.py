@@ -3,7 +3,6 @@
 Which job runs a cell is recorded in the cell's own attempt, so two launchers of one sweep write different files.
 """
 import getpass
-import itertools
 import os
 import re
 import sys
@@ -38,14 +37,14 @@ def folder_of(cells: list[Any]) -> Path | None:
 
 def new_folder(parent: Path, name: str) -> Path:
     """Create a folder: `name`, or `name-2` if two sweeps start in the same second."""
-    for number in itertools.count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
+    folder, number = parent / name, 1
+    while True:
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            continue
-    raise AssertionError("not reached")
+            number += 1
+            folder = parent / f"{name}-{number}"
 
 
 def entry_of(cell) -> dict:

@@ -54,6 +54,11 @@ class State:
     groups: tuple[State, ...] = ()  # of replica groups that are SLURM jobs of their own, each with its own attempts
 
     @property
+    def active(self) -> bool:
+        """Whether it will change without anybody doing anything, as far as is known."""
+        return self.kind in ("queued", "running", "unknown")
+
+    @property
     def here(self) -> bool:
         return self.host == socket.gethostname()
 
@@ -70,7 +75,7 @@ def state(directory: Path, queue: Queue | None = None) -> State:
         return State("new")
     folder = layout.ATTEMPT.of(directory, attempt)
     owner = layout.CLAIM.read(folder)
-    if owner and owner.get("executor") == "slurm":
+    if owner.get("executor") == "slurm":
         return slurm_state(directory, attempt, owner, queue_of([directory]) if queue is None else queue)
     host = host_of_running(folder)
     if host:
@@ -94,7 +99,7 @@ def inspect(directory: Path, queue: Queue | None = None) -> State:
     """
     try:
         now = state(directory, queue)
-        damage = "" if now.kind in ("new", "queued", "running", "unknown") else damage_of(directory, now)
+        damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
     except OSError as error:  # no permission, a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
@@ -162,8 +167,7 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
         if not queue.answers and "ended" not in owner:
-            heard = max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
-            alive_lately = owner["job_id"] and time.time() - heard < SILENCE and layout.RANK.all(folder)
+            alive_lately = owner["job_id"] and heard_lately(folder) and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
@@ -200,7 +204,7 @@ def queue_of(directories: list[Path]) -> Queue:
     owners = []
     for directory in directories:
         owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
-        if owner and owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
+        if owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
             owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
     return slurm.ask_queue(owners)
 
@@ -216,14 +220,18 @@ def host_of_running(attempt: Path) -> str | None:
     The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
-    if owner and owner.get("executor") == "slurm":
+    if owner.get("executor") == "slurm":
         return None  # only SLURM knows: see slurm_state
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
             return owner["host"] if alive(owner) or running_ranks(attempt) else None
-        heard = max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0)
-        return owner.get("host") if time.time() - heard < SILENCE else None
+        return owner.get("host") if heard_lately(attempt) else None
     return socket.gethostname() if running_ranks(attempt) else None
+
+
+def heard_lately(attempt: Path) -> bool:
+    """Whether anything was written into the folder of an attempt within the last SILENCE seconds."""
+    return time.time() - max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0) < SILENCE
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
@@ -309,17 +317,14 @@ def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
     """Write the configuration of the newest attempt; settings outside the identity may have changed since the last one."""
     layout.CONFIG.write(directory, to_dict(job))
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in overrides))
-    environment = describe_environment()
-    layout.ENV.write(directory, environment)
-    newest = layout.ATTEMPT.of(directory, newest_attempt(directory))
-    layout.ENV.write(newest, environment)
+    for folder in (directory, layout.ATTEMPT.of(directory, newest_attempt(directory))):
+        layout.ENV.write(folder, describe_environment())
 
 
 def end_attempt(attempt: Path) -> None:
     """Mark that the launcher has finished with an attempt, while it continues with other cells."""
-    record = layout.CLAIM.read(attempt)
-    if record:
-        layout.CLAIM.write(attempt, {**record, "ended": time.time()})
+    if layout.CLAIM.read(attempt):
+        note(attempt, ended=time.time())
 
 
 @functools.cache

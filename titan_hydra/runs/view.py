@@ -25,7 +25,6 @@ SILENT = 60.0  # seconds without a step after which a running cell is called sil
 STEPS_SILENT = 10
 LASTING = ("start", "validation", "checkpoint", "end")  # phases outside of the steps
 FIRST_STEP = 300.0  # seconds that the first step may take, with its compilation
-ACTIVE = ("queued", "running", "unknown")  # states that change without a new command
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) ->
         began = rank.get("ended", claimed)  # requeued
     else:
         began = rank.get("started") or (moment(state.job.start) if state.job else None) or claimed
-    ended = now if state.kind in ACTIVE else rank.get("ended") or beat.get("time")
+    ended = now if state.active else rank.get("ended") or beat.get("time")
     return max(ended - began, 0.0) if began and ended else None
 
 

@@ -234,6 +234,14 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path):
     assert faults(*words)[0].startswith("tokenizer.path=gone.json: no such file")
 
 
+@pytest.mark.parametrize("source", ["chat", "preference"])
+def test_a_file_without_a_row_is_one_line(tmp_path, source):
+    file = tmp_path / "a.jsonl"
+    for content, reason in (("", "the file is empty"), ("\n \n", "no row in it")):
+        file.write_text(content)
+        assert faults(f"data={source}", f"data.path={file}") == [str(Fault("data.path", str(file), reason))]
+
+
 def test_sources_of_text_do_not_suit_the_objective():
     assert faults("train.objective=sft")[0].startswith("data.name=embedded: train.objective=sft needs trained and documents of each sample")
     with pytest.raises(ConfigError, match=r"data.train_on=last: data=embedded does not read it; chat or embedded_chat would"):

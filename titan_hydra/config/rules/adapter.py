@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 from titan_hydra.config.family import Linear, family_of
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.schema import Job
+from titan_hydra.config.schema import LOADED, Job
 
 
 def adapted(job: Job) -> list[Linear]:
@@ -45,9 +45,9 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
                     f"replica groups exchange all weights, and {adapter} trains only its own", legal=("off",))
     if job.checkpoint.export_dtype:
         yield Fault("checkpoint.export_dtype", job.checkpoint.export_dtype, f"{adapter} is exported by titan convert", legal=("null",))
-    if not set(job.checkpoint.exclude_from_loading) >= {"optimizer", "data", "lr_scheduler"}:
+    if not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
         yield Fault("checkpoint.exclude_from_loading", job.checkpoint.exclude_from_loading,
-                    f"{adapter} takes its base from initial_load_path, and nothing else", legal=("[optimizer,data,lr_scheduler]",))
+                    f"{adapter} takes its base from initial_load_path, and nothing else", legal=(f"[{','.join(LOADED)}]",))
 
 
 RULES = [adapted_linears_exist, adapters_go_with_plain_weights]

@@ -13,7 +13,7 @@ from titan_hydra.base import redact
 from titan_hydra.base.versions import versions
 from titan_hydra.config import user_code
 from titan_hydra.config.family import family_of
-from titan_hydra.config.fault import Fault, counted, divisors
+from titan_hydra.config.fault import Fault, counted, divisors, multiples_around
 from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dict, values_are_what_the_schema_takes, world_size
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
@@ -59,15 +59,11 @@ def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
     elif free:
         fixed = -world_size(job)
         yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
-                    legal=_multiples_around(job.gpus, fixed))
+                    legal=multiples_around(job.gpus, fixed))
     elif world_size(job) != job.gpus:
         product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
         ranks = world_size(job)
         yield Fault("gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,))
-
-
-def _multiples_around(number: int, base: int) -> tuple[int, ...]:
-    return tuple(multiple for multiple in (number // base * base, (number // base + 1) * base) if multiple)
 
 
 # --- keys that mean something beyond their range -------------------------------------------------------------------------------------
@@ -155,7 +151,7 @@ def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     width, tp = job.model.ffn_width, job.parallelism.tp
     if width % tp:
         yield Fault("model.ffn_dim", width, f"a feed-forward of this width cannot be split over parallelism.tp={tp}",
-                    legal=_multiples_around(width, tp))
+                    legal=multiples_around(width, tp))
 
 
 @rule(LAYOUT)
@@ -176,12 +172,11 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
     """Context parallelism cuts a sequence into cp parts, of two chunks if the ring is balanced; sequence parallelism cuts these by tp."""
-    seq_len, cp, tp, parallelism = job.data.seq_len, job.parallelism.cp, job.parallelism.tp, job.parallelism
-    balanced = cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
-    parts = cp * lcm(2 if balanced else 1, tp if parallelism.sequence_parallel else 1)
+    seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
+    parts = lcm(job.parallelism.sequence_parts, cp * (tp if job.parallelism.sequence_parallel else 1))
     if seq_len % parts:
         yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})",
-                    legal=_multiples_around(seq_len, parts))
+                    legal=multiples_around(seq_len, parts))
     if seq_len > job.model.max_seq_len:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
@@ -208,7 +203,7 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
     batch, once = job.data.global_batch, job.data.local_batch * ranks
     if once > 0 and batch % once:
         yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} "
-                    "data-parallel ranks)", legal=_multiples_around(batch, once))
+                    "data-parallel ranks)", legal=multiples_around(batch, once))
 
 
 # --- techniques against each other --------------------------------------------------------------------------------------------------
@@ -362,7 +357,7 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
         return
     if job.cluster.executor == "slurm":
         if job.gpus > node and job.gpus % node:
-            yield Fault("gpus", job.gpus, f"not whole nodes of {node}", legal=_multiples_around(job.gpus, node))
+            yield Fault("gpus", job.gpus, f"not whole nodes of {node}", legal=multiples_around(job.gpus, node))
     elif job.gpus * job.fault_tolerance.replicas > node:
         yield replicas.too_many(job, node)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from titan_hydra.config.fault import Fault, divisors
+from titan_hydra.config.fault import Fault, divisors, multiples_around
 from titan_hydra.config.schema import Job
 
 from .memory import SIZE
@@ -53,11 +53,6 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
         if width % shards:
             yield Fault(key, width, f"the experts of an ep rank are sharded over {shards} ranks by this width",
                         legal=multiples_around(width, shards))
-
-
-def multiples_around(width: int, step: int) -> tuple[int, ...]:
-    """Return the multiples of `step` on both sides of a width."""
-    return tuple(multiple for multiple in (width // step * step, (width // step + 1) * step) if multiple)
 
 
 def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:

@@ -10,17 +10,15 @@ from titan_hydra.config.schema import Job
 def faults(job: Job) -> Iterator[Fault]:
     """Images are square. Context parallelism splits the image's tokens and the text's. There are no documents to mask or to pack."""
     model: Any = job.model
-    seq_len, text_len, parallelism = job.data.seq_len, model.text_len, job.parallelism
+    seq_len, text_len, parts = job.data.seq_len, model.text_len, job.parallelism.sequence_parts
     image, side = seq_len - text_len, isqrt(max(seq_len - text_len, 1))
     if image != side * side:
         yield Fault("data.seq_len", seq_len, f"model.text_len={text_len} tokens of text leave {image} for the image, not a square number",
                     legal=tuple(text_len + near * near for near in (side, side + 1)))
         return
-    balanced = parallelism.cp > 1 and parallelism.cp_load_balance and parallelism.cp_rotate != "ulysses"
-    parts = parallelism.cp * (2 if balanced else 1)
     for what, length in (("text", text_len), ("the image", image)):
         if length % parts:
-            yield Fault("parallelism.cp", parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts")
+            yield Fault("parallelism.cp", job.parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts")
     if job.data.document_mask:
         yield Fault("data.document_mask", True, f"train.objective={job.train.objective} has no documents to separate", legal=(False,))
     if job.adapter.name != "none":

@@ -49,7 +49,7 @@ def of_a_rank(job: Job) -> dict[str, float]:
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments, gradient = OPTIMIZERS[job.optimizer.name].moments(job.optimizer), SIZE[gradient_dtype(job)]
     ranks, whole, adapters = layout.dp_shard * layout.cp * layout.tp * layout.pp, _parameters(model) or 0, adapter_parameters(job)
-    tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / (max(microbatches(job), 1) if layout.pp > 1 else 1)
+    tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / microbatches(job)
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
     return {
         "model.name": ((adapters * stored * (2 + moments) + whole * used) if adapters else

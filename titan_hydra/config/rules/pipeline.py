@@ -68,7 +68,11 @@ def _balanced(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def microbatches(job: Job) -> int:
-    """Return the microbatches of a local batch: as configured, else the largest legal number up to twice the stages; 0 if none is legal."""
+    """Return the microbatches of a local batch: 1 without a pipeline, else as configured, or the largest legal number up to twice the
+    stages; 0 if none is legal.
+    """
+    if job.parallelism.pp == 1:
+        return 1
     if job.pp_schedule.microbatches is not None:
         return job.pp_schedule.microbatches
     choices = legal_microbatches(job)

@@ -2,7 +2,7 @@
 from collections.abc import Iterator
 from math import gcd
 
-from titan_hydra.config.fault import Fault, suggest
+from titan_hydra.config.fault import Fault, multiples_around, suggest
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
 
@@ -26,8 +26,8 @@ def widths_suit_the_format(job: Job) -> Iterator[Fault]:
     """The model's width is a multiple of the format's step. Linears of any other width would not be converted."""
     format, dim = FORMATS.get(job.precision.converter), job.model.dim
     if format and dim % format.step:
-        around = tuple(width for width in (dim // format.step * format.step, (dim // format.step + 1) * format.step) if width)
-        yield Fault("model.dim", dim, f"{format.name} linears need multiples of {format.step}", legal=around)
+        reason = f"{format.name} linears need multiples of {format.step}"
+        yield Fault("model.dim", dim, reason, legal=multiples_around(dim, format.step))
 
 
 def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
@@ -35,12 +35,11 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
     format, precision = FORMATS.get(job.precision.converter), job.precision
     if format is None or precision.emulate or precision.recipe in format.plain_gradients:
         return
-    samples = job.data.local_batch // (max(microbatches(job), 1) if job.parallelism.pp > 1 else 1)
+    samples = job.data.local_batch // microbatches(job)  # some number is legal: the rules of the layout have passed
     each = format.step // gcd(format.step, samples) * job.parallelism.cp
     if job.data.seq_len % each:
-        below = job.data.seq_len // each * each
         reason = f"{format.name} matmuls over the tokens of a microbatch need multiples of {format.step}"
-        yield Fault("data.seq_len", job.data.seq_len, reason, legal=tuple(length for length in (below, below + each) if length))
+        yield Fault("data.seq_len", job.data.seq_len, reason, legal=multiples_around(job.data.seq_len, each))
 
 
 def weights_can_be_gathered(job: Job) -> Iterator[Fault]:
