@@ -128,6 +128,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"precision__float8_all_gather": True}, "precision.float8_all_gather", "only tensorwise"),
     ({**TENSORWISE, "parallelism__backend": "simple_fsdp"}, "precision.float8_all_gather", "nearest legal: false"),
     ({**FLOAT8, "precision__emulate": True, "compile__name": "block"}, "precision.emulate", "nearest legal: false"),
+    ({**FLOAT8, "precision__kernels": "fused", "debug__nan_hunt": True}, "precision.kernels", "blocks; nearest legal: torchao"),
     ({"precision__kernels": "fused"}, "precision.kernels", "precision.recipe=rowwise of float8; nearest legal: torchao"),
     ({**TENSORWISE, "precision__kernels": "fused"}, "precision.kernels", "precision.recipe=rowwise of float8"),
     ({**FLOAT8, "precision__kernels": "fused", "parallelism__tp": 2}, "precision.kernels", "whole rows, which parallelism.tp=2 splits"),

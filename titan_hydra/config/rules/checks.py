@@ -310,10 +310,13 @@ def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def probes_see_modules(job: Job) -> Iterator[Fault]:
-    """Probes hook modules, and a compiled block has none at run time."""
-    for key in ("nan_hunt", "trace_activations"):
-        if getattr(job.debug, key) and job.compile.name != "off":
-            yield Fault("compile.name", job.compile.name, f"debug.{key}=true hooks modules inside the blocks", legal=("off",))
+    """Probes hook modules. A compiled block has none at run time; fused kernels compute several modules in one."""
+    for key in [key for key in ("nan_hunt", "trace_activations") if getattr(job.debug, key)]:
+        reason = f"debug.{key}=true hooks modules inside the blocks"
+        if job.compile.name != "off":
+            yield Fault("compile.name", job.compile.name, reason, legal=("off",))
+        if job.precision.kernels == "fused":
+            yield Fault("precision.kernels", "fused", reason, legal=("torchao",))
 
 
 @rule(RECIPE)
