@@ -24,7 +24,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Shard every parameter of a meta-device stage over `mesh.fsdp`, in place, so that reading it gathers it."""
     if mesh.fsdp is None:
         return
-    gather = Gather(mesh.fsdp, getattr(torch, job.precision.compute_dtype), getattr(torch, job.precision.reduce_dtype))
+    gather = Gather(mesh, getattr(torch, job.precision.compute_dtype), getattr(torch, job.precision.reduce_dtype))
     classes: dict[tuple[type, tuple[str, ...]], type] = {}
     for part in module.modules():
         names = tuple(name for name, parameter in part._parameters.items() if parameter is not None)
@@ -71,24 +71,26 @@ class Gather:
     dtype, as a plain sum.
     """
 
-    def __init__(self, mesh: DeviceMesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        self.mesh, self.compute_dtype, self.reduce_dtype = mesh, compute_dtype, reduce_dtype
+    def __init__(self, mesh: Mesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        self.mesh: Any = mesh.fsdp
+        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
+        if mesh.degrees.tp > 1:  # not asked for in __call__: a compiler finds there the groups of an earlier job in the process
+            self.tp = mesh.world["tp"]
+            self.tp_rank: Any = mesh.coordinate("tp")  # torch annotates it as None
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
         if parameter.device_mesh.ndim == self.mesh.ndim:
             return self._whole(parameter)
         # Tensor parallel: gather over the data-parallel dimensions alone, and stay a DTensor over tp.
         *_, inner = parameter.placements
-        tp = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[-1]]
         shape = list(parameter.shape)
         if isinstance(inner, Shard):
-            rank: Any = tp.get_local_rank()  # torch annotates it as None
-            shape[inner.dim], _ = Shard.local_shard_size_and_offset(shape[inner.dim], tp.size(), rank)
+            shape[inner.dim], _ = Shard.local_shard_size_and_offset(shape[inner.dim], self.tp.size(), self.tp_rank)
         local = DTensor.from_local(
             parameter.to_local(), self.mesh, placements_of(self.mesh), run_check=False,
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
         )
-        return DTensor.from_local(self._whole(local), tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return DTensor.from_local(self._whole(local), self.tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride())
 
     def _whole(self, parameter: DTensor) -> torch.Tensor:
         replicated = parameter.redistribute(

@@ -1,7 +1,7 @@
 """The acceptance matrix: every layout that must learn what one process learns, one line each. Imports no torch."""
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
@@ -52,14 +52,16 @@ SCHEDULES = tuple(name for name in PIPELINE_SCHEDULES if name != "csv")
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
-ROWWISE = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32")}
-FUSED = {"base": (*ROWWISE["base"], "precision.kernels=fused")}
+# A difference in the last bit of float32 rounds some value to the other of two neighbours in 8 bits, an eighth apart at most; it grows.
+EIGHT_BITS = {"norm": 3e-5, "weights": 2e-2}
+ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32"), **EIGHT_BITS}
+FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
 LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
-MUON = {"base": ("optimizer=muon",), "loss": 1e-6, "weights": 0.2}  # orthogonalized in bf16, and so are its weights rounded
+MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.2}  # orthogonalized in bf16, and so are its weights rounded
 SAME = EVEN | {"norm": 1e-5}
 QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
 MOE = ("model=qwen3_moe_debug", "model.head_dim=16", "model.expert_dim=64", "model.balance_rate=1e-3")
@@ -69,6 +71,8 @@ LATENT = ("model=deepseek_v3_debug", "model.q_rank=24", "model.kv_rank=16", "mod
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
 # Products and gradients round to 8 bits, differently where other ranks hold other tokens; sums do not round.
 BF16 = {"loss": 1e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
+# Over ten steps a tied model in bf16 parts from itself in float64 by 1.3e-3 of the loss and 8e-3 of the norm, on one process as on two.
+TIED = {"loss": 5e-4, "norm": 6e-3}
 HALVED = ("precision=bf16", "optimizer.masters=split")
 SPLIT = BF16 | {"base": HALVED}
 
@@ -163,7 +167,7 @@ MATRIX = [
     case("simple_fsdp 2, tied embeddings", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", base=("model.tie_embeddings=true",)),
     case("simple_fsdp 4, fsdp_tp", 4, "parallelism=fsdp_tp", SIMPLE, "data.local_batch=8", slow=True),
     case("simple_fsdp 4, fsdp_tp, compiled", 4, "parallelism=fsdp_tp", SIMPLE, "data.local_batch=8", *COMPILED,
-         slow=True),  # after all other cases in one process dynamo failed once; alone never
+         slow=True),
     case("simple_fsdp 4, fsdp_tp, vocabulary 2047", 4, "parallelism=fsdp_tp", SIMPLE, "data.local_batch=8", **ODD),
 
     # Context parallel
@@ -210,7 +214,7 @@ MATRIX = [
     case("float8 rowwise, pp 2", 2, "parallelism=pp", "parallelism.pp=2", "data.local_batch=8", **ROWWISE),
     case("float8 rowwise, cp 2", 2, "parallelism=cp", "parallelism.cp=2", "data.local_batch=16", **ROWWISE),
     case("float8 fused against torchao", 1, "parallelism=single", "data.local_batch=16", "precision.kernels=fused",
-         gradients=1e-2, weights=0.1, **ROWWISE),  # a value that is rounded the other way; scales that several linears share
+         **ROWWISE | {"gradients": 1e-2, "weights": 0.1}),  # scales that several linears share
     *(case(f"float8 fused, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2, **FUSED)
       for name, ranks, layout, batch, more in (
           ("fsdp 2", 2, "fsdp", 8, ()), ("hsdp 4", 4, "hsdp", 4, ()), ("fsdp 4, accumulation 2", 4, "fsdp", 2, ()),
@@ -220,10 +224,10 @@ MATRIX = [
     *(case(f"float8 fused, fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", *COMPILED, f"ac={ac}", slow=True,
            **FUSED) for ac in ("none", "full", "lean")),
     case("mxfp8, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **MXFP8),
-    case("float8 rowwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", loss=5e-5, norm=2e-4, gradients=2e-2,
-         **ROWWISE),
-    case("float8 rowwise, fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=8", loss=5e-5, norm=2e-4, gradients=2e-2,
-         slow=True, **ROWWISE),
+    case("float8 rowwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16",
+         **ROWWISE | {"loss": 5e-5, "norm": 2e-4, "gradients": 2e-2}),
+    case("float8 rowwise, fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=8", slow=True,
+         **ROWWISE | {"loss": 5e-5, "norm": 2e-4, "gradients": 2e-2}),
     case("float8 tensorwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", norm=5e-5, gradients=1e-3,
          weights=0.1, **TENSORWISE),
     *(case(f"float8 tensorwise, fsdp 2, gathered as {format}", 2, "parallelism=fsdp", "data.local_batch=8",
@@ -263,7 +267,7 @@ MATRIX = [
     *(case(f"bf16, {layout} 2, linear_cross_entropy, uneven mask, accumulation 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
-         **BF16 | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
+         **BF16 | TIED | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
 
     # Split masters: layouts against one process with split ones, and against one with whole ones
     case("split masters, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", **SPLIT),
@@ -276,9 +280,8 @@ MATRIX = [
         ("cp 2, ulysses", ("parallelism=cp", "data.local_batch=16", "parallelism.cp_rotate=ulysses")),
         ("hsdp 4", ("parallelism=hsdp", "data.local_batch=4")), ("fsdp 4, pp 2", ("parallelism=fsdp_pp", "data.local_batch=8")),
         ("fsdp 4, tp 2, compile", ("parallelism=fsdp_tp", "data.local_batch=8", *COMPILED)))),
-    # The norm under tp is 2e-4 off at some seeds, with whole masters too.
     *(case(f"split masters, {layout} 2, tied embeddings", 2, f"parallelism={layout}", f"data.local_batch={batch}",
-           **SPLIT | {"base": (*HALVED, "model.tie_embeddings=true"), "loss": 2e-4, "norm": 5e-4})
+           **SPLIT | TIED | {"base": (*HALVED, "model.tie_embeddings=true")})
       for layout, batch in (("fsdp", 8), ("tp", 16))),
     case("split masters, fsdp 4, tp 2, vocabulary 2047, uneven mask", 4, "parallelism=fsdp_tp", "data.local_batch=8", uneven_mask=True,
          **SPLIT | {"base": (*HALVED, "model.vocab_size=2047")}),
@@ -303,8 +306,8 @@ MATRIX = [
     # The gradient of a head's norm is a small sum of large terms, rounded on each rank before they are added: 1.03e-2 on two.
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
-    case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, *ROWWISE["base"])),
-    case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, *FUSED["base"])),
+    case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
+    case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
     # Experts: over ep ranks, which are some of dp_shard x cp x tp, and sharded over the others
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
