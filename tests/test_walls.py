@@ -187,13 +187,13 @@ LINES = {  # of a room, at most: the design's budget stands behind where it is n
     "models": 2456,  # 400 + 450 a family: six families, layers of experts; by 5: the side of latents; by 9: what may be fused
     "runs": 1999,  # 1,150; up by 280: the place of a rank, from base; the shapes of files, from config; every file name once
     "kernels": 710,
-    "parallel": 2128,  # 1,700; up by 320: experts over ranks; by 100: adapters; by 120: losses, masters; by 100: fused casts
+    "parallel": 2130,  # 1,700; up by 320: experts over ranks; by 100: adapters; by 120: losses, masters; by 100: fused casts
     "data": 2413,  # 1,400; up by 550: conversations, templates, masks, packing; by 170: pairs, rollouts; by 545: images; by 20: rows shown
     "observe": 1239,  # 1,100
     "checkpoint": 1301,  # 900; up by 125: experts and float8 of Hugging Face; by 140: merged adapters, PEFT; by 25: masters, mixtures
     "train": 1684,  # 1,200; up by 25: fine-tuning; by 145: policies, scores; by 60: split masters; by 325: images; by 24: documents
     "fault_tolerance": 1003,  # 500
-    "verify": 1479,  # 550; up by 245: the fake world's tracker; by 70: cases of experts; by 135: in float64; by 55: masters, random experts
+    "verify": 1482,  # 550; up by 245: the fake world's tracker; by 70: cases of experts; by 135: in float64; by 55: masters, random experts
     "launch": 1677,  # 1,300; up by 20: predictions of cells; by 35: replica groups are jobs
     "report": 1712,  # 1,300; up by 75: predictions beside measurements
     "commands": 2906,  # 1,500; up by 185: titan plan; by 255: --prove, --calibrate, titan tune; by 115: titan data; by 120: scores, images
