@@ -112,7 +112,7 @@ def test_a_gpu_that_is_too_old_is_refused_and_one_that_is_new_enough_not(monkeyp
 def test_parts_of_a_matrix_are_in_steps_of_16_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     converted(job_of("precision=float8_rowwise", "parallelism=tp", "parallelism.tp=2"), "cuda")
-    with pytest.raises(ConfigError, match=r"parallelism.tp=4: a rank's part of layers.0.attention.wk \(64 x 32\).*nearest legal: 2"):
+    with pytest.raises(ConfigError, match=r"parallelism.tp=4: .* a rank's part of layers.0.attention.wk \(64 x 32\); nearest legal: 2"):
         converted(job_of("precision=float8_rowwise", "parallelism=tp", "parallelism.tp=4"), "cuda")
 
 

@@ -172,7 +172,7 @@ def broken(dice):
         (say(user, assistant, tools=dice.choice(["{", 1, [1], {"a": 1}])), "its tools are not"),
         (say(user, {"role": "assistant", "content": dice.choice(["<|eot_id|>", "a <|begin_of_text|>"])}), "it holds <|"),
         (say({"role": "user<|eot_id|>", "content": "x"}, assistant), "it holds <|eot_id|>"),
-        (say(user, {"role": "assistant", "content": dice.choice(["\ud800", "a\udfffb"])}), "half a character"),
+        (say(user, {"role": "assistant", "content": dice.choice(["\ud800", "a\udfffb"])}), "half of a surrogate pair"),
         (say(user, {"role": "assistant", "content": "a\ufdd0b"}), "U+FDD0"),
         (say(user, {"role": "assistant", "content": "2", "reasoning": "1 + 1"}), "the template does not take it: llama3 has no place"),
         (say(user, {"role": "assistant", "content": "2", "reasoning": 1}), "as reasoning, not text"),
