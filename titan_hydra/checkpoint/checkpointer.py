@@ -33,7 +33,7 @@ from . import initial, safe, state
 from .convert import read_model_config
 from .writer import Writer
 
-PARTS = {"model", "optimizer", "outer"}  # of a step that DCP writes; the state of each rank's data stands beside it
+PARTS = {"model", "optimizer", "outer"}  # what DCP writes of a step; each rank's data state has a file of its own
 TRIES = 4  # consecutive failures that stop a run: two saves that were due, each tried twice
 LONGEST = timedelta(hours=1)  # time that a rank waits for another one's disk
 

@@ -105,7 +105,7 @@ class Shape:
 
     @cached_property
     def keys(self) -> float:
-        """The elements of a token's keys on this rank; its values have as many."""
+        """The number of elements in a token's keys on this rank, which is also the number in its values."""
         return self.job.model.n_kv_heads * self.job.model.head_width / self.job.parallelism.tp
 
     @cached_property
@@ -223,7 +223,7 @@ def shape_of(job: Job) -> Shape:
     block = (family.parameters(model) - ends + dense * less) / model.n_layers
     whole = (sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0))
     block = (block - whole) / degrees.tp + whole
-    number = max(pipeline.microbatches(job), 1) if pp else 1
+    number = max(pipeline.microbatches(job), 1)
     samples = job.data.local_batch / number
     shards = degrees.dp_shard * degrees.cp
     locally = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas

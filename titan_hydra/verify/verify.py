@@ -141,7 +141,7 @@ def reductions() -> Iterator[list[torch.dtype]]:
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     """Count the parameters with gradients summed in bfloat16 although float32 is asked for: such a sum lacks the lower bits."""
     job = trainer.job
-    parts = trainer.mesh.data_ranks * job.parallelism.cp * (layout.microbatches(job) if job.parallelism.pp > 1 else 1)
+    parts = trainer.mesh.data_ranks * job.parallelism.cp * layout.microbatches(job)
     parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
@@ -272,7 +272,7 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             if not jobs:
                 raise
             number, case, _ = jobs[0]
-            if isinstance(error, Crashed) and number != crashed:  # seen in some of 10,000 cases: gloo of torch 2.13 broke the heap
+            if isinstance(error, Crashed) and number != crashed:  # rare: torch 2.13's gloo corrupts the heap
                 crashed = number
                 continue
             jobs = jobs[1:]

@@ -57,7 +57,7 @@ class Preference(Likelihood):
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         batch = super().batch(samples, separators)
         learned = batch["documents"].masked_fill(batch["labels"] == IGNORED, -1)
-        places = torch.arange(self.job.data.seq_len // 4 + 1)  # as many as there can be pairs: a document has two tokens or more
+        places = torch.arange(self.job.data.seq_len // 4 + 1)  # the most pairs that fit: each has two documents of at least two tokens
         pairs = torch.stack([torch.isin(2 * places, row) for row in learned])
         return Batch(batch.tensors | {"pairs": pairs}, self.dims)
 
