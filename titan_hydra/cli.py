@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from titan_hydra.base.errors import Exit, RunError
+from titan_hydra.config.fault import did_you_mean, shown, suggest
 
 from . import __version__
 
@@ -54,8 +55,11 @@ def main(argv: list[str] | None = None) -> int:
             prog="titan", formatter_class=argparse.RawDescriptionHelpFormatter, usage="titan COMMAND ...   (titan COMMAND --help)",
             description=f"Follows, compares and prepares the runs of launch.py.\n\n{listing}")
         parser.add_argument("--version", action="version", version=f"titan_hydra {__version__}")
-        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
-        parser.parse_args(argv or ["--help"])
+        parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+        word = parser.parse_known_args(argv or ["--help"])[0].command
+        print(f"titan {shown(word)}: no such command{did_you_mean(suggest(word, list(COMMANDS)), otherwise='; `titan` lists them')}",
+              file=sys.stderr)
+        return Exit.CONFIG
     try:
         return command.main(args)
     except RunError as error:

@@ -1,6 +1,9 @@
 """Flags of launch.py: they stand anywhere, and a wrong one is a line."""
+import os
+
 import pytest
 
+from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.arguments import arranged
 
@@ -32,3 +35,23 @@ def test_a_wrong_flag_is_one_line(arguments, text):
     with pytest.raises(ConfigError) as raised:
         arranged(arguments.split())
     assert text in str(raised.value) and len(str(raised.value).splitlines()) == text.count("\n") + 1
+
+
+@pytest.mark.parametrize(("word", "hint"), [
+    ("stauts", "did you mean status?"), ("plna", "did you mean plan?"), ("everything", "`titan` lists them"),
+])
+def test_titan_suggests_a_word(word, hint, capsys):
+    assert cli.main([word, "--json"]) == 2
+    assert capsys.readouterr().err == f"titan {word}: no such command; {hint}\n"
+
+
+def test_a_new_project_has_the_modes_of_its_place(tmp_path):
+    """`titan init` obeys umask and a folder's group bit, as copies of the package's own modes would not."""
+    tmp_path.chmod(0o2770)
+    before = os.umask(0o077)
+    try:
+        assert cli.main(["init", str(tmp_path / "mylab")]) == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o7777 for path in [tmp_path / "mylab", *(tmp_path / "mylab").rglob("*")] if path.is_dir()} == {0o2700}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "mylab").rglob("*") if path.is_file()} == {0o600}

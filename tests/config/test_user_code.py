@@ -6,6 +6,8 @@ import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import check, compose_job, identity, user_code
+from titan_hydra.config.files import CONF
+from titan_hydra.config.overrides import mistakes
 from titan_hydra.config.user_code import digest, load_user_modules, sources
 
 FILES = {
@@ -94,3 +96,18 @@ def test_a_job_is_composed_with_options_of_ones_own(folder):
     for wrong, words in (("nowhere", "--config-dir nowhere: no such folder"), (None, "optimizer=fast: no such option")):
         with pytest.raises(ConfigError, match=words):
             compose_job("optimizer=fast", config_dir=wrong and Path(wrong))
+
+
+def test_an_option_that_hydra_would_not_use_is_refused(tmp_path):
+    """Hydra takes the package's file where both have one of a name: a user's `+sweeps=scaling` composed the package's cells of 64 GPUs."""
+    override = "defaults:\n  - override /validation: "
+    for name, text in {"sweeps/scaling": "sweep: {}\n", "model/llama3_1b": "dim: 64\n", "experiment/mine": f"{override}on\n",
+                       "experiment/broken": "defaults: [\n", "sweeps/mine": f'{override}"on"\n'}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    hidden = [f"{tmp_path / name}.yaml: is never read, as the package has an option of this name, {CONF / name}.yaml; rename it"
+              for name in ("model/llama3_1b", "sweeps/scaling")]
+    boolean = (f'{tmp_path}/experiment/mine.yaml: override /validation: YAML reads on and off as true and false; '
+               'write "on" or "off" in quotes')
+    assert mistakes(["seed=1"], [CONF, tmp_path]) == [*hidden, boolean]
+    assert mistakes(["seed=1"]) == []

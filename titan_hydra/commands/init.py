@@ -7,6 +7,8 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.files import ASSETS
 
+PROJECT = ASSETS / "project"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write it; a new or empty folder")
@@ -18,11 +20,17 @@ def main(args: argparse.Namespace) -> int:
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(f"{folder}: is not empty; titan init writes a new folder")
-        shutil.copytree(ASSETS / "project", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        written = [write_copy(file, folder / file.relative_to(PROJECT)) for file in sorted(PROJECT.rglob("*"))
+                   if file.is_file() and "__pycache__" not in file.parts]
     except OSError as error:
-        reason = error.strerror or "cannot be written"  # shutil.Error has none
-        raise ConfigError(f"{folder}: {reason}") from error
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        print(file)
+        raise ConfigError(f"{folder}: {error.strerror}") from error
+    print(*written, sep="\n")
     print(f"try: cd {quoted([str(folder)])} && python launch.py debug=tiny model=parallel_llama")
     return Exit.DONE
+
+
+def write_copy(source: Path, target: Path) -> Path:
+    """Copy the content of a file, but not its mode, so that umask and the group of the folder above decide. Returns `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    return target

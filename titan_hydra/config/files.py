@@ -80,6 +80,24 @@ def load_yaml(file: Path) -> dict:
     return content
 
 
+def unusable_options(folder: Path) -> list[str]:
+    """Return a line for each file of a user's folder of options that Hydra would not use as written.
+
+    An option of the package hides one of the same name. YAML reads `on` and `off` without quotes as truth values.
+    """
+    own = {package: folder / package.relative_to(CONF) for package in (CONF / "config.yaml", *sorted(CONF.glob("*/*.yaml")))}
+    lines = [f"{file}: is never read, as the package has an option of this name, {package}; rename it"
+             for package, file in own.items() if file.is_file() and not package.samefile(file)]
+    for file in sorted(folder.glob("*/*.yaml")):
+        try:
+            defaults = load_yaml(file).get("defaults") or []
+        except Exception:  # Hydra names the mistake where the file is chosen
+            continue
+        lines += [f'{file}: {group}: YAML reads on and off as true and false; write "on" or "off" in quotes'
+                  for entry in defaults if isinstance(entry, dict) for group, option in entry.items() if isinstance(option, bool)]
+    return lines
+
+
 @functools.cache
 def default_options() -> dict[str, str | None]:
     """Return the option of each group in the defaults list of conf/config.yaml. The result is cached: do not change it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .fault import Fault, did_you_mean, shown, suggest
-from .files import CONF, default_options
+from .files import CONF, default_options, unusable_options
 from .load import kind_of, known_keys, model_classes
 from .ranges import range_of
 from .schema import Job, Model
@@ -39,10 +39,14 @@ NOT_OURS = {  # Hydra's keys that would do what this program does in another way
 
 
 def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return one line for each wrong override. Options are looked up in `folders`; syntax that only Hydra understands is not checked."""
+    """Return one line for each wrong override, and for each file that cannot be used in the user's folders, those after the first.
+
+    Options are looked up in `folders`; syntax that only Hydra understands is not checked.
+    """
     own = len(folders) > 1 or any("train.imports" in text for text in overrides)  # may bring a family with keys of its own
+    files = [line for folder in folders[1:] for line in unusable_options(folder)]
     found = (_mistake(text, folders, own) for text in overrides)
-    return [line for line in found if line]
+    return files + [line for line in found if line]
 
 
 def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
