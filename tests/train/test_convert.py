@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -89,6 +90,20 @@ def test_export_import_export_gives_the_same_bytes(shape, dtype, a_run, tmp_path
     assert all(path.stat().st_size < 110_000 for path in weights)
     index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in weights}
+
+
+def test_an_export_keeps_the_stored_number_format(a_run, tmp_path, capsys):
+    """A float32 run's export was bfloat16 without a word, and a biologist's scores moved by 16 %."""
+    for dtype in ("float32", "bfloat16"):
+        _, run = a_run(tiny())
+        titan_convert(run, "--to", "hf", tmp_path / dtype, "--dtype", dtype)
+        titan_convert(tmp_path / dtype, "--from", "hf", tmp_path / f"{dtype}_checkpoint")
+        capsys.readouterr()
+        titan_convert(tmp_path / f"{dtype}_checkpoint", "--to", "hf", tmp_path / f"{dtype}_again")
+        assert f"1 file of weights in {dtype};" in capsys.readouterr().out
+        assert json.loads((tmp_path / f"{dtype}_again/config.json").read_text())["torch_dtype"] == dtype
+        again = load_file(tmp_path / f"{dtype}_again/model.safetensors")
+        assert {tensor.dtype for tensor in again.values()} == {convert.DTYPES[dtype]}
 
 
 def test_an_import_holds_one_tensor_at_a_time(a_run, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,16 +40,21 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: float = 5.0, config_file: Path | None = None) -> list[str]:
-    """Write the model of a checkpoint or run in its family's Hugging Face format. Returns the names of the weight files."""
+def export_hf(source: Path, target: Path, dtype: torch.dtype | None = None, max_shard_gb: float = 5.0, config_file: Path | None = None,
+              ) -> tuple[list[str], torch.dtype]:
+    """Write the model of a checkpoint or run in its family's Hugging Face format, in `dtype`, or as each tensor is stored. Returns the
+    names of the weight files, and the dtype of most weights.
+    """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
     hf, state = hf_of(config), meta_state(config)
-    dtypes = {name: in_dtype(tensor, dtype) for name, tensor in state.items()}
-    content = hf.to_config(config, dtype)
     reader = reader_of(checkpoint, config_file)
     if isinstance(reader, Reader):
         _check_stored(reader.metadata, {name: tensor.shape for name, tensor in state.items()}, checkpoint)
+    stored = {} if dtype else reader.dtypes(state)
+    dtypes = {name: in_dtype(tensor, dtype or stored.get(name)) for name, tensor in state.items()}
+    common = dtype or Counter(dtypes.values()).most_common(1)[0][0]
+    content = hf.to_config(config, common)
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
     shards = _plan_shards(sizes, max_shard_gb * 1e9)
     make_target(target)
@@ -68,7 +74,7 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype, max_shard_gb: floa
     encodes = family_of(config).takes == "tokens"
     ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len) if encodes else {}
     write_content(target / "config.json", content | ids)
-    return files
+    return files, common
 
 
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:

@@ -22,6 +22,11 @@ class Reader:
         self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
         self.metadata = self.reader.index
 
+    def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
+        """Return the dtype in which each tensor of a model is stored."""
+        stored = self.metadata.state_dict_metadata
+        return {name: entry.properties.dtype for name in state if isinstance(entry := stored.get(PREFIX + name), TensorStorageMetadata)}
+
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
         state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
@@ -37,6 +42,7 @@ class Merged:
 
     def __init__(self, base: Reader | Folder, adapters: Reader, factor: float):
         self.base, self.adapters, self.factor = base, adapters, factor
+        self.dtypes = base.dtypes
 
     def adapter(self, weight: str) -> dict[str, Tensor]:
         """Return the matrices lora_a and lora_b beside a weight; {} if it has none."""

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     direction.add_argument("--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft has them alone")
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
     parser.add_argument("target", type=Path, help="folder to write; new or empty")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="number format; default bfloat16 (--to), unchanged (--from)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="number format; default: as stored")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
     parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
     parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help="with --from: modules of your own that bring the family")
@@ -32,8 +32,8 @@ def main(args: argparse.Namespace) -> int:
         print(f"{args.target}: the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained")
     elif args.to:
         source = place_of(args.source, args.runs)
-        files = convert.export_hf(source, args.target, convert.DTYPES[args.dtype or "bfloat16"], args.max_shard_gb, args.config)
-        print(f"{args.target}: {counted(len(files), 'file')} of weights; load with from_pretrained")
+        files, dtype = convert.export_hf(source, args.target, convert.DTYPES.get(args.dtype), args.max_shard_gb, args.config)
+        print(f"{args.target}: {counted(len(files), 'file')} of weights in {str(dtype).removeprefix('torch.')}; load with from_pretrained")
     else:
         convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype), args.imports)
         print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")
