@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from safetensors.torch import load_file
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,9 +121,9 @@ class Strides(TorchDispatchMode):
         def look(graph, inputs):
             for node in graph.graph.nodes:
                 self.look(node.target, [arg.meta.get("val") for arg in node.args if hasattr(arg, "meta")])
-            return graph
+            return make_boxed_func(graph)
 
-        return aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=look)
+        return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=look)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_hydra.config.attention import Call, Machine, kernels
+from titan_hydra.config.attention import Call, Machine, call_of, kernels
+from titan_hydra.config.schema import Job
 
 from .documents import as_wide, attend_within, cut_to
 
@@ -45,6 +46,11 @@ def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool
     machine = machine_of(q.device.index or 0) if q.is_cuda else None
     return Call(q.device.type, DTYPES[q.dtype], q.shape[-1], v.shape[-1], v.shape[2], causal, masked, ring,
                 torch.are_deterministic_algorithms_enabled(), machine)
+
+
+def check_attention(job: Job, device: torch.device) -> None:
+    """Raise ConfigError if the kernel that a job asks for may not compute it on this device: before compiled code meets it."""
+    kernels(job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None))
 
 
 @torch.compiler.assume_constant_result
