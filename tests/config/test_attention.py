@@ -3,7 +3,7 @@ import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
-from titan_hydra.config.attention import KERNELS, Call, Machine, call_of, kernel_fault, kernels, objection, takes_offsets
+from titan_hydra.config.attention import KERNELS, Call, Machine, call_of, kernel_fault, kernels, refusal, takes_offsets
 
 H100, B200 = Machine((9, 0), (13, 0), 91900), Machine((10, 0), (13, 0), 91900)
 ON_H100 = Call("cuda", machine=H100)
@@ -41,7 +41,7 @@ ALL = list(KERNELS)
 def test_kernels_that_may_compute_a_call(call, expected):
     assert kernels("auto", call) == expected
     for kernel in KERNELS:
-        assert (objection(kernel, call) is None) == (kernel in expected)
+        assert (refusal(kernel, call) is None) == (kernel in expected)
         if kernel in expected:
             assert kernels(kernel, call) == [kernel] and kernel_fault(kernel, call) is None
         else:

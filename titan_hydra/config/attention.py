@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 def kernels(asked: str, call: Call) -> list[str]:
     """Return the kernels that may compute a call, fastest first. `asked` is what model.attention says. Raises ConfigError if none may."""
-    found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if objection(kernel, call) is None]
+    found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if refusal(kernel, call) is None]
     if not found:
         raise ConfigError(str(kernel_fault(asked, call)))
     return found
@@ -47,14 +47,14 @@ def kernels(asked: str, call: Call) -> list[str]:
 
 def kernel_fault(asked: str, *calls: Call) -> Fault | None:
     """Return the fault of model.attention if no kernel that it allows may compute any of the calls; its reason is that of the last one."""
-    legal = [kernel for kernel in KERNELS if any(objection(kernel, call) is None for call in calls)]
+    legal = [kernel for kernel in KERNELS if any(refusal(kernel, call) is None for call in calls)]
     if legal if asked == "auto" else asked in legal:
         return None
-    reason = "no kernel computes this attention" if asked == "auto" else objection(asked, calls[-1]) or ""
+    reason = "no kernel computes this attention" if asked == "auto" else refusal(asked, calls[-1]) or ""
     return Fault("model.attention", asked, reason, legal=("auto", *legal) if legal else ())
 
 
-def objection(kernel: str, call: Call) -> str | None:
+def refusal(kernel: str, call: Call) -> str | None:
     """Return why a kernel may not compute a call; None if it may."""
     if kernel == "math":
         # torch would take the order of the ranks for the order of the sequence, without an error.
@@ -105,13 +105,13 @@ def _of_cudnn(call: Call) -> str | None:
 def takes_offsets(asked: str, call: Call) -> bool:
     """Whether attention within packed documents is flash's on their offsets (kernels/documents.py); otherwise it needs a mask of all pairs.
     """
-    return asked in ("auto", "flash") and (call.device != "cuda" or (objection("flash", call) is None and call.width % 8 == 0))
+    return asked in ("auto", "flash") and (call.device != "cuda" or (refusal("flash", call) is None and call.width % 8 == 0))
 
 
 def call_of(job: Job, device: str = "cuda", machine: Machine | None = None) -> Call:
     """Return the attention of a job's blocks on a device."""
     model, layout = job.model, job.parallelism
     ring = layout.cp > 1 and layout.cp_rotate != "ulysses"
-    call = Call(device, job.precision.compute_dtype, model.head_width, model.value_width, job.data.seq_len, model.causal, ring=ring,
-                deterministic=job.debug.deterministic, machine=machine)
-    return call._replace(masked=job.data.document_mask and not takes_offsets(model.attention, call))
+    dtype, width = job.precision.compute_dtype, model.head_width
+    masked = job.data.document_mask and not takes_offsets(model.attention, Call(device, dtype, width))
+    return Call(device, dtype, width, model.value_width, job.data.seq_len, model.causal, masked, ring, job.debug.deterministic, machine)

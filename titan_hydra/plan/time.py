@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from titan_hydra.config.attention import KERNELS, call_of, objection, takes_offsets
+from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offsets
 from titan_hydra.config.load import all_ranks
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Hardware, Job
@@ -157,7 +157,7 @@ def _rate(shape: Shape, linear) -> float:
 def _attention_rate(job: Job, factors: Factors) -> float:
     """Return the FLOP/s of attention: torch's flash kernel has a rate of its own, and a ring a share of it."""
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
-    first = next((kernel for kernel in KERNELS if objection(kernel, call) is None), None) if asked == "auto" else asked
+    first = next((kernel for kernel in KERNELS if refusal(kernel, call) is None), None) if asked == "auto" else asked
     flash = first == "flash" or (job.data.document_mask and takes_offsets(asked, call))
     rate = (flash and hardware.flash_tflops) or hardware.attention_tflops
     return 1e12 * rate * (factors.ring if call.ring else 1)
