@@ -4,7 +4,6 @@ Time: forward and backward of attention alone, of the process, with the mask by 
 alternate. Memory: live bytes of a step that the fake world counts, one sample of 4 blocks of width 1024. Both with one kernel of torch.
 """
 import time
-from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -12,14 +11,14 @@ import torch
 
 from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.kernels.documents import document_offsets
+from titan_hydra.kernels.documents import document_mask, document_offsets
 from titan_hydra.models import layers
 from titan_hydra.train.objectives.language import ends_of
 from titan_hydra.verify.count import count_rank
 
 JOB = ("model=llama3_debug", "model.n_heads=32", "model.dim=1024", "model.n_kv_heads=8", "model.n_layers=4", "data=embedded",
        "precision=bf16", "data.document_mask=true", "data.local_batch=1", "gpus=1", "parallelism=single", "comm=fake")
-MASKED = mock.patch.object(layers, "can_attend", lambda q: False)
+MASKED = mock.patch.object(layers, "takes_offsets", lambda asked, call: False)
 TURNS = 4
 
 
@@ -39,13 +38,13 @@ def main() -> None:
 
 def seconds(seq_len: int, number: int) -> tuple[float, float]:
     """Return the seconds of attention over documents of one length with a mask and without: 8 query heads, 2 of keys, width 64, bf16."""
-    offsets = document_offsets(torch.from_numpy(ends_of(np.repeat(np.arange(number), seq_len // number)[None])))
+    ends = torch.from_numpy(ends_of(np.repeat(np.arange(number), seq_len // number)[None]))
     q, k, v = (torch.randn(1, seq_len, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for heads in (8, 2, 2))
     sdpa, fastest = layers.SDPA("auto"), [float("inf")] * 2
     for turn in range(2 * TURNS):
         began = time.process_time()
-        with MASKED if turn % 2 == 0 else nullcontext():
-            sdpa(q, k, v, offsets).sum().backward()
+        documents = document_offsets(ends) if turn % 2 else document_mask(ends, seq_len)
+        sdpa(q, k, v, documents).sum().backward()
         fastest[turn % 2] = min(fastest[turn % 2], time.process_time() - began)
     return fastest[0], fastest[1]
 

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from gpu_checks import Here
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_hydra.config import attention
 from titan_hydra.kernels import float8
-from titan_hydra.kernels.documents import can_attend, document_mask, document_offsets
+from titan_hydra.kernels.attention import SDPA, call_on
+from titan_hydra.kernels.documents import document_mask, document_offsets
 from titan_hydra.kernels.float8_units import Float8Linears, Float8SwiGLU
-from titan_hydra.models.layers import SDPA
 from titan_hydra.parallel.split_masters import master_of, split_parameter
 from titan_hydra.train.optimizer import step as optimizer_step
 from titan_hydra.train.split_adamw import SplitAdamW
@@ -31,7 +32,7 @@ class Operators(TorchDispatchMode):
 
 
 def kernels(here: Here) -> dict[str, Any]:
-    """attention=auto takes cuDNN for bf16 on a GPU, and finds a kernel for float32, grouped queries and documents."""
+    """attention=auto takes the first kernel of the rule on a GPU, also for float32, grouped queries and documents."""
     place = torch.device("cuda" if here.gpu else "cpu")
     found = {}
     for name, dtype, kv_heads, packed in (("bf16", torch.bfloat16, 2, False), ("bf16 documents", torch.bfloat16, 2, True),
@@ -40,7 +41,8 @@ def kernels(here: Here) -> dict[str, Any]:
         q, k, v = (torch.randn(2, heads, 256, 64, device=place, dtype=dtype, requires_grad=True) for heads in (4, kv_heads, kv_heads))
         ends = torch.tensor([[1, 100, 100, 256], [44, 256, 256, 256]], dtype=torch.int32, device=place)
         mask = document_mask(ends, 256) if packed else None
-        documents = document_offsets(ends) if packed and can_attend(q, 64) else mask
+        offsets = packed and attention.takes_offsets("auto", call_on(q, v, True))
+        documents = document_offsets(ends) if offsets else mask
         with Operators() as operators:
             out = SDPA("auto")(q, k, v, documents)
         out.sum().backward()
@@ -50,7 +52,8 @@ def kernels(here: Here) -> dict[str, Any]:
         for one, other in [(out, right), *((x.grad, y.grad) for x, y in zip((q, k, v), exact, strict=True))]:
             assert ((one.double() - other).norm() / other.norm()).item() < 1e-2, name
         found[name] = operators.seen[0] if operators.seen else "math"
-    assert not here.gpu or found["bf16"] == "cudnn_attention", found
+        expected = attention.kernels("auto", call_on(q, v, not packed, packed))[0]
+        assert not here.gpu or offsets or found[name] == f"{expected}_attention", (found, expected)
     assert "attend_documents" in found["bf16 documents"], found
     return found
 

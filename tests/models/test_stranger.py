@@ -30,6 +30,33 @@ from titan_hydra.models import Family, register
 
 register(Family("bare", SquaredConfig, model="squared.model:Squared"))
 '''
+WINDOWED = '''"""Attention of a sliding window, whose kernel takes masks."""
+import torch
+from titan_hydra.config.model import Model
+from titan_hydra.kernels.documents import document_mask
+from titan_hydra.models import Family, register
+from titan_hydra.models.layers import SDPA, Decoder
+
+register(Family("windowed", Model, model="windowed:Windowed"))
+
+
+class Window(SDPA):
+    def forward(self, q, k, v, documents=None):
+        tokens = torch.arange(q.shape[2])
+        near = (tokens[:, None] - tokens).lt(8).tril()[None, None]
+        return super().forward(q, k, v, near if documents is None else near & documents)
+
+
+class Windowed(Decoder):
+    def __init__(self, config, seq_len):
+        super().__init__(config, seq_len)
+        for block in self.layers.values():
+            block.attention.sdpa = Window(config.attention)
+
+    def documents(self, ends, h):
+        return document_mask(ends, self.seq_len)
+'''
+OF_WINDOWED = ("train.imports=[windowed]", "model=qwen3_debug", "model.family=windowed", "model.n_layers=2")
 LAYOUTS = {
     "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"), "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
     "pp 2": (2, "parallelism=pp", "data.local_batch=16"), "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
@@ -45,7 +72,7 @@ def folder(user_modules):
     text = (ROOT / "docs" / "extend.md").read_text()
     blocks = re.findall(r"`(squared/\w+\.py)`.*?```python\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [f"squared/{part}.py" for part in ("__init__", "model", "sharding", "hf")]
-    return user_modules({**dict(blocks), "bare.py": BARE})
+    return user_modules({**dict(blocks), "bare.py": BARE, "windowed.py": WINDOWED})
 
 
 def launched(folder, *words):
@@ -109,6 +136,24 @@ def test_six_layouts_learn_what_one_process_learns(folder):
     cases = [case(name, ranks, *words, base=(*OF_SQUARED, "model.head_dim=16", "model.power=3"), gradients=2e-5)
              for name, (ranks, *words) in LAYOUTS.items()]
     for outcome in verify(cases, steps=2):
+        assert outcome.passed, outcome
+
+
+def test_a_ring_refuses_a_kernel_of_ones_own_in_one_line(folder, tmp_path):
+    run = subprocess.run([sys.executable, ROOT / "launch.py", *OF_WINDOWED, "parallelism=cp", "gpus=2", "steps=1", "data=synthetic",
+                          "data.seq_len=64", "precision=fp32", f"paths.runs={tmp_path}"],
+                         cwd=folder, capture_output=True, text=True, check=False)
+    said = run.stdout + run.stderr
+    assert run.returncode == 2 and "a ring replaces the attention kernel of windowed, a Window, by torch's; nearest legal: ulysses" in said
+    assert "Traceback" not in said, said
+
+
+def test_a_kernel_of_ones_own_learns_under_ulysses_what_one_process_learns(folder):
+    ulysses = ("parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16")
+    packed = ("model.vocab_size=4096", "data=embedded", "data.document_mask=true")
+    plain = case("windowed, cp 2, ulysses", 2, *ulysses, base=OF_WINDOWED)
+    documents = case("windowed, cp 2, ulysses, documents", 2, *ulysses, base=(*OF_WINDOWED, *packed))
+    for outcome in verify([plain, documents], steps=2):
         assert outcome.passed, outcome
 
 

@@ -15,6 +15,7 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.rules.adapter import adapted
 from titan_hydra.config.schema import Job
 
+from .formats.select import is_plain
 from .mesh import Mesh
 from .whole import read_whole
 
@@ -29,7 +30,7 @@ class LoraLinear(nn.Linear):
     initial_std: dict[str, float]  # of A and B (models/init.py)
 
     def forward(self, x: Tensor) -> Tensor:
-        base = F.linear(x, self.weight)
+        base = super().forward(x)
         if not isinstance(x, DTensor):
             return base + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
         # On plain tensors: of a column linear, x is whole and each rank's part of B gives its part of the output; of a row linear, each
@@ -65,7 +66,10 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def _adapt(linear: nn.Linear, job: Job) -> None:
-    """Make a linear an adapted one, in place."""
+    """Make a linear an adapted one, in place. Raises ConfigError for a module of another kind, whose own forward would be lost."""
+    if not is_plain(linear):
+        raise ConfigError(f"adapter={job.adapter.name}: adapts plain linears, and one of {job.model.family} is a {type(linear).__name__}; "
+                          "nearest legal: none, or adapter.linears without it")
     rank, dtype = job.adapter.rank, getattr(torch, job.precision.param_dtype)
     outputs, inputs = linear.weight.shape
     linear.__class__ = LoraLinear

@@ -11,16 +11,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Loss
+
+from .formats.select import is_plain
 
 
 def convert(model: nn.Module, config: Loss) -> list[str]:
     """Make a model's head return the loss if it gets targets, as `linear_cross_entropy` does, in place; it keeps its weight under its name.
 
     The loss is part of the head, not a function after the model: so the head's weight is used only inside the forward, and FSDP need not
-    keep it gathered afterwards.
+    keep it gathered afterwards. Raises ConfigError for a head that computes more than a matmul, which would be lost.
     """
     head, chunk = model.output, config.chunk_tokens
+    if not is_plain(head) or head.bias is not None:
+        raise ConfigError(f"loss={config.name}: multiplies with the head's weight itself, and this head, a {type(head).__name__}, does "
+                          "more; nearest legal: cross_entropy")
 
     def forward(head: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         return F.linear(hidden, head.weight) if targets is None else loss_of(hidden, head.weight, targets, chunk)

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from titan_hydra.base.errors import ConfigError
+
 from .whole import hold_whole, read_whole
 
 
@@ -20,6 +22,8 @@ class Norm(ParallelStyle):
     A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the next reader of the
     gradient, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626). Here the gradient is summed in
     `reduce_dtype` in the backward. Norms of single heads are always split, since each rank has heads of its own.
+
+    Raises ConfigError for a module that is not nn.RMSNorm itself, whose own forward would be lost.
     """
 
     def __init__(self, split: bool, reduce_dtype: torch.dtype):
@@ -27,6 +31,9 @@ class Norm(ParallelStyle):
         self.split, self.reduce_dtype = split, reduce_dtype
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.RMSNorm:
+            raise ConfigError(f"parallelism.tp={mesh.size()}: the style Norm is for nn.RMSNorm itself, and a norm of this model is a "
+                              f"{type(module).__name__}; nearest legal: 1, or another style in its sharding")
         hold_whole(module, mesh)
         module.gradient_arises, module.reduce_dtype = (Partial() if self.split else Replicate()), self.reduce_dtype
         module.__class__ = _Norm

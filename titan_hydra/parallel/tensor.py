@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from titan_hydra.base.errors import ConfigError
@@ -14,6 +15,7 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
 from . import formats
+from .experts import sparse_layers
 from .mesh import Mesh
 from .norm import Norm
 
@@ -21,7 +23,8 @@ from .norm import Norm
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Split a meta-device stage's weights over the tp ranks, in place, and insert the communication that the plan requires.
 
-    Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only.
+    Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only. Raises ConfigError for a
+    parameter that the plan leaves out: each rank would train a copy of its own, from a part of the gradient.
     """
     if mesh.degrees.tp == 1:
         return
@@ -37,6 +40,10 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     for name in plan.around:
         if isinstance(part := getattr(module, name), nn.Embedding):
             part.register_forward_hook(_arrived)
+    experts = {weight for layer in sparse_layers(module) for weight in layer.experts.parameters()}  # split after this
+    for name, weight in module.named_parameters():
+        if not isinstance(weight, DTensor) and weight not in experts:
+            raise ConfigError(f"parallelism.tp={tp.size()}: the sharding of {job.model.family} has no style for {name}; nearest legal: 1")
     overlap(tp, job)
 
 

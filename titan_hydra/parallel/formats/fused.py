@@ -96,7 +96,7 @@ def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
         linear.__class__, linear.emulate = FusedLinear, emulate
     for module in modules.values():
         for norm, reader in declared(module, "normed").items():
-            if getattr(module, reader) in joined:
+            if getattr(module, reader) in joined and type(getattr(module, norm)) is nn.RMSNorm:
                 getattr(module, norm).__class__ = DeferredNorm
                 joined[getattr(module, reader)] += f" after {norm}"
     return [f"cast together: {', '.join(kinds(joined.values())) or 'none'}; each by itself: {', '.join(kinds(names.values())) or 'none'}"]

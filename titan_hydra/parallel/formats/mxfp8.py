@@ -25,9 +25,14 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
                        "precision=float8_rowwise, or mxfp8 with precision.emulate=true")
     chosen, left = select(model, precision)
     multiply = multiplication(precision.emulate)
+
+    def forward(linear: nn.Linear, x: Tensor) -> Tensor:
+        y = multiply(x, linear.weight)
+        return y if linear.bias is None else y + linear.bias
+
     for name in chosen:
         linear = model.get_submodule(name)
-        linear.forward = MethodType(lambda linear, x: multiply(x, linear.weight), linear)
+        linear.forward = MethodType(forward, linear)
     return report(f"mxfp8{' (emulated)' * precision.emulate}", chosen, left)
 
 

@@ -34,12 +34,17 @@ def needs_hardware(precision: Precision, device: torch.device, capability: tuple
                           f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}")
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module computes what nn.Linear does: one that replaces it would drop anything else, without an error."""
+    return type(module).forward is nn.Linear.forward
+
+
 def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
     """Return the names of the linears to convert, and the others with the reason, stacked experts among them. Raises ConfigError if no
     linear matches a name to skip.
 
     A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), if its dimensions
-    are not multiples of the format's step, or if it is the head, whose logits decide the loss.
+    are not multiples of the format's step, if it is the head, whose logits decide the loss, or of a class with a forward of its own.
     """
     step = FORMATS[precision.converter].step
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -53,6 +58,8 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
             left[name] = "the head"
         elif any(part in name for part in precision.skip):
             left[name] = "precision.skip"
+        elif not is_plain(module):
+            left[name] = f"a {type(module).__name__}, with a forward of its own"
         elif module.in_features % step or module.out_features % step:
             left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
     chosen = [name for name in names if name not in left]
