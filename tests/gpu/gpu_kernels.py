@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_cases import EXPERTS
 from gpu_checks import Here
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_hydra.config import compose_job
 from titan_hydra.kernels import float8
 from titan_hydra.kernels.documents import can_attend, document_mask, document_offsets
 from titan_hydra.kernels.float8_units import Float8Linears, Float8SwiGLU
 from titan_hydra.models.layers import SDPA
+from titan_hydra.models.moe import Experts
 from titan_hydra.parallel.split_masters import master_of, split_parameter
 from titan_hydra.train.optimizer import step as optimizer_step
 from titan_hydra.train.split_adamw import SplitAdamW
@@ -42,17 +45,80 @@ def kernels(here: Here) -> dict[str, Any]:
         mask = document_mask(ends, 256) if packed else None
         documents = document_offsets(ends) if packed and can_attend(q, 64) else mask
         with Operators() as operators:
-            out = SDPA("auto")(q, k, v, documents)
-        out.sum().backward()
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        right = F.scaled_dot_product_attention(*exact, mask, is_causal=not packed, enable_gqa=True)
-        right.sum().backward()
-        for one, other in [(out, right), *((x.grad, y.grad) for x, y in zip((q, k, v), exact, strict=True))]:
-            assert ((one.double() - other).norm() / other.norm()).item() < 1e-2, name
+            attended(SDPA("auto"), [q, k, v], documents, mask, name)
         found[name] = operators.seen[0] if operators.seen else "math"
     assert not here.gpu or found["bf16"] == "cudnn_attention", found
     assert "attend_documents" in found["bf16 documents"], found
     return found
+
+
+def attended(sdpa: SDPA, inputs: list[torch.Tensor], documents: torch.Tensor | None, mask: torch.Tensor | None, name: str,
+             limit: float = 1e-2) -> float:
+    """The largest relative distance of attention and its gradients from float64; raises where it is over the limit."""
+    out = sdpa(*inputs, documents)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    right = F.scaled_dot_product_attention(*exact, mask, is_causal=mask is None and sdpa.causal, enable_gqa=True)
+    slope = torch.randn_like(right)
+    gradients, exact_ones = torch.autograd.grad(out, inputs, slope.to(out.dtype)), torch.autograd.grad(right, exact, slope)
+    off = [((one.double() - other).norm() / other.norm()).item() for one, other in [(out, right), *zip(gradients, exact_ones, strict=True)]]
+    assert all(distance < limit for distance in off), f"{name}: attention and the gradients of q, k, v are {off} from float64"
+    return max(off)
+
+
+def attention(here: Here) -> dict[str, Any]:
+    """bf16 attention=auto is right at shapes where cuDNN was not: few key/value heads (pytorch#193893), a mask at 128 * n + 64 tokens with
+    scores far below 0 (#196678), lengths that no tile divides (#169849); and where few kernels go, at widths 192 and 128 and not causal.
+    """
+    place = torch.device("cuda" if here.gpu else "cpu")
+    torch.manual_seed(0)
+    packed = document_mask(torch.tensor([[70, 192, 192], [1, 2, 192]], dtype=torch.int32, device=place), 192)
+    found = {}
+    for name, heads, kv_heads, widths, length, mask, causal, far in (
+            ("4 kv heads", 16, 4, (128, 128), 512, None, True, 0), ("8 kv heads", 32, 8, (128, 128), 256, None, True, 0),
+            ("192 and 128 wide", 4, 4, (192, 128), 256, None, True, 0), ("not causal", 4, 4, (64, 64), 264, None, False, 0),
+            ("261 tokens", 4, 2, (64, 64), 261, None, True, 0), ("mask, 192 tokens", 4, 4, (64, 64), 192, packed, True, 0),
+            ("mask, 192 tokens, scores of -128", 4, 4, (64, 64), 192, packed, True, 4)):
+        q, k, v = (torch.randn(2, number, length, width, device=place) for number, width in
+                   ((heads, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1])))
+        inputs = [x.bfloat16().requires_grad_() for x in (q - far, k + far, v)]
+        with Operators() as operators:
+            off = attended(SDPA("auto", causal), inputs, mask, mask, name, limit=0.03 if far else 1e-2)
+        found[name] = f"{operators.seen[0] if operators.seen else 'math'} {off:.1e}"
+    return found
+
+
+def empty_experts(here: Here) -> dict[str, Any]:
+    """Experts compute what each would alone in float64, where some have no token, and where none has one (pytorch#172439); memory that is
+    not written would be NaN.
+    """
+    place = torch.device("cuda" if here.gpu else "cpu")
+    torch.manual_seed(0)
+    config: Any = compose_job(*EXPERTS, "model.n_experts=4", "model.dim=128").model
+    worst = 0.0
+    for counts in ([3, 0, 5, 0], [0, 0, 0, 300], [1, 64, 0, 7], [0, 0, 0, 0]):
+        experts = Experts(config).to(place, torch.bfloat16)
+        for weight in experts.parameters():
+            torch.nn.init.normal_(weight, std=0.05)
+        rows = torch.randn(sum(counts), 128, device=place).bfloat16().requires_grad_()
+        leaves = [rows, *experts.parameters()]
+        poisoned = [torch.full_like(leaf, torch.nan) for leaf in leaves for _ in range(4)]
+        del poisoned
+        y = experts(rows, torch.tensor(counts, device=place))
+        slope = torch.randn_like(y)
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        x, w1, w2, w3 = exact
+        parts = zip(x.split(counts), w1, w2, w3, strict=True)
+        right = torch.cat([(F.silu(part @ one.T) * (part @ three.T)) @ two.T for part, one, two, three in parts])
+        for found, wanted in [(y, right), *zip(torch.autograd.grad(y, leaves, slope), torch.autograd.grad(right, exact, slope.double()),
+                                               strict=True)]:
+            off = ((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item() if found.numel() else 0.0
+            assert off < 2e-2, f"{counts} tokens: {off} from float64"
+            worst = max(worst, off)
+        for weight, gradient in zip(experts.parameters(), torch.autograd.grad(experts(rows, torch.tensor(counts, device=place)),
+                                                                              list(experts.parameters()), slope), strict=True):
+            idle = [number for number, count in enumerate(counts) if not count]
+            assert not gradient[idle].any(), f"{counts} tokens: an expert without one has a gradient for {tuple(weight.shape)}"
+    return {"off": worst}
 
 
 def split_masters(here: Here) -> dict[str, Any]:
