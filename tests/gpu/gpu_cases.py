@@ -52,6 +52,9 @@ SPLIT = ("optimizer.masters=split",)
 LORA = ("adapter=lora", "adapter.rank=8")
 SIMPLE = ("parallelism.backend=simple_fsdp",)
 EXPERTS = ("model=qwen3_moe_debug", "model.head_dim=64", "model.expert_dim=128")
+DEEPSEEK = ("model=deepseek_v3_debug", "model.n_kv_heads=4")
+FLUX = ("model=flux_debug", "data=synthetic_images", "data.seq_len=24", "model.n_layers=4", "model.double_layers=2", "model.n_kv_heads=4",
+        "model.rope_first=0")
 FSDP = ("parallelism=fsdp", "data.local_batch=2")
 CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
 VALIDATED = ("validation=on", "validation.interval=2", "validation.steps=2")
@@ -68,10 +71,10 @@ ALONE = [
     run("attention efficient", "model.attention=efficient", like=MATH, within=5e-3, gpu=KERNEL),
     run("documents", *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3),
     run("qwen3_moe", *EXPERTS, like=(*EXPERTS, "precision=fp32"), within=0.02),
-    run("deepseek_v3", "model=deepseek_v3_debug", like=("model=deepseek_v3_debug", "precision=fp32"), within=0.02),
+    run("deepseek_v3", *DEEPSEEK, like=(*DEEPSEEK, "precision=fp32"), within=0.02),
     run("sft, documents", *CHAT, like=(*CHAT, *MATH), within=5e-3),
     run("lora", *LORA, falls=False),
-    run("flux", "model=flux_debug", "data=synthetic_images", falls=False),
+    run("flux", *FLUX, falls=False),
     run("image_text", "model=llama3_vision_debug", "data=synthetic_image_text", falls=False),
     run("resumes bitwise, checkpoint sync", "checkpoint=sync", check="resumes"),
     run("out of memory is 76, allocations named", "data.local_batch=64", "data.seq_len=1024", check="out_of_memory", gpu=CUDA),
@@ -83,7 +86,7 @@ ALONE = [
     run("split masters", *SPLIT, like=(), within=2e-3),
     run("to Hugging Face's format and back; text", check="exported"),
     run("experts to Hugging Face's format and back; text", *EXPERTS, check="exported"),
-    run("flux samples images", "model=flux_debug", "data=synthetic_images", check="samples"),
+    run("flux samples images", *FLUX, check="samples"),
     Case("preferences are scored and learned; rollouts", "prefers"),
 ]
 # The same way, behind the layouts.
@@ -110,7 +113,7 @@ RUNS = [
     *(run(f"{name}, resumes bitwise", *overrides, f"checkpoint={kind}", check="resumes", ranks=2) for name, kind, *overrides in (
         ("fsdp 2, split masters", "async_pinned", *FSDP, *SPLIT), ("fsdp 2, ep 2", "async_pinned", *FSDP, *EXPERTS, "parallelism.ep=2"),
         ("fsdp 2, lora", "async", *FSDP, *LORA), ("fsdp 2, accumulation 2, muon", "sync", *FSDP, "data.local_batch=1", "optimizer=muon"),
-        ("tp 2", "async_pinned", "parallelism=tp"), ("pp 2, zbv", "sync", "parallelism=pp", "pp_schedule=zbv"),
+        ("tp 2", "async_pinned", "parallelism=tp"), ("pp 2, zbv", "sync", "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4"),
         ("fsdp 2, documents, ac op", "async_pinned", *FSDP, *DOCUMENTS, "ac=op"))),
     run("pp 2, validation", "parallelism=pp", *VALIDATED, ranks=2, like=VALIDATED, within=2e-3),
     run("profile, fsdp 2", *FSDP, "seed=1", "profiling=on", "profiling.first_step=3", "profiling.steps=2", check="profiles", ranks=2),
@@ -162,11 +165,10 @@ SHARDED, TP, CP = (("parallelism=fsdp", "data.local_batch=4"), ("parallelism=tp"
 ULYSSES = (*CP, "parallelism.cp_rotate=ulysses")
 TORCH = "needs GPUs that read each other's memory"
 MOE = {"base": EXPERTS, "gradients": 0.2, "weights": 0.5, "routing": False}  # rounding sends some tokens to other experts
-LATENT = MOE | {"base": ("model=deepseek_v3_debug", "model.n_kv_heads=4", "model.plain_dim=128", "model.rope_dim=64", "model.value_dim=128",
+LATENT = MOE | {"base": (*DEEPSEEK, "model.plain_dim=128", "model.rope_dim=64", "model.value_dim=128",
                          "model.n_experts=8", "model.experts_per_token=2", "model.expert_dim=128")}
 PACKED = {"base": ("data=embedded", "model.vocab_size=4096", *DOCUMENTS)}
-FLUX = {"base": ("train.imports=[gpu_awake]", "model=flux_debug", "model.family=awake_flux", "data=synthetic_images", "data.seq_len=264",
-                 "model.n_layers=4", "model.double_layers=2", "model.n_kv_heads=4", "model.rope_first=0"), "gradients": 0.1}
+AWAKE = {"base": (*FLUX, "train.imports=[gpu_awake]", "model.family=awake_flux", "data.seq_len=264"), "gradients": 0.1}
 
 
 def ring(name: str, ranks: int, rotate: str, *overrides: str, gpu: str = "") -> Case:
@@ -178,14 +180,14 @@ def ring(name: str, ranks: int, rotate: str, *overrides: str, gpu: str = "") -> 
 TOGETHER = [
     # Both kinds of FLUX's blocks give cuDNN the same q, k and v, and gradients of other strides.
     layout("flux, attention auto against efficient", 1, "parallelism=single", "data.local_batch=8", "model.attention=auto",
-           **FLUX | {"base": (*FLUX["base"], "model.attention=efficient")}),
+           **AWAKE | {"base": (*AWAKE["base"], "model.attention=efficient")}),
     layout("fsdp 2", 2, *SHARDED),
     Case("collectives are recorded", "records", ranks=2, world=True),
     layout("qwen3_moe, fsdp 2, ep 2", 2, *SHARDED, "parallelism.ep=2", **MOE),
     layout("deepseek_v3, 192 and 128 wide, tp 2, ep 2", 2, *TP, "parallelism.ep=2", **LATENT),
     layout("lora, fsdp 2", 2, *SHARDED, base=LORA),
     layout("split masters, fsdp 2", 2, *SHARDED, base=SPLIT),
-    layout("flux, fsdp 2", 2, *SHARDED, **FLUX),
+    layout("flux, fsdp 2", 2, *SHARDED, **AWAKE),
     layout("tp 2", 2, *TP),
     layout("pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=8"),
     layout("fsdp 2, documents", 2, *SHARDED, **PACKED),

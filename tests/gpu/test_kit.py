@@ -15,6 +15,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 import gpu_cases
+import gpu_checks
 import gpu_pool
 import gpu_rank
 from hydra._internal.config_repository import ConfigRepository
@@ -78,12 +79,21 @@ def test_every_case_names_a_check_and_its_options():
         inspect.signature(gpu_rank.check_of(case.check, case.world)).bind(None, **case.options)
 
 
-def test_every_layout_of_its_own_is_legal(quickly):
-    layouts = {case.options["layout"]: case for case in gpu_cases.TOGETHER if case.name not in gpu_cases.SHORT and case.check == "agrees"}
+def test_every_layout_of_its_own_is_legal(quickly, user_modules):
+    layouts = {case.options["layout"]: case for case in gpu_cases.CASES if case.name not in gpu_cases.SHORT and case.check == "agrees"}
     for layout, case in layouts.items():
         assert verify.job_of(layout).gpus == layout.ranks == case.ranks
     for layout in {layout.base: layout for layout in layouts}.values():
         assert verify.reference_of(layout).gpus == 1
+
+
+@pytest.mark.parametrize(("gpu", "dry"), [(True, False), (False, True)])
+def test_every_run_is_legal(gpu, dry, quickly):
+    able = [case for case in gpu_cases.CASES if "overrides" in case.options and (gpu or not case.gpu) and case.check != "refuses"]
+    runs = {(case.ranks, *case.options["overrides"]) for case in able} | {(1, *(case.options.get("like") or ())) for case in able}
+    for ranks, *words in runs if gpu else [words for words in runs if "model" in str(words) or words[0] > 1]:  # a dry run's are smaller
+        job = gpu_checks.Here(Path("."), gpu, dry, 0, ranks).job(*words)
+        assert job.gpus == ranks and (job.precision.compute_dtype == "bfloat16" or "precision=fp32" in words)
 
 
 @pytest.mark.slow
