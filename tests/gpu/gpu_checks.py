@@ -35,7 +35,6 @@ SMALL = ("precision=bf16", "parallelism=single", "model.n_heads=4", "model.n_kv_
 TINY = ("model.dim=64", "model.n_layers=2", "data.seq_len=64", "steps=6")  # in a dry run, over what SMALL says
 # Several ranks on one GPU are more than the machine's devices; the checks of a cell would refuse that.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
-FRAME = f"{layers.__file__}:"  # how a line of the model's layers begins in memory_0.txt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +204,15 @@ def out_of_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(1.0)
     error = read_json(directory / "attempts/1/rank_0.json")["error"]
     assert status == 76 and error["type"] == "OutOfMemoryError", said(directory)
-    text = (directory / "attempts/1/memory_0.txt").read_text()
-    assert " GiB\n" in text and FRAME in text, text[:2000]
+    names_lines_of_layers(directory)
     assert 0 < error["peak_gib"] <= 1 and abs(error["capacity_gib"] - capacity / 2**30) < 1
     return {"peak_gib": error["peak_gib"]}
+
+
+def names_lines_of_layers(directory: Path) -> None:
+    """Raise unless memory_0.txt of a run says that lines of the model's layers hold memory."""
+    text = (directory / "attempts/1/memory_0.txt").read_text()
+    assert " GiB\n" in text and f"{layers.__file__}:" in text, text[:2000]
 
 
 def own_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def check_of(name: str, world: bool) -> Callable[..., dict[str, Any]]:
 def joined(here: gpu_checks.Here, run: Run) -> contextlib.AbstractContextManager[torch.device]:
     """The process group of all ranks, each with the first device, as a run joins it."""
     store = dist.FileStore(str(run.directory / "store"), run.world_size)
-    return world(here.job("cluster=local", "cluster.gpus_per_node=16"), dataclasses.replace(run, store=store))
+    return world(dataclasses.replace(here, ranks=1).job(), dataclasses.replace(run, store=store))
 
 
 def tidy(here: gpu_checks.Here) -> None:
