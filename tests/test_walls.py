@@ -149,7 +149,9 @@ def test_private_members_exist_and_are_used():
 
     used = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py") if file.name != "private.py")
     for name in private.MEMBERS:
-        assert getattr(private, name) is not None and re.search(rf"\b{name}\b", used), name
+        member = getattr(private, name)
+        assert member is not None and re.search(rf"\b{name}\b", used), name
+        assert not hasattr(member, "__deprecated__"), f"{name}: {member.__deprecated__}"
     for (_, member), place in INHERITED.items():
         if place:
             module, _, kind = place.partition(":")

@@ -33,7 +33,8 @@ SHAPES = {
     "30b_a3b": (2048, 48, 32, 4, 6144, 151936), "debug_experts": (256, 4, 4, 2, 768, 4096),
 }
 EXPERTS = {"30b_a3b": (128, 128, 8, 768), "debug_experts": (64, 8, 2, 384)}  # head's width, experts, those of a token, their width: Qwen3's
-RECIPES = {"rowwise": "float8_rowwise", "tensorwise": "float8_tensorwise", "bf16": "bf16"}
+RECIPES = {"rowwise": "float8_rowwise", "tensorwise": "float8_tensorwise", "bf16": "bf16", "fp32": "fp32"}
+PLAIN = ("bf16", "fp32")  # formats that a CPU computes in; the others are emulated there
 LEAST = 25  # seconds: with fewer left no row begins
 FIRST_STEP = re.compile(r"step:? +1\b.*loss")  # as both tools print it
 
@@ -52,12 +53,12 @@ class Row:
     batch: int
     layers: int = 0  # 0: the shape's own
     against: str = ""
-    precision: str = "bf16"  # or rowwise, rowwise_with_gw_hp, tensorwise
+    precision: str = "bf16"  # or fp32, rowwise, rowwise_with_gw_hp, tensorwise
     ac: str = "none"
     compile: bool = True
     steps: int = 20
     window: int = 5  # steps of a measurement; the first window is left out, and the median of the others counts
-    wrap: str = "native"  # native: autocast, as on one GPU; fsdp: FSDP2 over one rank, as TorchTitan runs on several
+    wrap: str = "native"  # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank, as it runs on several and 0.3 always does
     float8_all_gather: bool = False
     overrides: tuple[str, ...] = ()
     balanced: bool = False  # experts are chosen in turn: debug.balance_experts
@@ -115,7 +116,7 @@ def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
 def overrides(row: Row) -> list[str]:
     """The row as a command line of ours."""
     dim, layers, heads, kv_heads, width, vocabulary = row.dimensions
-    emulated = row.cpu and row.precision != "bf16"
+    emulated = row.cpu and row.precision not in PLAIN
     precision = [f"precision={RECIPES.get(row.precision, 'float8_rowwise')}"]
     if row.precision == "rowwise_with_gw_hp":
         precision.append("precision.recipe=rowwise_with_gw_hp")

@@ -31,9 +31,9 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP over that.
     "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",
-    # Process groups: the list of all of them, and a time-out that changes after the first step.
+    # Process groups: the list of all of them, and a time-out that changes after the first step, which torch 2.15 has in public.
     "process_groups": "torch.distributed.distributed_c10d:_world",
-    "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
+    "set_group_timeout": ("torch.distributed:set_timeout", "torch.distributed.distributed_c10d:_set_pg_timeout"),
     # One kernel for a list of tensors, as torch's own optimizers and clipping use.
     "foreach_copy": "torch:_foreach_copy_", "foreach_norm": "torch:_foreach_norm", "foreach_div": "torch:_foreach_div_",
     "foreach_add": "torch:_foreach_add_",
@@ -65,8 +65,6 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
-    # Async tensor parallelism: memory that the GPUs of a group share.
-    "enable_symm_mem_for_group": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
     # Activation checkpointing: the compiler's memory budget, and the names of all operators, for a suggestion.
     "functorch_config": "torch._functorch.config", "operator_names": "torch._C:_dispatch_get_all_op_names",
     # MXFP8: torchao's matmul with both backward matmuls; 0.17 has it elsewhere.
@@ -174,6 +172,16 @@ def set_async_tp(on: bool) -> None:
     import torch._inductor.config
 
     torch._inductor.config._micro_pipeline_tp = on
+
+
+def share_memory(group_name: str) -> None:
+    """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. In a release that calls the function
+    deprecated every group already can.
+    """
+    from torch.distributed import _symmetric_memory as memory
+
+    if not hasattr(memory.enable_symm_mem_for_group, "__deprecated__"):
+        memory.enable_symm_mem_for_group(group_name)
 
 
 def join_collectives(size: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.base.private import enable_symm_mem_for_group, set_async_tp
+from titan_hydra.base.private import set_async_tp, share_memory
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 
@@ -61,7 +61,7 @@ def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
     if tp.device_type != "cuda":
         raise ConfigError("parallelism.async_tp=true: needs GPUs that read each other's memory, and this rank runs on the CPU; "
                           "nearest legal: false")
-    enable_symm_mem_for_group(tp.get_group().group_name)
+    share_memory(tp.get_group().group_name)
 
 
 def loss_context(mesh: Mesh) -> contextlib.AbstractContextManager:
