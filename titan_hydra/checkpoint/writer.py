@@ -78,8 +78,8 @@ class Writer(dcp.FileSystemWriter):
                 os.fsync(stream.fileno())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write index and manifest on rank 0 after all ranks have written, and rename the folder. Raises CheckpointError if nothing of it can
-        be read back.
+        """Write index and manifest on rank 0 after all ranks have written, and rename the folder. Raises CheckpointError if it cannot be
+        read back.
         """
         sums = {}
         for part in results:
