@@ -4,6 +4,7 @@ weights_only=True.
 """
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout, set_element
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, where one process is intended
 
 CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (
     metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
