@@ -1,4 +1,5 @@
 """The world of a rank: time-outs of all its groups."""
+import os
 import pickle
 import platform
 import subprocess
@@ -45,6 +46,24 @@ print(before, faults())
 def test_freed_memory_is_used_again():
     before, after = map(int, subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout.split())
     assert before > 1000 > 10 * after, (before, after)
+
+
+PRECISION = """
+import torch
+from titan_hydra.config import compose_job
+from titan_hydra.train.world import set_determinism
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+set_determinism(compose_job("debug=tiny"))
+cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+print(cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cuda.allow_tf32, cudnn.allow_tf32)
+"""
+
+
+def test_float32_is_float32_where_the_environment_asks_for_tf32():
+    """The older names are read by the compiler, which fails where they differ from the newer ones."""
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PRECISION], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["ieee", "none", "none", "False", "False"], done.stderr
 
 
 def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):

@@ -84,6 +84,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "current_graph_task": "torch._C:_current_graph_task_id",
     "record_memory_history": "torch.cuda.memory:_record_memory_history", "memory_snapshot": "torch.cuda.memory:_snapshot",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
+    # ... and its allocator's settings, after the process has started.
+    "set_allocator": "torch.cuda.memory:_set_allocator_settings",
     # The fake world: tensors without data, and a store that answers for all ranks.
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",

@@ -2,7 +2,6 @@
 import contextlib
 import ctypes
 import gc
-import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -80,14 +79,24 @@ def refuse_stale(run: Run) -> None:
 
 
 def set_determinism(job: Job) -> None:
-    """Seed torch, and with debug.deterministic refuse every kernel whose result may differ from run to run."""
+    """Seed torch, compute float32 as such, and with debug.deterministic refuse every kernel whose result may differ from run to run."""
     torch.manual_seed(job.seed)
+    exact_float32()
     torch.autograd.set_detect_anomaly(job.debug.anomaly)
     torch.use_deterministic_algorithms(job.debug.deterministic)
     if job.debug.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+
+
+def exact_float32() -> None:
+    """Compute float32 without TF32, also where the environment asks for it (NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+
+    torch's newer names, fp32_precision, would leave the older ones as they are, and the compiler fails where the two differ
+    (pytorch#166387, pytorch#179445).
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
