@@ -1,6 +1,7 @@
 """The check before training: devices that are unfit, ranks that do not come, collectives that do not end; each named by its host."""
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,7 +50,7 @@ def test_fit_ranks_are_checked_in_no_time(ranks):
 def test_an_unfit_device_speaks_for_itself(ranks, monkeypatch, tmp_path):
     real = health.run_within
     monkeypatch.setattr(health, "run_within", lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1))
-                        if health.threading.current_thread().name.endswith("_1") else None)
+                        if threading.current_thread().name.endswith("_1") else None)
     errors = ranks(lambda run: health.check_device(run, Comm(init_timeout_seconds=20)))
     assert all(f"{HERE}: the matmul of device cpu did not end within 0.2 s" in str(error) for error in errors)
     assert sum(describe(error)[1]["secondary"] for error in errors) == 2 and describe(errors[0])[0] == 79

@@ -14,6 +14,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     import torch
     from submitit.local.local import LocalJob
     from torch import Tensor
@@ -211,6 +213,11 @@ def without_wrapper(local: Tensor) -> Tensor | None:
 def is_spent(stager: DefaultStager) -> bool:
     """Whether a checkpoint's stager can copy no more: torch 2.11 empties it after each copy."""
     return not stager._state_dict_stager._deepcopy_dispatch
+
+
+def staging_executor(stager: DefaultStager) -> ThreadPoolExecutor:
+    """Return the thread in which a checkpoint's stager copies, which has no public hook at its start."""
+    return stager._staging_executor
 
 
 def process_of(job: LocalJob) -> subprocess.Popen:

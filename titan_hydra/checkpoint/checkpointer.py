@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError
-from titan_hydra.base.private import is_spent
+from titan_hydra.base.private import is_spent, staging_executor
+from titan_hydra.base.threads import device_setter
 from titan_hydra.config.schema import Checkpoint, Model
 from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints, layout
@@ -77,7 +78,9 @@ class Checkpointer:
 
     def _new_stager(self) -> DefaultStager:
         pinned = self.config.name == "async_pinned" and torch.cuda.is_available()
-        return DefaultStager(StagingOptions(pinned, False, True, pinned))
+        stager = DefaultStager(StagingOptions(pinned, False, True, pinned))
+        staging_executor(stager).submit(device_setter())
+        return stager
 
     @property
     def base(self) -> nn.Module:

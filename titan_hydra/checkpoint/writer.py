@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from titan_hydra.base.threads import device_setter
 from titan_hydra.runs import checkpoints
 
 from . import safe
@@ -38,11 +39,13 @@ class Writer(dcp.FileSystemWriter):
                  done: Callable[[], None] = lambda: None, check: bool = True) -> None:
         self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
+        self.set_device = device_setter()
         self.fs: SummingFiles = SummingFiles()
         self.step, self.world_size, self.own, self.done, self.check = step, world_size, own, done, check
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """Delete what an earlier try has left, before the ranks plan their writes."""
+        """Delete what an earlier try has left, before the ranks plan their writes; in the thread in which DCP saves."""
+        self.set_device()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             shutil.rmtree(self.writing, ignore_errors=True)

@@ -5,7 +5,6 @@ An unfit machine ends the run within a minute with a message that names it, inst
 """
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from titan_hydra.base.errors import ConfigError, Unhealthy
 from titan_hydra.base.private import set_allocator
+from titan_hydra.base.threads import thread
 from titan_hydra.config.fault import counted
 from titan_hydra.config.load import devices_here
 from titan_hydra.config.schema import Comm
@@ -187,10 +187,10 @@ def run_within(seconds: float, what: str, action: Callable[[], None]) -> None:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=act, name="health check", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    acting = thread(act, "health check")
+    acting.start()
+    acting.join(seconds)
+    if acting.is_alive():
         raise Unhealthy(f"{socket.gethostname()}: {what} did not end within {seconds} s")
     if raised:
         raise raised[0]
