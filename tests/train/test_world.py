@@ -98,3 +98,22 @@ def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch
                                               for found in recorders])
     assert [(one["backend"], one["op"], one["seq"]) for one in flight.collectives()] == [("nccl", "all_reduce", 3), ("gloo", "barrier", 3)]
     assert "{1: 1}" in flight.progress()[0] and "{2: 1}" in flight.progress()[0]
+
+
+def test_a_process_may_train_any_number_of_compiled_models(tmp_path):
+    """A sweep with cluster=inline: torch compiles the same code only eight times, and fails then, as every block is one graph."""
+    code = f"""
+from pathlib import Path
+import torch.distributed as dist
+from titan_hydra.config import compose_job
+from titan_hydra.runs.run import Run
+from titan_hydra.train.loop import train
+for cell in range(1, 21):
+    folder = Path("{tmp_path}") / str(cell)
+    folder.mkdir()
+    job = compose_job("debug=tiny", "precision=fp32", "steps=1", "checkpoint=off", "compile=block", "compile.backend=eager",
+                      f"model.dim={{64 * cell}}", "model.n_layers=1", "model.vocab_size=64", "data=synthetic", "data.seq_len=8")
+    train(job, Run(folder, folder, 0, 0, 1, dist.HashStore()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -3,6 +3,7 @@ import contextlib
 import ctypes
 import gc
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -20,6 +21,8 @@ from titan_hydra.runs.run import Run
 def world(job: Job, run: Run) -> Iterator[torch.device]:
     """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs) and leave it at the end of the block."""
     set_determinism(job)
+    if "torch._dynamo" in sys.modules:  # an earlier run in this process: torch compiles the same code at most eight times
+        torch.compiler.reset()
     flight.configure(run)
     device = health.check_device(run, job.comm)
     if device.type == "cuda":  # what an earlier run in this process (cluster=inline) still holds would count for this one's peak
