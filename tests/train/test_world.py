@@ -6,16 +6,18 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
 from titan_hydra.observe import flight
 from titan_hydra.parallel import build_mesh
-from titan_hydra.train import world
+from titan_hydra.train import loop, world
 
 
 def test_a_store_on_loopback_listens_there_alone():
@@ -98,6 +100,22 @@ def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch
                                               for found in recorders])
     assert [(one["backend"], one["op"], one["seq"]) for one in flight.collectives()] == [("nccl", "all_reduce", 3), ("gloo", "barrier", 3)]
     assert "{1: 1}" in flight.progress()[0] and "{2: 1}" in flight.progress()[0]
+
+
+def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
+    """They do at the first validation, which may come hours after the first step."""
+    def limits(*words):
+        set_to = []
+        monkeypatch.setattr(loop, "set_timeout", set_to.append)
+        running = loop.Loop.__new__(loop.Loop)
+        running.job, running.watch, running.settled = compose_job("debug=tiny", *words), SimpleNamespace(settle=set_to.append), False
+        running.settle()
+        running.settle()
+        return set_to
+
+    pipeline = ("parallelism=pp", "parallelism.pp=4", "gpus=4", "model.n_layers=4", "data.local_batch=4")
+    assert limits() == limits("compile=block") == limits(*pipeline) == [100, 100]
+    assert limits(*pipeline, "compile=block") == [190, 190]
 
 
 def test_a_process_may_train_any_number_of_compiled_models(tmp_path):

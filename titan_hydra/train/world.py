@@ -16,6 +16,8 @@ from titan_hydra.config.schema import Job
 from titan_hydra.observe import flight, health
 from titan_hydra.runs.run import Run
 
+RECOMPILE = 30  # seconds in which a rank compiles a transformer block, on a busy host
+
 
 @contextlib.contextmanager
 def world(job: Job, run: Run) -> Iterator[torch.device]:
@@ -108,6 +110,15 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
     listener = socket.create_server((host, 0))
     return dist.TCPStore(host, listener.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def steady_timeout(job: Job) -> int:
+    """Return the time-out of collectives after the first step, in seconds.
+
+    A pipeline that is compiled has RECOMPILE more for each further rank: the first validation, or a shape that changes, is compiled by one
+    rank after the other, as each waits for the activations of the one before.
+    """
+    return job.comm.train_timeout_seconds + (RECOMPILE * (job.parallelism.pp - 1) if job.compile.name != "off" else 0)
 
 
 def set_timeout(seconds: int) -> None:
