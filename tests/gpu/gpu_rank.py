@@ -33,12 +33,14 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.config.files import write_json
+from titan_hydra.launch.worker import set_environment
 from titan_hydra.runs.run import Run
 from titan_hydra.train.world import world
 
 
 def main(folder: Path, rank: int) -> None:
     """Run the plan's cases."""
+    set_environment(local_ranks=1, async_tp=True)  # as a rank's; some cases of a set have async TP
     faulthandler.enable()  # a rank that hangs gets SIGABRT
     threading.Thread(target=outlive_nobody, daemon=True).start()
     plan = json.loads((folder / "plan.json").read_text())
