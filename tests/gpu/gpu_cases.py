@@ -18,8 +18,7 @@ from titan_hydra.verify.matrix import Case as Layout
 class Case:
     """A check, its options, and the number of ranks. `world`: the ranks have joined one process group, which the cases share.
 
-    `apart`: in processes of its own. torch keeps cuDNN's attention graphs for the whole process under a key that lacks the strides of the
-    output and its gradient: after another ring with the same shapes, a ring could be computed with that one's graph.
+    `apart`: in processes of its own, as a ring: torch keeps its options, and cuDNN's graphs of attention, for the whole process.
     """
 
     name: str
@@ -82,7 +81,7 @@ ALONE = [
     run("float8 rowwise", *ROWWISE, like=(), within=0.02),
     run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
     run("float8 fused", *FUSED, like=ROWWISE, within=5e-3),
-    Case("split masters have the bits of whole ones", "split_masters"),
+    Case("split masters step as whole ones", "split_masters"),
     run("split masters", *SPLIT, like=(), within=2e-3),
     run("to Hugging Face's format and back; text", check="exported"),
     run("experts to Hugging Face's format and back; text", *EXPERTS, check="exported"),
@@ -198,8 +197,8 @@ TOGETHER = [
     layout("fsdp 2, fused", 2, *SHARDED, "precision.kernels=fused", precision="float8_rowwise", **COARSE),
     layout("fsdp 2, float8 all-gather", 2, *SHARDED, precision="float8_tensorwise", **COARSE),
     layout("tp 2", 2, *TP, precision="float8_tensorwise", **COARSE),
-    ring(", flash", 2, "allgather", "model.attention=flash"),
-    ring(", cudnn", 2, "allgather", "model.attention=cudnn", gpu=KERNEL),
+    ring("", 2, "allgather"),
+    ring(", efficient", 2, "allgather", "model.attention=efficient", gpu=KERNEL),
     ring("", 2, "alltoall"),
     ring(" in order", 2, "alltoall", "parallelism.cp_load_balance=false"),
     ring("", 4, "allgather"),

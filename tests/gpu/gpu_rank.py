@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-# torch reads it at the process's first matmul on CUDA, which may be long before the first run on deterministic kernels.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import gpu_cases
 import gpu_checks

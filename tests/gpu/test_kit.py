@@ -106,7 +106,7 @@ def left_in(folder):
 
 
 def test_rings_run_in_processes_of_their_own(tmp_path, monkeypatch):
-    """torch could take cuDNN's graph of an earlier ring."""
+    """torch keeps their options, and cuDNN's graphs, for the whole process."""
     sets = []
 
     class Noted:
