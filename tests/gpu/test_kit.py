@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -176,6 +177,16 @@ def test_every_run_is_legal(gpu, dry, quickly):
         assert job.gpus == ranks and (job.precision.compute_dtype == "bfloat16" or "precision=fp32" in words)
 
 
+def test_the_readme_names_files_that_exist():
+    folder = ROOT / "titan_hydra"
+    for row in (ROOT / "tests/gpu/README.md").read_text().splitlines():
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []:
+            if "/" in name:
+                folder = (ROOT / "titan_hydra" / name).parent
+            if "/" in name or name.endswith(".py"):
+                assert (folder / Path(name).name).exists(), row
+
+
 @pytest.mark.slow
 def test_the_whole_dry_run_passes(tmp_path):
     status, rows, said = dry_run(tmp_path, "--seconds", "3000")
@@ -245,6 +256,7 @@ class Carried:
 
 sys.meta_path = [Carried() if finder is PathFinder else finder for finder in sys.meta_path]
 import titan_hydra.launch.main, titan_hydra.launch.worker, titan_hydra.train.loop, titan_hydra.verify.verify
+import titan_hydra.checkpoint.convert, titan_hydra.train.generate, titan_hydra.train.sample, titan_hydra.train.score
 """
 
 
