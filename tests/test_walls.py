@@ -65,6 +65,13 @@ def test_the_package_consists_of_these_rooms():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ALLOWED)
 
 
+def test_threads_of_a_rank_have_its_device():
+    """Made in one place, which gives them the rank's GPU; runs/ and commands/ have threads that touch none."""
+    for room in ("data", "observe", "checkpoint", "train", "fault_tolerance", "models", "parallel"):
+        for file in (PACKAGE / room).rglob("*.py"):
+            assert not re.search(r"\bThread\(|ThreadPoolExecutor\(", file.read_text()), file
+
+
 def test_login_node_modules_import_no_torch():
     files = [file for place in NO_TORCH for file in ([PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py"))]
     modules = [".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # in place of this folder, whose profile.py is not Python's
 
 
 def main(device: str) -> None:

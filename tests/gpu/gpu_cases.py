@@ -1,8 +1,8 @@
 """What is tested on one GPU, one line a case: its name, the check that runs it, on how many ranks. Imports no torch.
 
-Checks stand in gpu_checks.py, those of ranks that share a process group in gpu_together.py. A check is called with the case's options.
-Cases of several ranks are layouts of the acceptance matrix and of this file; all their ranks share the one GPU. `gpu` says why a case is
-left out on a CPU; every other case also runs there, over gloo.
+Checks stand in gpu_checks.py, gpu_kernels.py and gpu_commands.py, those of ranks that share a process group in gpu_together.py. A check is
+called with the case's options. Cases of several ranks are layouts of the acceptance matrix and of this file, and whole runs; all their
+ranks share the one GPU. `gpu` says why a case is left out on a CPU; every other case also runs there, over gloo.
 """
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from titan_hydra.verify.matrix import Case as Layout
 
 @dataclass(frozen=True)
 class Case:
-    """A check, its options, and the number of ranks. `world`: the ranks have joined one process group, which the cases share."""
+    """A check, its options, and the number of ranks. `world`: the ranks have joined one process group, which the cases share.
+
+    `apart`: in processes of its own, as a ring: torch keeps its options, and cuDNN's graphs of attention, for the whole process.
+    """
 
     name: str
     check: str
@@ -25,11 +28,14 @@ class Case:
     world: bool = False
     gpu: str = ""
     seconds: int = 90  # until it counts as hung
+    apart: bool = False
 
 
-def run(name: str, *overrides: str, check: str = "learns", gpu: str = "", seconds: int = 90, **options) -> Case:
-    """One process trains the small model of gpu_checks.py with these overrides, through the worker, as cluster=inline does."""
-    return Case(name, check, {"overrides": overrides, **options}, gpu=gpu, seconds=seconds)
+def run(name: str, *overrides: str, check: str = "learns", ranks: int = 1, gpu: str = "", seconds: int = 90, **options) -> Case:
+    """Train the small model of gpu_checks.py with these overrides: in one process through the worker, as cluster=inline does; on several
+    ranks in a process group of the run's own.
+    """
+    return Case(name, check, {"overrides": overrides, **options}, ranks, gpu=gpu, seconds=seconds)
 
 
 KERNEL = "the CPU has no such attention kernel"
@@ -41,39 +47,80 @@ CHUNKED = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that 
 BLOCK = ("compile=block",)
 ROWWISE, TENSORWISE = ("precision=float8_rowwise",), ("precision=float8_tensorwise",)
 FUSED = (*ROWWISE, "precision.kernels=fused")
+SPLIT = ("optimizer.masters=split",)
+LORA = ("adapter=lora", "adapter.rank=8")
+SIMPLE = ("parallelism.backend=simple_fsdp",)
+EXPERTS = ("model=qwen3_moe_debug", "model.head_dim=64", "model.expert_dim=128")
+DEEPSEEK = ("model=deepseek_v3_debug", "model.n_kv_heads=4")
+FLUX = ("model=flux_debug", "data=synthetic_images", "data.seq_len=24", "model.n_layers=4", "model.double_layers=2", "model.n_kv_heads=4",
+        "model.rope_first=0")
+FSDP = ("parallelism=fsdp", "data.local_batch=2")
+CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
+VALIDATED = ("validation=on", "validation.interval=2", "validation.steps=2")
 
+# Cases stand in the order of their worth: first what has never run on a card and costs seconds.
 ALONE = [
     Case("device and its memory", "device"),
-    Case("initial weights as on a CPU", "initial_weights"),
     Case("order of attention kernels", "kernels"),
-    Case("random generators in a checkpoint", "generators"),
+    Case("attention of other widths, heads and masks", "attention"),
+    Case("experts without tokens", "empty_experts"),
     run("bf16"),
-    run("fp32", "precision=fp32", like=(), within=0.01),
-    run("bf16_full", "precision=bf16_full", like=(), within=0.02),
-    run("muon", "optimizer=muon"),
-    run("validation", "validation=on", "validation.interval=2", "validation.steps=2", like=(), within=1e-3),
-    run("float8 rowwise", *ROWWISE, like=(), within=0.02),
-    run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02),
-    run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
-    Case("float8 casts are those of torch", "float8_casts"),
-    run("float8 fused", *FUSED, like=ROWWISE, within=5e-3),
-    run("float8 fused, ac lean", *FUSED, "ac=lean", like=FUSED, within=2e-3),
-    run("mxfp8 is refused in one line", "precision=mxfp8", check="refuses", words="MXFP8 matmuls need a GPU of capability 10.0"),
     run("attention cudnn", "model.attention=cudnn", like=MATH, within=5e-3, gpu=KERNEL),
     run("attention flash", "model.attention=flash", like=MATH, within=5e-3),
     run("attention efficient", "model.attention=efficient", like=MATH, within=5e-3, gpu=KERNEL),
     run("documents", *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3),
+    run("qwen3_moe", *EXPERTS, like=(*EXPERTS, "precision=fp32"), within=0.02),
+    run("deepseek_v3", *DEEPSEEK, like=(*DEEPSEEK, "precision=fp32"), within=0.02),
+    run("sft, documents", *CHAT, like=(*CHAT, *MATH), within=5e-3),
+    run("lora", *LORA, falls=False),
+    run("flux", *FLUX, falls=False),
+    run("image_text", "model=llama3_vision_debug", "data=synthetic_image_text", falls=False),
+    run("resumes bitwise, checkpoint sync", "checkpoint=sync", check="resumes"),
+    run("out of memory is 76, allocations named", "data.local_batch=64", "data.seq_len=1024", check="out_of_memory", gpu=CUDA),
+    Case("float8 casts are those of torch", "float8_casts"),
+    run("float8 rowwise", *ROWWISE, like=(), within=0.02),
+    run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
+    run("float8 fused", *FUSED, like=ROWWISE, within=5e-3),
+    Case("split masters step as whole ones", "split_masters"),
+    run("split masters", *SPLIT, like=(), within=2e-3),
+    run("to Hugging Face's format and back; text", check="exported"),
+    run("experts to Hugging Face's format and back; text", *EXPERTS, check="exported"),
+    run("flux samples images", *FLUX, check="samples"),
+    Case("preferences are scored and learned; rollouts", "prefers"),
+]
+# The same way, behind the layouts.
+ALONE_TOO = [
+    Case("initial weights as on a CPU", "initial_weights"),
+    Case("random generators in a checkpoint", "generators"),
+    run("fp32", "precision=fp32", like=(), within=0.01),
+    run("bf16_full", "precision=bf16_full", like=(), within=0.02),
+    run("muon", "optimizer=muon"),
     run("chunked loss", *CHUNKED, like=(), within=2e-3),
-    Case("split masters have the bits of whole ones", "split_masters"),
-    run("split masters", "precision=bf16", "optimizer.masters=split", like=("precision=bf16",), within=2e-3),
+    run("validation", *VALIDATED, like=(), within=1e-3),
+    run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02),
+    run("float8 fused, ac lean", *FUSED, "ac=lean", like=FUSED, within=2e-3),
+    run("mxfp8 is refused in one line", "precision=mxfp8", check="refuses", words="MXFP8 matmuls need a GPU of capability 10.0"),
     *(run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3, saves=mode == "full") for mode in ("full", "layer", "op", "lean")),
-    *(run(f"resumes bitwise, checkpoint {kind}", f"checkpoint={kind}", check="resumes") for kind in ("sync", "async", "async_pinned")),
+    run("qwen3_moe, ac full", *EXPERTS, "ac=full", like=EXPERTS, within=2e-3),
+    *(run(f"resumes bitwise, checkpoint {kind}", f"checkpoint={kind}", check="resumes") for kind in ("async", "async_pinned")),
     run("profile and memory snapshot", "seed=1", "profiling=on", "profiling.first_step=3", "profiling.steps=2", check="profiles"),
     run("loss not finite is 78, module named", "debug=nan_hunt", "optimizer.lr=1e30", check="fails", status=78, words="nan_hunt"),
-    run("out of memory is 76, allocations named", "data.local_batch=64", "data.seq_len=1024", check="out_of_memory", gpu=CUDA),
     run("a second run's memory is its own", check="own_memory", gpu=CUDA),
+]
+# Whole runs on two ranks: the loop with its checkpoints, validation and profiler over NCCL, on deterministic kernels.
+RUNS = [
+    *(run(f"{name}, resumes bitwise", *overrides, f"checkpoint={kind}", check="resumes", ranks=2) for name, kind, *overrides in (
+        ("fsdp 2, split masters", "async_pinned", *FSDP, *SPLIT), ("fsdp 2, ep 2", "async_pinned", *FSDP, *EXPERTS, "parallelism.ep=2"),
+        ("fsdp 2, lora", "async", *FSDP, *LORA), ("fsdp 2, accumulation 2, muon", "sync", *FSDP, "data.local_batch=1", "optimizer=muon"),
+        ("tp 2", "async_pinned", "parallelism=tp"), ("pp 2, zbv", "sync", "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4"),
+        ("fsdp 2, documents, ac op", "async_pinned", *FSDP, *DOCUMENTS, "ac=op"))),
+    run("pp 2, validation", "parallelism=pp", *VALIDATED, ranks=2, like=VALIDATED, within=2e-3),
+    run("profile, fsdp 2", *FSDP, "seed=1", "profiling=on", "profiling.first_step=3", "profiling.steps=2", check="profiles", ranks=2),
+]
+WORKERS = [
     Case("launch.py, cluster=local", "launches", seconds=180),
     Case("two workers: checkpoint, resume, other layout", "two_workers", seconds=300),
+    Case("two replica groups meet", "replicas", seconds=200),
     Case("two workers: one sleeps, time-out is 77", "times_out", seconds=200),
 ]
 
@@ -86,16 +133,16 @@ BF16 = {"loss": 1e-3, "norm": 2e-3, "gradients": 3e-2, "weights": 0.3}
 COARSE = {"loss": 5e-3, "norm": 5e-2, "gradients": 0.4, "weights": 1.0}  # Float8's own rounding, which every layout does in its way
 
 
-def layout(name: str, ranks: int, *overrides: str, precision: str = "bf16", tolerance: dict[str, float] = BF16, gpu: str = "",
-           seconds: int = 90) -> Case:
-    """A layout against one process in the same number format."""
-    base = (*WIDE, f"precision={precision}")
-    return agrees(Layout(f"{precision}, {name}", ranks, (f"gpus={ranks}", *overrides), base, **tolerance), gpu, seconds)
+def layout(name: str, ranks: int, *overrides: str, precision: str = "bf16", base: tuple[str, ...] = (), gpu: str = "", seconds: int = 90,
+           apart: bool = False, **tolerance) -> Case:
+    """A layout against one process in the same number format, with `base` for both."""
+    base = (*WIDE, f"precision={precision}", *base)
+    return agrees(Layout(f"{precision}, {name}", ranks, (f"gpus={ranks}", *overrides), base, **BF16 | tolerance), gpu, seconds, apart)
 
 
-def agrees(case: Layout, gpu: str = "", seconds: int = 90) -> Case:
+def agrees(case: Layout, gpu: str = "", seconds: int = 90, apart: bool = False) -> Case:
     """The case that proves a layout."""
-    return Case(case.name, "agrees", {"layout": case}, case.ranks, True, gpu, seconds)
+    return Case(case.name, "agrees", {"layout": case}, case.ranks, True, gpu, seconds, apart)
 
 
 def on_gpu(case: Layout) -> Layout:
@@ -105,55 +152,96 @@ def on_gpu(case: Layout) -> Layout:
 
 
 SHORT = [  # of the acceptance matrix, in fp32 without TF32
-    "fsdp 2", "ddp 2", "simple_fsdp 2", "tp 2, sequence parallel on, loss parallel on", "cp 2, ulysses, sequence 32",
+    "fsdp 2", "qwen3_moe, single, accumulation 4", "qwen3_moe, fsdp 2, ep 2", "ddp 2", "simple_fsdp 2",
+    "tp 2, sequence parallel on, loss parallel on", "cp 2, ulysses, sequence 32", "deepseek_v3, tp 2, ep 2",
     *(f"pp 2, {schedule}, accumulation 1" for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v")),
-    "linear_cross_entropy, fsdp 2, vocabulary 2047", "hsdp 4", "fsdp 4, uneven mask, accumulation 4", "fsdp 4, tp 2",
-    "hsdp 4, muon", "fsdp 4, cp 2, ulysses", "fsdp 2, pp 2, zbv", "pp 2, tp 2, zbv, loss parallel on",
+    "linear_cross_entropy, fsdp 2, vocabulary 2047", "hsdp 4", "qwen3_moe, fsdp 4, tp 2, ep 2", "fsdp 4, uneven mask, accumulation 4",
+    "fsdp 4, tp 2", "hsdp 4, muon", "fsdp 4, cp 2, ulysses", "fsdp 2, pp 2, zbv", "pp 2, tp 2, zbv, loss parallel on",
 ]
 BY_NAME = {case.name: case for case in MATRIX}
-TP, CP = ("parallelism=tp", "data.local_batch=8"), ("parallelism=cp", "data.local_batch=8")
+SHARDED, TP, CP = (("parallelism=fsdp", "data.local_batch=4"), ("parallelism=tp", "data.local_batch=8"),
+                   ("parallelism=cp", "data.local_batch=8"))
+ULYSSES = (*CP, "parallelism.cp_rotate=ulysses")
 TORCH = "needs GPUs that read each other's memory"
+MOE = {"base": EXPERTS, "gradients": 0.2, "weights": 0.5, "routing": False}  # rounding sends some tokens to other experts
+LATENT = MOE | {"base": (*DEEPSEEK, "model.plain_dim=128", "model.rope_dim=64", "model.value_dim=128",
+                         "model.n_experts=8", "model.experts_per_token=2", "model.expert_dim=128")}
+PACKED = {"base": ("data=embedded", "model.vocab_size=4096", *DOCUMENTS)}
+AWAKE = {"base": (*FLUX, "train.imports=[gpu_awake]", "model.family=awake_flux", "data.seq_len=264"), "gradients": 0.1}
+
+
+def ring(name: str, ranks: int, rotate: str, *overrides: str, gpu: str = "") -> Case:
+    """Ring attention over the sequence, in processes of its own."""
+    words = (*CP, f"parallelism.cp={ranks}", f"parallelism.cp_rotate={rotate}", *overrides)
+    return layout(f"cp {ranks}, {rotate}{name}", ranks, *words, gpu=gpu, apart=True)
+
 
 TOGETHER = [
+    # Both kinds of FLUX's blocks give cuDNN the same q, k and v, and gradients of other strides.
+    layout("flux, attention auto against efficient", 1, "parallelism=single", "data.local_batch=8", "model.attention=auto",
+           **AWAKE | {"base": (*AWAKE["base"], "model.attention=efficient")}),
+    layout("fsdp 2", 2, *SHARDED),
     Case("collectives are recorded", "records", ranks=2, world=True),
-    Case("a device that another process fills is unfit", "taken", ranks=2, world=True, gpu=CUDA),
-    *(agrees(on_gpu(BY_NAME[name])) for name in SHORT),
-    layout("fsdp 2", 2, "parallelism=fsdp", "data.local_batch=4"),
-    layout("hsdp 4", 4, "parallelism=hsdp", "data.local_batch=2"),
+    layout("qwen3_moe, fsdp 2, ep 2", 2, *SHARDED, "parallelism.ep=2", **MOE),
+    layout("deepseek_v3, 192 and 128 wide, tp 2, ep 2", 2, *TP, "parallelism.ep=2", **LATENT),
+    layout("lora, fsdp 2", 2, *SHARDED, base=LORA),
+    layout("split masters, fsdp 2", 2, *SHARDED, base=SPLIT),
+    layout("flux, fsdp 2", 2, *SHARDED, **AWAKE),
     layout("tp 2", 2, *TP),
     layout("pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=8"),
-    *(layout(f"cp {ranks}, {rotate}{'' if balance else ' in order'}", ranks, *CP, f"parallelism.cp={ranks}",
-             f"parallelism.cp_rotate={rotate}", f"parallelism.cp_load_balance={balance}")
-      for ranks, rotate, balance in ((2, "allgather", True), (2, "alltoall", True), (2, "alltoall", False), (2, "ulysses", True),
-                                     (4, "allgather", True))),
-    layout("fsdp 2", 2, "parallelism=fsdp", "data.local_batch=4", precision="float8_rowwise", tolerance=COARSE),
-    layout("fsdp 2, fused", 2, "parallelism=fsdp", "data.local_batch=4", "precision.kernels=fused", precision="float8_rowwise",
-           tolerance=COARSE),
-    layout("fsdp 2, float8 all-gather", 2, "parallelism=fsdp", "data.local_batch=4", precision="float8_tensorwise", tolerance=COARSE),
-    layout("tp 2", 2, *TP, precision="float8_tensorwise", tolerance=COARSE),
-    layout("fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", precision="float8_tensorwise", tolerance=COARSE),
-    layout("tp 2, compile", 2, *TP, *BLOCK, seconds=180),
-    layout("cp 2, allgather, compile", 2, *CP, *BLOCK, seconds=180),
-    layout("tp 2, compile", 2, *TP, *BLOCK, precision="float8_tensorwise", tolerance=COARSE, gpu=FLOAT8, seconds=240),
-    layout("async tp 2", 2, *TP, *BLOCK, "parallelism.async_tp=true", gpu=TORCH, seconds=180),
-    layout("fsdp 4, async tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", *BLOCK, "parallelism.async_tp=true", gpu=TORCH,
-           seconds=180),
+    layout("fsdp 2, documents", 2, *SHARDED, **PACKED),
+    layout("fsdp 2, accumulation 2", 2, *SHARDED, "data.local_batch=2"),
+    layout("cp 2, ulysses", 2, *ULYSSES),
+    layout("cp 2, ulysses, documents", 2, *ULYSSES, **PACKED),
+    layout("fsdp 2", 2, *SHARDED, precision="float8_rowwise", **COARSE),
+    layout("fsdp 2, fused", 2, *SHARDED, "precision.kernels=fused", precision="float8_rowwise", **COARSE),
+    layout("fsdp 2, float8 all-gather", 2, *SHARDED, precision="float8_tensorwise", **COARSE),
+    layout("tp 2", 2, *TP, precision="float8_tensorwise", **COARSE),
+    ring("", 2, "allgather"),
+    ring(", efficient", 2, "allgather", "model.attention=efficient", gpu=KERNEL),
+    ring("", 2, "alltoall"),
+    ring(" in order", 2, "alltoall", "parallelism.cp_load_balance=false"),
+    ring("", 4, "allgather"),
+    *(agrees(on_gpu(BY_NAME[name])) for name in SHORT),
+    Case("a device that another process fills is unfit", "taken", ranks=2, world=True, gpu=CUDA),
+    layout("hsdp 4", 4, "parallelism=hsdp", "data.local_batch=2"),
+    layout("qwen3_moe, fsdp 4, tp 2, ep 2", 4, "parallelism=fsdp_tp", "parallelism.ep=2", "data.local_batch=4", **MOE),
+    layout("fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", precision="float8_tensorwise", **COARSE),
 ]
 # Last, as they take longest.
 COMPILED = [
     run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
     run("compile, chunked loss, documents", *BLOCK, *CHUNKED, *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3, seconds=180),
+    run("compile, qwen3_moe", *EXPERTS, *BLOCK, like=EXPERTS, within=0.02, seconds=180),
     *(run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
       for mode in ("full", "op", "lean", "memory_budget")),
     run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
     run("compile, float8 fused", *BLOCK, *FUSED, like=ROWWISE, within=5e-3, seconds=240),
     run("compile, float8 fused, ac lean", *BLOCK, *FUSED, "ac=lean", like=ROWWISE, within=5e-3, seconds=240),
     run("compile, float8 tensorwise", *BLOCK, *TENSORWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+    layout("fsdp 2, compile=model", 2, *SHARDED, *SIMPLE, "compile=model", seconds=180),
+    layout("tp 2, compile", 2, *TP, *BLOCK, seconds=180),
+    layout("async tp 2", 2, *TP, *BLOCK, "parallelism.async_tp=true", gpu=TORCH, seconds=180),
+    layout("tp 2, compile", 2, *TP, *BLOCK, precision="float8_tensorwise", gpu=FLOAT8, seconds=240, **COARSE),
+    ring(", compile", 2, "allgather", *BLOCK),
+    layout("fsdp 4, async tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", *BLOCK, "parallelism.async_tp=true", gpu=TORCH,
+           seconds=180),
 ]
-CASES = [*ALONE, *sorted(TOGETHER, key=lambda case: case.ranks), *COMPILED]
 
-# What the kit itself is tested with: three of the four end as cases should not.
+
+def in_sets(cases: list[Case]) -> list[Case]:
+    """Put cases that share processes beside each other, sets in the order of their first cases; those apart stay behind their ranks'."""
+    places: dict[tuple, int] = {}
+    for case in cases:
+        places.setdefault((case.ranks, case.world, case.apart), len(places))
+    return sorted(cases, key=lambda case: places[case.ranks, case.world, case.apart])
+
+
+CASES = [*ALONE, *in_sets(TOGETHER), *RUNS, *ALONE_TOO, *WORKERS, *in_sets(COMPILED)]
+
+# What the kit itself is tested with: three of the five end as cases should not.
 FAULTS = [
-    Case("hangs", "hangs", world=True, seconds=3), Case("raises", "raises", world=True), Case("well after", "nothing", world=True),
+    Case("well before", "nothing", world=True),
+    Case("hangs", "hangs", world=True, seconds=1), Case("raises", "raises", world=True), Case("well after", "nothing", world=True),
     Case("a rank is killed", "dies", ranks=2, world=True),
 ]

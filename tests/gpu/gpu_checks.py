@@ -1,18 +1,16 @@
 """The checks of gpu_cases.py of one process. Each returns the facts that its row shows, and raises where something is wrong.
 
 `Here` says where a check runs. Most train through the worker, as cluster=inline does, so that exit statuses, records and files are those of
-a run. Those of kernels (gpu_kernels.py) call them; those of several ranks (gpu_together.py) step a trainer as `titan verify` does.
+a run; on several ranks they call the training loop. Those of kernels (gpu_kernels.py) call them; those of several ranks that share a
+process group (gpu_together.py) step a trainer as `titan verify` does.
 """
 from __future__ import annotations
 
 import dataclasses
 import gzip
 import json
-import os
+import math
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,23 @@ import torch
 
 from titan_hydra.checkpoint import state
 from titan_hydra.config import Job, compose_job, identity
+from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
 from titan_hydra.launch import worker
+from titan_hydra.models import layers
 from titan_hydra.models.init import Normal, fill
 from titan_hydra.observe import health, memory, metrics
-from titan_hydra.runs import rundir
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.run import Run
+from titan_hydra.train.loop import train
 from titan_hydra.verify.matrix import later_wins
 
-ROOT = Path(__file__).parents[2]
-SMALL = ("cluster=inline", "parallelism=single", "model.n_heads=4", "model.n_kv_heads=2", "steps=12", "lr_scheduler.warmup_steps=2",
+# The debug model's own precision is fp32, which no fused attention on CUDA takes.
+SMALL = ("precision=bf16", "parallelism=single", "model.n_heads=4", "model.n_kv_heads=2", "steps=12", "lr_scheduler.warmup_steps=2",
          "optimizer.lr=1e-3", "metrics.log_every=1", "checkpoint=off")
-TINY = ("model.n_layers=2", "data.seq_len=64", "steps=6")  # in a dry run, over what SMALL says
-STARTED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # no other process's place
+TINY = ("model.dim=64", "model.n_layers=2", "data.seq_len=64", "steps=6")  # in a dry run, over what SMALL says
+# Several ranks on one GPU are more than the machine's devices; the checks of a cell would refuse that.
+PLACE = ("cluster=local", "cluster.gpus_per_node=16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +45,13 @@ class Here:
     gpu: bool
     dry: bool
     rank: int
+    ranks: int
     device: torch.device | None = None
 
     def overrides(self, *overrides: str) -> list[str]:
         """A run's overrides, later ones over earlier ones, with what a CPU or a dry run needs."""
-        wanted = [*SMALL, *(TINY if self.dry else ()), *overrides]
+        place = (*PLACE, f"gpus={self.ranks}") if self.ranks > 1 else ("cluster=inline",)
+        wanted = [*SMALL, *place, *(TINY if self.dry else ()), *overrides]
         if not self.gpu and "compile=block" in wanted:
             wanted.append("compile.backend=aot_eager")
         if not self.gpu and any(override.startswith("precision=float8") for override in wanted):
@@ -60,23 +64,35 @@ class Here:
 
 
 def attempt(here: Here, job: Job, number: int = 1) -> tuple[Path, int]:
-    """Be the run's attempt, in this process. Returns its directory and its exit status."""
+    """Be the run's attempt, in this process, or one rank of it. Returns its directory and its exit status; on several ranks errors are
+    raised.
+    """
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
-    folder = rundir.claim(directory, number, job, [])
-    status = worker.run_rank(str(directory), number, inline=True)
-    rundir.end_attempt(folder)
+    folder = layout.ATTEMPT.of(directory, number)
+    if here.rank == 0:
+        rundir.claim(directory, number, job, [])
+    if here.ranks == 1:
+        status = worker.run_rank(str(directory), number, inline=True)
+    else:
+        worker.until_seen(layout.CLAIM.of(folder))
+        store = torch.distributed.FileStore(str(folder / "store"), here.ranks)
+        train(job, Run(directory, folder, here.rank, 0, here.ranks, store))
+        status = 0
+    if here.rank == 0:
+        rundir.end_attempt(folder)
     return directory, status
 
 
 def trained(here: Here, *overrides: str) -> tuple[Path, list[dict]]:
-    """A run that is done, once for all cases that want the same one, and its rows."""
+    """A run that is done, once for all cases of one process that want the same one, and its rows."""
     job = here.job(*overrides)
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
-    if not (directory / "result.json").exists():
-        shutil.rmtree(directory, ignore_errors=True)
+    if here.ranks > 1 or not (directory / "result.json").exists():
+        if here.ranks == 1:
+            shutil.rmtree(directory, ignore_errors=True)  # of a set that ended within it
         _, status = attempt(here, job)
         assert status == 0, f"exit status {status}: {said(directory)}"
-    return directory, rows(directory)
+    return directory, rows(directory) if here.rank == 0 else []
 
 
 def rows(directory: Path) -> list[dict]:
@@ -91,23 +107,32 @@ def said(directory: Path, number: int = 1) -> str:
 
 
 def learns(here: Here, overrides: tuple[str, ...], like: tuple[str, ...] | None = None, within: float = 0.0,
-           saves: bool = False) -> dict[str, Any]:
-    """A run ends well, learns, and reports; its losses are those of another run, or it takes less memory than that one."""
+           saves: bool = False, falls: bool = True) -> dict[str, Any]:
+    """A run ends well, learns, and reports; its losses are those of another run of one process, and it may take less memory than that.
+
+    `falls`: its loss falls in so few steps.
+    """
     directory, found = trained(here, *overrides)
+    if here.rank:
+        return {}
     result = read_json(directory / "result.json")
     losses = [row["loss"] for row in found]
-    assert here.dry or losses[-1] < losses[0] - 0.5, f"it does not learn: {losses}"
+    assert all(map(math.isfinite, losses)) and (here.dry or not falls or losses[-1] < losses[0] - 0.5), f"it does not learn: {losses}"
     facts = {"loss": losses[-1]}
     if here.gpu:
         peak, reserved = (max(row[key] for row in found) for key in ("memory_gib", "memory_reserved_gib"))
         assert 0 < peak <= reserved <= torch.cuda.get_device_properties().total_memory / 2**30
         assert result["memory_gib"] == reserved and result["device"] == torch.cuda.get_device_name() and result["gpu_hours"] > 0
-        assert (result["mfu"] is None) == ("float8" in str(overrides) or metrics.peak_flops(torch.device("cuda")) is None)
+        known = "float8" not in str(overrides) and metrics.peak_flops(torch.device("cuda")) and family_of(here.job(*overrides).model).flops
+        assert (result["mfu"] is not None) == bool(known), result
         facts |= {"memory_gib": peak}
     if like is not None:
-        _, others = trained(here, *like)
+        model, others = trained(dataclasses.replace(here, ranks=1), *like)
         facts["off"] = max(abs(row["loss"] - other["loss"]) / other["loss"] for row, other in zip(found, others, strict=True))
         assert facts["off"] <= within, f"losses are {facts['off']:.1e} from those of {like or 'bf16'}: {losses}"
+        held, of_other = result["validation_loss"], read_json(model / "result.json")["validation_loss"]
+        if held is not None and of_other is not None:
+            assert abs(held - of_other) <= within * of_other, f"validation losses are {held} and {of_other}"
         if saves and here.gpu:
             most = max(row["memory_gib"] for row in others)
             assert facts["memory_gib"] < most, f"{facts['memory_gib']} GiB, and {most} GiB without checkpointing"
@@ -134,6 +159,9 @@ def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
     job = here.job(*overrides, "debug=deterministic", "steps=6", "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
     directory, status = attempt(here, job)
     assert status == 0, said(directory)
+    if here.rank:
+        attempt(here, job, 2)
+        return {}
     before, last = rows(directory), directory / "checkpoints/step-00000006"
     sums = {name: file for name, file in json.loads((last / "manifest.json").read_text())["files"].items() if name.endswith(".distcp")}
     shutil.rmtree(last)
@@ -150,12 +178,15 @@ def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def profiles(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A profiled run leaves a trace with kernels, a table, and on CUDA a memory snapshot."""
+    """A profiled run leaves a trace with kernels, NCCL's where there are ranks, a table, and on CUDA a memory snapshot."""
     directory, found = trained(here, *overrides)
+    if here.rank:
+        return {}
     folder = directory / "attempts/1/profile"
     with gzip.open(folder / "trace_0.json.gz", "rt") as file:
-        kernels = sum(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
-    summary = (folder / "summary.txt").read_text()
+        names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
+    kernels, summary = len(names), (folder / "summary.txt").read_text()
+    assert not here.gpu or any("nccl" in name.lower() for name in names) == (here.ranks > 1), names
     assert (kernels > 0) == here.gpu and f"Self {'CUDA' if here.gpu else 'CPU'} time total" in summary, summary
     assert any("profiled_steps" in row for row in found)
     if here.gpu:
@@ -164,7 +195,7 @@ def profiles(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def out_of_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run that finds its memory too small ends with 76, and names what held it by the lines that allocated it."""
+    """A run that finds its memory too small ends with 76, and names what held it by the lines of the model that allocated it."""
     capacity = torch.cuda.get_device_properties().total_memory
     torch.cuda.set_per_process_memory_fraction(2**30 / capacity)
     try:
@@ -173,10 +204,15 @@ def out_of_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(1.0)
     error = read_json(directory / "attempts/1/rank_0.json")["error"]
     assert status == 76 and error["type"] == "OutOfMemoryError", said(directory)
-    text = (directory / "attempts/1/memory_0.txt").read_text()
-    assert " GiB\n" in text and "llama3.py:" in text, text[:2000]
+    names_lines_of_layers(directory)
     assert 0 < error["peak_gib"] <= 1 and abs(error["capacity_gib"] - capacity / 2**30) < 1
     return {"peak_gib": error["peak_gib"]}
+
+
+def names_lines_of_layers(directory: Path) -> None:
+    """Raise unless memory_0.txt of a run says that lines of the model's layers hold memory."""
+    text = (directory / "attempts/1/memory_0.txt").read_text()
+    assert " GiB\n" in text and f"{layers.__file__}:" in text, text[:2000]
 
 
 def own_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -187,97 +223,6 @@ def own_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
         reserved.append(read_json(directory / "result.json")["memory_gib"])
     assert reserved[1] < reserved[0] / 2, reserved
     return {"large_gib": reserved[0], "small_gib": reserved[1]}
-
-
-def launches(here: Here) -> dict[str, Any]:
-    """launch.py starts a rank of its own for this device, through the local executor."""
-    runs = here.shared / "launched"
-    overrides = here.overrides("steps=3", "cluster=local", f"paths.runs={runs}")
-    done = subprocess.run([sys.executable, str(ROOT / "launch.py"), *overrides], env=plain_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (result,) = runs.glob("*/result.json")
-    device = read_json(result)["device"]
-    assert not here.gpu or device == torch.cuda.get_device_name()
-    return {"seconds": read_json(result)["seconds"]}
-
-
-def two_workers(here: Here) -> dict[str, Any]:
-    """Two real workers on this device, by torchrun's variables: FSDP with async_pinned checkpoints, resumed bitwise, then as TP."""
-    common = ("gpus=2", "cluster=local", "cluster.gpus_per_node=16", "precision=fp32", "debug=deterministic", "steps=6",
-              "checkpoint=async_pinned", "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
-    job = here.job(*common, "parallelism=fsdp", "data.local_batch=2")
-    whole = workers(here, job, 1)
-    before = rows(whole)
-    shutil.rmtree(whole / "checkpoints/step-00000006")
-    (whole / "result.json").unlink()
-    workers(here, job, 2)
-    for old, new in zip(before, rows(whole), strict=True):
-        assert (old["loss"], old["grad_norm"]) == (new["loss"], new["grad_norm"]), f"step {old['step']} is another one"
-    other = here.job(*common, "parallelism=tp", "data.local_batch=4", "checkpoint.exclude_from_loading=[]",
-                     f"checkpoint.initial_load_path={whole}/checkpoints/step-00000004")
-    found = rows(workers(here, other, 1))
-    off = max(abs(old["loss"] - new["loss"]) / old["loss"] for old, new in zip(before[4:], found, strict=True))
-    assert off <= 1e-4, f"under tensor parallelism the losses are {off:.1e} away"
-    return {"off": off}
-
-
-def times_out(here: Here) -> dict[str, Any]:
-    """Where one of two ranks sleeps in a step, both are ended for a time-out, by this project's watchdog or NCCL's own."""
-    folder = here.shared / "modules"
-    folder.mkdir()
-    (folder / "sleeper.py").write_text(SLEEPER)
-    sys.path.append(str(folder))
-    job = here.job("gpus=2", "cluster=local", "cluster.gpus_per_node=16", "parallelism=fsdp", "data.local_batch=2",
-                   "comm.train_timeout_seconds=10", "train.imports=[sleeper]")
-    directory, statuses = started(here, job, 1, PYTHONPATH=f"{folder}:{plain_environment()['PYTHONPATH']}")
-    logs = [(directory / f"attempts/1/rank_{rank}.log").read_text() for rank in range(2)]
-    for status, log in zip(statuses, logs, strict=True):
-        assert status == 77 or (status == -signal.SIGABRT and "collective operation timeout" in log), f"{statuses}: {log[-2000:]}"
-    return {"statuses": statuses}
-
-
-SLEEPER = """import os, time
-from titan_hydra.train.trainer import Trainer
-forward_backward, calls = Trainer.forward_backward, []
-def sleeping(self, batch):
-    calls.append(1)
-    if len(calls) == 3 and os.environ.get("RANK") == "1":
-        time.sleep(1000)
-    return forward_backward(self, batch)
-Trainer.forward_backward = sleeping
-"""
-
-
-def workers(here: Here, job: Job, number: int) -> Path:
-    """Run an attempt of a job to its end in `started` workers. Returns the run's directory."""
-    directory, statuses = started(here, job, number)
-    logs = [(directory / f"attempts/{number}/rank_{rank}.log").read_text()[-2000:] for rank in range(job.gpus)]
-    assert not any(statuses), f"exit statuses {statuses}: {logs}"
-    return directory
-
-
-def started(here: Here, job: Job, number: int, **environment: str) -> tuple[Path, list[int]]:
-    """Start a worker a rank, all with the first device, and wait for them. Returns the run's directory and their exit statuses."""
-    directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
-    rundir.claim(directory, number, job, [])
-    processes = []
-    for rank in range(job.gpus):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(job.gpus), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(job.gpus)}
-        command = [sys.executable, "-m", "titan_hydra.launch.worker", str(directory), str(number)]
-        processes.append(subprocess.Popen(command, env=plain_environment() | place | {"NCCL_HOSTID": f"host{rank}"} | environment))
-    try:
-        statuses = [process.wait(150) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    rundir.end_attempt(directory / "attempts" / str(number))
-    return directory, statuses
-
-
-def plain_environment() -> dict[str, str]:
-    """This process's environment without its place among ranks, in which titan_hydra is found."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {name: value for name, value in os.environ.items() if name not in STARTED_BY} | {"PYTHONPATH": path}
 
 
 def device(here: Here) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,23 +24,27 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gpu_cases
 import gpu_checks
+import gpu_commands
 import gpu_kernels
 import gpu_together
 import torch
 import torch.distributed as dist
 
 from titan_hydra.config.files import write_json
+from titan_hydra.launch.worker import set_environment
 from titan_hydra.runs.run import Run
 from titan_hydra.train.world import world
 
 
 def main(folder: Path, rank: int) -> None:
     """Run the plan's cases."""
+    set_environment(local_ranks=1, async_tp=True)  # as a rank's; some cases of a set have async TP
     faulthandler.enable()  # a rank that hangs gets SIGABRT
+    threading.Thread(target=outlive_nobody, daemon=True).start()
     plan = json.loads((folder / "plan.json").read_text())
     if not plan["gpu"]:
         torch.set_num_threads(1)
-    here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank)
+    here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank, plan["ranks"])
     known = {case.name: case for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]}
     known |= {f"reference of {case.name}": case for case in known.values()}
     with joined(here, Run(folder, folder, rank, 0, plan["ranks"])) if plan["world"] else contextlib.nullcontext() as device:
@@ -56,15 +62,22 @@ def main(folder: Path, rank: int) -> None:
                 write_json(folder / f"done_{number}.json", {"facts": facts, "seconds": time.monotonic() - began})
 
 
+def outlive_nobody() -> None:
+    """End this rank, and what its check has started, when the process that started it ends, however that ends: nothing may hold the GPU."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
 def check_of(name: str, world: bool) -> Callable[..., dict[str, Any]]:
     """Return the function of a check; `world`: of ranks that have joined a process group."""
-    return next(getattr(place, name) for place in ((gpu_together,) if world else (gpu_checks, gpu_kernels)) if hasattr(place, name))
+    places = (gpu_together,) if world else (gpu_checks, gpu_kernels, gpu_commands)
+    return next(getattr(place, name) for place in places if hasattr(place, name))
 
 
 def joined(here: gpu_checks.Here, run: Run) -> contextlib.AbstractContextManager[torch.device]:
     """The process group of all ranks, each with the first device, as a run joins it."""
     store = dist.FileStore(str(run.directory / "store"), run.world_size)
-    return world(here.job("cluster=local", "cluster.gpus_per_node=16"), dataclasses.replace(run, store=store))
+    return world(dataclasses.replace(here, ranks=1).job(), dataclasses.replace(run, store=store))
 
 
 def tidy(here: gpu_checks.Here) -> None:

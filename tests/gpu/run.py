@@ -1,4 +1,4 @@
-"""Tests on one GPU: python tests/gpu/run.py [--only TEXT] [--seconds 540] [--out FOLDER]
+"""Tests on one GPU: python tests/gpu/run.py [--only TEXT ...] [--seconds 540] [--out FOLDER]
 
 Prints a row for each case as it ends and a summary; writes FOLDER/tests.jsonl, one line a case, at once, and the ranks' logs of cases that
 fail to FOLDER/tests.log. Exit status 0 if none failed.
@@ -27,13 +27,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="fewer steps of smaller models")
-    parser.add_argument("--only", default="", help="only cases with this in their name")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="only cases with one of these in their name")
     parser.add_argument("--seconds", type=float, default=540, help="begin no case after so long")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of tests.jsonl")
     parser.add_argument("--faults", action="store_true", help="run cases that fail on purpose, to see what the kit makes of them")
     args = parser.parse_args()
     began = time.monotonic()
-    cases = [case for case in (FAULTS if args.faults else CASES) if args.only in case.name]
+    cases = [case for case in (FAULTS if args.faults else CASES) if any(text in case.name for text in args.only)]
     args.out.mkdir(parents=True, exist_ok=True)
     header = {"command": sys.argv, **card(args.device)}
     print(*(f"{name}: {value}" for name, value in header.items()), sep="\n", flush=True)

@@ -1,26 +1,35 @@
 """The kit for a GPU on a CPU: what fails costs itself alone, and cases and lists name what exists. The whole dry run is slow."""
+import contextlib
 import dataclasses
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import traceback
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parent))
 
 import gpu_cases
+import gpu_checks
 import gpu_pool
 import gpu_rank
 from hydra._internal.config_repository import ConfigRepository
 from hydra.plugins.sweeper import Sweeper
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_hydra import models
 from titan_hydra.config import compose_job
+from titan_hydra.observe import memory
+from titan_hydra.runs.run import Run
 from titan_hydra.verify import verify
 
 ROOT = Path(__file__).parents[2]
@@ -59,10 +68,83 @@ def quickly(monkeypatch):
 def test_a_case_that_raises_dies_or_hangs_costs_itself(tmp_path):
     status, rows, said = dry_run(tmp_path, "--faults")
     assert status == 1 and {name: row["status"] for name, row in rows.items()} == {
-        "hangs": "hung", "raises": "failed", "well after": "passed", "a rank is killed": "crashed"}
+        "well before": "passed", "hangs": "hung", "raises": "failed", "well after": "passed", "a rank is killed": "crashed"}
     assert rows["raises"]["error"].endswith("ValueError: planted")
     assert "in hangs" in rows["hangs"]["error"] and "rank 1 was killed by signal 9" in rows["a rank is killed"]["error"]
-    assert "=== a rank is killed, rank 1" in (tmp_path / "tests.log").read_text() and "1 passed" in said
+    assert "=== a rank is killed, rank 1" in (tmp_path / "tests.log").read_text() and "2 passed" in said
+
+
+def test_a_run_that_is_killed_keeps_its_rows_and_leaves_no_process(tmp_path):
+    command = [sys.executable, str(ROOT / "tests/gpu/run.py"), "--device", "cpu", "--faults", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
+        try:
+            assert eventually(lambda: '"well before"' in (tmp_path / "tests.jsonl").read_text()) and left_in(tmp_path)
+        finally:
+            process.kill()
+    assert json.loads((tmp_path / "tests.jsonl").read_text().splitlines()[1])["name"] == "well before"
+    assert eventually(lambda: not left_in(tmp_path)), "a rank that hangs outlived run.py, and would hold the GPU"
+
+
+def eventually(true):
+    """Whether it becomes true within five minutes: the machine may be busy."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if true():
+                return True
+        time.sleep(0.1)
+    return False
+
+
+def left_in(folder):
+    """Processes that run gpu_rank.py for a folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_bytes().split(b"\0")
+            found += [words] if any(word.endswith(b"gpu_rank.py") for word in words) and str(folder).encode() in b" ".join(words) else []
+    return found
+
+
+def test_rings_run_in_processes_of_their_own(tmp_path, monkeypatch):
+    """torch keeps their options, and cuDNN's graphs, for the whole process."""
+    sets = []
+
+    class Noted:
+        def __init__(self, folder, ranks, world, names, *_):
+            sets.append((ranks, names))
+
+        def run(self, limits, until):
+            return [gpu_pool.Row(name, 1, "passed") for name in sets[-1][1]]
+
+    monkeypatch.setattr(gpu_pool, "Processes", Noted)
+    found = list(gpu_pool.rows(gpu_cases.CASES, tmp_path, gpu=True, dry=False, seconds=1000))
+    assert sorted(row.name for row in found) == sorted(case.name for case in gpu_cases.CASES)
+    rings = [case for case in gpu_cases.CASES if "parallelism.cp_rotate=all" in str(case.options)]
+    assert len(rings) >= 6 and all((case.ranks, [case.name]) in sets for case in rings)
+    assert len(sets) < len(gpu_cases.CASES) / 4
+
+
+def test_the_lines_that_hold_memory_are_those_that_the_kit_looks_for(tmp_path, monkeypatch):
+    """`out_of_memory` can only run on a card; here the frames of a forward stand in for those that the allocator records."""
+    blocks = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+            frames = [{"filename": frame.filename, "line": frame.lineno, "name": frame.name} for frame in traceback.extract_stack()[-2::-1]]
+            blocks.append({"state": "active_allocated", "size": 2**30, "frames": frames})
+            return function(*arguments, **(kwargs or {}))
+
+    job = gpu_checks.Here(tmp_path, gpu=False, dry=True, rank=0, ranks=1).job()
+    model = models.build(job.model, 64)
+    with Allocations():
+        model(torch.zeros(1, 64, dtype=torch.int64))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_summary", str)
+    monkeypatch.setattr(memory, "memory_snapshot", lambda: {"segments": [{"blocks": blocks}]})
+    (tmp_path / "attempts/1").mkdir(parents=True)
+    memory.explain_out_of_memory(Run(tmp_path, tmp_path / "attempts/1"), torch.OutOfMemoryError("planted"))
+    gpu_checks.names_lines_of_layers(tmp_path)
 
 
 def test_cases_that_had_no_time_are_rows_too(tmp_path):
@@ -78,12 +160,31 @@ def test_every_case_names_a_check_and_its_options():
         inspect.signature(gpu_rank.check_of(case.check, case.world)).bind(None, **case.options)
 
 
-def test_every_layout_of_its_own_is_legal(quickly):
-    layouts = {case.options["layout"]: case for case in gpu_cases.TOGETHER if case.name not in gpu_cases.SHORT and case.check == "agrees"}
+def test_every_layout_of_its_own_is_legal(quickly, user_modules):
+    layouts = {case.options["layout"]: case for case in gpu_cases.CASES if case.name not in gpu_cases.SHORT and case.check == "agrees"}
     for layout, case in layouts.items():
         assert verify.job_of(layout).gpus == layout.ranks == case.ranks
     for layout in {layout.base: layout for layout in layouts}.values():
         assert verify.reference_of(layout).gpus == 1
+
+
+@pytest.mark.parametrize(("gpu", "dry"), [(True, False), (False, True)])
+def test_every_run_is_legal(gpu, dry, quickly):
+    able = [case for case in gpu_cases.CASES if "overrides" in case.options and (gpu or not case.gpu) and case.check != "refuses"]
+    runs = {(case.ranks, *case.options["overrides"]) for case in able} | {(1, *(case.options.get("like") or ())) for case in able}
+    for ranks, *words in runs if gpu else [words for words in runs if "model" in str(words) or words[0] > 1]:  # a dry run's are smaller
+        job = gpu_checks.Here(Path("."), gpu, dry, 0, ranks).job(*words)
+        assert job.gpus == ranks and (job.precision.compute_dtype == "bfloat16" or "precision=fp32" in words)
+
+
+def test_the_readme_names_files_that_exist():
+    folder = ROOT / "titan_hydra"
+    for row in (ROOT / "tests/gpu/README.md").read_text().splitlines():
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []:
+            if "/" in name:
+                folder = (ROOT / "titan_hydra" / name).parent
+            if "/" in name or name.endswith(".py"):
+                assert (folder / Path(name).name).exists(), row
 
 
 @pytest.mark.slow
@@ -155,6 +256,7 @@ class Carried:
 
 sys.meta_path = [Carried() if finder is PathFinder else finder for finder in sys.meta_path]
 import titan_hydra.launch.main, titan_hydra.launch.worker, titan_hydra.train.loop, titan_hydra.verify.verify
+import titan_hydra.checkpoint.convert, titan_hydra.train.generate, titan_hydra.train.sample, titan_hydra.train.score
 """
 
 

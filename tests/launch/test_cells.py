@@ -1,4 +1,5 @@
 """What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. Real launch.py, real ranks."""
+import ast
 import json
 import os
 import shutil
@@ -6,10 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from titan_hydra.base.errors import Unhealthy
+from titan_hydra.config import compose_job, to_dict
 from titan_hydra.launch import worker
 
 
@@ -249,3 +252,34 @@ def test_files_that_a_node_sees_late_are_waited_for(launcher):
     assert rank.wait(60) == 0, launcher.rank(0, attempt=2)
     with pytest.raises(Unhealthy, match=f"{socket.gethostname()}: {directory}/nothing cannot be seen here after 0 s"):
         worker.until_seen(directory / "nothing", 0)
+
+
+ENVIRONMENT = """
+import os, sys
+from pathlib import Path
+from titan_hydra.launch import worker
+before = dict(os.environ)
+def load(directory):
+    assert "torch" not in sys.modules
+    print("set:", sorted(name for name in set(os.environ) - set(before)))
+    raise SystemExit(2)
+worker.load_job = load
+worker.run_rank(sys.argv[1], 1, inline=True)
+"""
+
+
+def test_what_torch_reads_once_is_set_before_it_is_imported(tmp_path):
+    """For every job: a deterministic one may follow another in the same process, which has called cuBLAS. What a site has set stays."""
+    def names(async_tp, **of_the_site):
+        config["parallelism"]["async_tp"] = async_tp
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        environment = {name: value for name, value in os.environ.items() if name not in always and "ALLOC_CONF" not in name}
+        done = subprocess.run([sys.executable, "-c", ENVIRONMENT, str(tmp_path)], capture_output=True, text=True,
+                              env=environment | of_the_site, cwd=Path(worker.__file__).parents[2])
+        return ast.literal_eval(done.stdout.partition("set: ")[2] or done.stderr)
+
+    config = to_dict(compose_job("debug=tiny"))
+    always = ["CUBLAS_WORKSPACE_CONFIG", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "RUST_LOG"]
+    assert names(False) == sorted([*always, "PYTORCH_ALLOC_CONF"])
+    assert names(True) == always
+    assert names(False, PYTORCH_CUDA_ALLOC_CONF="", CUBLAS_WORKSPACE_CONFIG=":16:8") == always[1:]

@@ -10,6 +10,7 @@ import torch
 
 from titan_hydra import data
 from titan_hydra.base.errors import CheckpointError
+from titan_hydra.checkpoint import safe
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.checkpoint.writer import Writer
 from titan_hydra.runs import checkpoints, layout
@@ -219,6 +220,24 @@ def test_a_failing_save_is_tried_again_and_two_that_were_due_end_the_run(alone, 
         with pytest.raises(CheckpointError, match=r"step 20.*disk on fire; the newest complete one is step-00000015"):
             steps(checkpointer, state, range(18, 21))
         assert tried() == ["failed 20", "failed 20"]
+
+    alone(task, f"checkpoint={name}", "checkpoint.interval=5")
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_the_first_save_of_a_process_is_read_back(alone, monkeypatch, name):
+    """On Python 3.11.2 no checkpoint could be read, which runs learned when they were to resume."""
+    read, check = [], safe.check_readable
+
+    def task(built, checkpointer, state, events):
+        monkeypatch.setattr(safe, "check_readable", lambda path: (read.append(path.name), check(path)))
+        steps(checkpointer, state, range(1, 13))
+        assert read == ["step-00000005.writing"] and checkpointer.saved == 10
+        checkpointer.read_back = False
+        monkeypatch.setattr(safe, "CLASSES", {key: kind for key, kind in safe.CLASSES.items() if kind is not safe.StorageInfo})
+        with pytest.raises(CheckpointError, match=r"step 15 could not be written.*could run code.*newest complete one is step-00000010$"):
+            steps(checkpointer, state, range(13, 17))
+        assert not list(checkpointer.folder.glob("*15*"))
 
     alone(task, f"checkpoint={name}", "checkpoint.interval=5")
 

@@ -1,4 +1,5 @@
 """A checkpoint is data: whatever its bytes are, loading it runs none of them, and says so in a line."""
+import enum
 import os
 import pickle
 import shutil
@@ -57,7 +58,35 @@ def test_an_index_that_would_run_code_is_refused(saved, tmp_path):
     assert (tmp_path / "owned").exists(), "the trap is not one"
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "builtins.getattr", "torch.load", "torch.serialization.load", "os.system",
+class ByName(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, found):
+        return (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
+
+
+def test_an_index_that_python_3_11_2_wrote_is_read(saved):
+    index = safe.read_index(saved)
+    with (saved / ".metadata").open("wb") as file:
+        ByName(file).dump(index)
+    assert b"getattr" in (saved / ".metadata").read_bytes()
+    assert safe.read_index(saved) == index
+    assert torch.equal(loaded(saved)["model"]["w"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("given", [(safe.MemoryFormat, "__class__"), (safe.MemoryFormat, "mro"), (Path, "home"), ("text", "format"),
+                                   (torch.Size, "__reduce__"), (safe.MemoryFormat, ["TORCH_STRIDED"])])
+def test_getattr_gives_nothing_but_a_memory_format(saved, given):
+    class Asked:
+        def __reduce__(self):
+            return getattr, given
+
+    (saved / ".metadata").write_bytes(pickle.dumps(Asked()))
+    with pytest.raises(CheckpointError, match=r"refused|unhashable"):
+        loaded(saved)
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "builtins.setattr", "torch.load", "torch.serialization.load", "os.system",
                                   "torch.distributed.checkpoint.filesystem.pickle", "torch.hub.load"])
 def test_only_the_classes_of_an_index_have_names(saved, name):
     module, _, attribute = name.rpartition(".")

@@ -1,6 +1,7 @@
 """The check before training: devices that are unfit, ranks that do not come, collectives that do not end; each named by its host."""
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_hydra.base.errors import Unhealthy
+from titan_hydra.base.errors import ConfigError, Unhealthy
 from titan_hydra.config.schema import Comm
+from titan_hydra.launch.submit import unfit_hosts
 from titan_hydra.observe import health
 from titan_hydra.runs.failure import Kind, describe, guilty
 from titan_hydra.runs.run import Run
+from titan_hydra.runs.rundir import State
 
 HERE = socket.gethostname()
 
@@ -29,7 +32,7 @@ def ranks(tmp_path):
                 return None
             try:
                 return action(Run(tmp_path, tmp_path, number, number, size, store))
-            except Unhealthy as error:
+            except (ConfigError, Unhealthy) as error:
                 return error
 
         with ThreadPoolExecutor(size) as pool:
@@ -47,7 +50,7 @@ def test_fit_ranks_are_checked_in_no_time(ranks):
 def test_an_unfit_device_speaks_for_itself(ranks, monkeypatch, tmp_path):
     real = health.run_within
     monkeypatch.setattr(health, "run_within", lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1))
-                        if health.threading.current_thread().name.endswith("_1") else None)
+                        if threading.current_thread().name.endswith("_1") else None)
     errors = ranks(lambda run: health.check_device(run, Comm(init_timeout_seconds=20)))
     assert all(f"{HERE}: the matmul of device cpu did not end within 0.2 s" in str(error) for error in errors)
     assert sum(describe(error)[1]["secondary"] for error in errors) == 2 and describe(errors[0])[0] == 79
@@ -66,6 +69,57 @@ def test_ranks_that_do_not_come_are_named_with_their_host(ranks, tmp_path):
 def test_a_host_without_its_gpus_does_not_train_on_its_cpu(ranks):
     said = ranks(lambda run: health.await_verdict(run, {"device": "cpu" if run.rank == 1 else "cuda", "fault": ""}, 5))
     assert all("no GPU can be seen there" in verdict["fault"] for verdict in said)
+    run = Run(None, None, 0, 0, 3)
+    assert describe(health.error_of_another(said[0], run))[0] == 79
+    said = ranks(lambda run: health.await_verdict(run, {"device": "cpu", "fault": "", "config": True} if run.rank == 1 else
+                                                  {"device": "cuda", "fault": "", "config": False}, 5))
+    assert describe(health.error_of_another(said[0], run))[0] == 2, "it was given none"
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """`pretended(seen, given, broken)`: torch sees so many devices, the rank was given so many, and the allocator fails at first."""
+    def pretend(seen, given, broken=False):
+        failures = [RuntimeError("CUDA driver error: operation not supported")] * broken
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: failures and (_ for _ in ()).throw(failures.pop()))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(given))))
+    return pretend
+
+
+def test_the_device_of_a_rank(pretended, monkeypatch):
+    """Where SLURM binds a GPU to each task, a rank sees one, whatever its number; a device that has failed is still given."""
+    changed = []
+    monkeypatch.setattr(health, "set_allocator", changed.append)
+    run = Run(None, None, 11, 3, 16)
+    for seen, given, index in ((8, 8, 3), (1, 1, 0)):
+        pretended(seen, given)
+        assert health.device_of(run) == torch.device("cuda", index)
+    pretended(8, 8, broken=True)
+    assert health.device_of(run) == torch.device("cuda", 3) and changed == ["expandable_segments:False"]
+    pretended(2, 2)
+    with pytest.raises(ConfigError, match=r"rank 11 is number 3 there and was given 2 devices: it needs all of the node's"):
+        health.device_of(run)
+    for seen in (3, 1):
+        pretended(seen, 8)
+        with pytest.raises(Unhealthy, match=f"device 3 is not there; {seen} can be seen"):
+            health.device_of(run)
+
+
+@pytest.mark.parametrize("given, status, excluded", [(2, 2, ()), (8, 79, ("node2",))])
+def test_hosts_are_left_out_for_failed_devices_and_not_for_hidden_ones(ranks, pretended, tmp_path, given, status, excluded):
+    pretended(2, given)
+    comm = Comm(init_timeout_seconds=20, health_check_seconds=0)
+    errors = ranks(lambda run: health.check_device(run, comm))
+    for number, error in enumerate(errors):
+        ended, record = describe(error)
+        (tmp_path / f"rank_{number}.json").write_text(json.dumps({"host": f"node{number}", "exit_status": ended, "error": record}))
+    failure = guilty(tmp_path)
+    assert (failure.rank, failure.status) == (2, status)
+    assert unfit_hosts([State("failed", failure=failure)]) == excluded
 
 
 def test_wrong_numbers(monkeypatch):

@@ -1,20 +1,23 @@
 """The world of a rank: time-outs of all its groups."""
+import os
 import pickle
 import platform
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
 from titan_hydra.observe import flight
 from titan_hydra.parallel import build_mesh
-from titan_hydra.train import world
+from titan_hydra.train import loop, world
 
 
 def test_a_store_on_loopback_listens_there_alone():
@@ -45,6 +48,24 @@ print(before, faults())
 def test_freed_memory_is_used_again():
     before, after = map(int, subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout.split())
     assert before > 1000 > 10 * after, (before, after)
+
+
+PRECISION = """
+import torch
+from titan_hydra.config import compose_job
+from titan_hydra.train.world import set_determinism
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+set_determinism(compose_job("debug=tiny"))
+cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+print(cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cuda.allow_tf32, cudnn.allow_tf32)
+"""
+
+
+def test_float32_is_float32_where_the_environment_asks_for_tf32():
+    """The older names are read by the compiler, which fails where they differ from the newer ones."""
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PRECISION], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["ieee", "none", "none", "False", "False"], done.stderr
 
 
 def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
@@ -79,3 +100,38 @@ def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch
                                               for found in recorders])
     assert [(one["backend"], one["op"], one["seq"]) for one in flight.collectives()] == [("nccl", "all_reduce", 3), ("gloo", "barrier", 3)]
     assert "{1: 1}" in flight.progress()[0] and "{2: 1}" in flight.progress()[0]
+
+
+def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
+    """They do at the first validation, which may come hours after the first step."""
+    def limits(*words):
+        set_to = []
+        monkeypatch.setattr(loop, "set_timeout", set_to.append)
+        running = loop.Loop.__new__(loop.Loop)
+        running.job, running.watch, running.settled = compose_job("debug=tiny", *words), SimpleNamespace(settle=set_to.append), False
+        running.settle()
+        running.settle()
+        return set_to
+
+    pipeline = ("parallelism=pp", "parallelism.pp=4", "gpus=4", "model.n_layers=4", "data.local_batch=4")
+    assert limits() == limits("compile=block") == limits(*pipeline) == [100, 100]
+    assert limits(*pipeline, "compile=block") == [190, 190]
+
+
+def test_a_process_may_train_any_number_of_compiled_models(tmp_path):
+    """A sweep with cluster=inline: torch compiles the same code only eight times, and fails then, as every block is one graph."""
+    code = f"""
+from pathlib import Path
+import torch.distributed as dist
+from titan_hydra.config import compose_job
+from titan_hydra.runs.run import Run
+from titan_hydra.train.loop import train
+for cell in range(1, 21):
+    folder = Path("{tmp_path}") / str(cell)
+    folder.mkdir()
+    job = compose_job("debug=tiny", "precision=fp32", "steps=1", "checkpoint=off", "compile=block", "compile.backend=eager",
+                      f"model.dim={{64 * cell}}", "model.n_layers=1", "model.vocab_size=64", "data=synthetic", "data.seq_len=8")
+    train(job, Run(folder, folder, 0, 0, 1, dist.HashStore()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -14,6 +14,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     import torch
     from submitit.local.local import LocalJob
     from torch import Tensor
@@ -82,6 +84,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "current_graph_task": "torch._C:_current_graph_task_id",
     "record_memory_history": "torch.cuda.memory:_record_memory_history", "memory_snapshot": "torch.cuda.memory:_snapshot",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
+    # ... and its allocator's settings, after the process has started.
+    "set_allocator": "torch.cuda.memory:_set_allocator_settings",
     # The fake world: tensors without data, and a store that answers for all ranks.
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
@@ -217,6 +221,11 @@ def without_wrapper(local: Tensor) -> Tensor | None:
 def is_spent(stager: DefaultStager) -> bool:
     """Whether a checkpoint's stager can copy no more: torch 2.11 empties it after each copy."""
     return not stager._state_dict_stager._deepcopy_dispatch
+
+
+def staging_executor(stager: DefaultStager) -> ThreadPoolExecutor:
+    """Return the thread in which a checkpoint's stager copies, which has no public hook at its start."""
+    return stager._staging_executor
 
 
 def process_of(job: LocalJob) -> subprocess.Popen:

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError
-from titan_hydra.base.private import is_spent
+from titan_hydra.base.private import is_spent, staging_executor
+from titan_hydra.base.threads import device_setter
 from titan_hydra.config.schema import Checkpoint, Model
 from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints, layout
@@ -65,6 +66,7 @@ class Checkpointer:
     failures: int = 0  # in a row
     again: bool = False  # the last save failed, and is to be tried once more
     saved: int = -1  # step of the newest complete one that this process has written or read
+    read_back: bool = False  # this process has written a step and read some of it back
     bin: checkpoints.Bin = field(default_factory=checkpoints.Bin)
 
     def __post_init__(self) -> None:
@@ -76,7 +78,9 @@ class Checkpointer:
 
     def _new_stager(self) -> DefaultStager:
         pinned = self.config.name == "async_pinned" and torch.cuda.is_available()
-        return DefaultStager(StagingOptions(pinned, False, True, pinned))
+        stager = DefaultStager(StagingOptions(pinned, False, True, pinned))
+        staging_executor(stager).submit(device_setter())
+        return stager
 
     @property
     def base(self) -> nn.Module:
@@ -138,7 +142,7 @@ class Checkpointer:
         self.finish_pending()
         began, self.clock = time.perf_counter(), time.monotonic()
         own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
-        writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge)
+        writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge, not self.read_back)
         self.pending = PendingSave(step, writer, began)
         self._start(self.pending, self._content(PARTS, self.model))
         self.pending.held += time.perf_counter() - began
@@ -173,7 +177,7 @@ class Checkpointer:
         failure = pending.written.exception()
         pending.held += time.perf_counter() - began if self.stager else 0.0
         if failure is None:
-            self.saved, self.failures, self.again = pending.step, 0, False
+            self.saved, self.failures, self.again, self.read_back = pending.step, 0, False, True
             seconds = pending.seconds or time.perf_counter() - pending.began
             self.report("checkpoint", pending.step, seconds=seconds, seconds_held=pending.held)
             return
@@ -184,6 +188,8 @@ class Checkpointer:
         self.failures += 1
         self.again = self.failures % 2 == 1
         self.reason = reason_of(failure)
+        if any(isinstance(error, CheckpointError) for error, _ in failure.failures.values()):  # of the writer's check: no try would help
+            raise CheckpointError(self._lost(pending.step))
         self.report("checkpoint_failed", pending.step, reason=self.reason, failures=self.failures, seconds_held=pending.held)
         if self.run.rank == 0:
             then = "it is tried again" if self.again else "training continues"

@@ -4,6 +4,7 @@ weights_only=True.
 """
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,27 @@ from torch.distributed.checkpoint.planner import ReadItem
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout, set_element
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, where one process is intended
+
 CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (
     metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
     metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, MemoryFormat, StorageInfo,
 )}
 CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): get_layout}
 CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def member(kind: Any, name: Any) -> Any:
+    """Return a memory format by its name: Python 3.11.0 to 3.11.3 pickle a member of an Enum as getattr(Enum, name) (cpython#105332).
+
+    Raises UnpicklingError for anything else that getattr could give.
+    """
+    if kind is not MemoryFormat or name not in MemoryFormat.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs: refused, as it could run code")
+    return MemoryFormat[name]
+
+
+CLASSES["builtins", "getattr"] = member
 # The path of the checkpoint when written, which is never read: any path becomes a text.
 CLASSES |= {(module, name): lambda *parts: "/".join(map(str, parts))
             for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
@@ -72,6 +88,18 @@ def read_index(path: Path) -> Metadata:
     except Exception as error:  # bytes of any kind may be in there
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
     return index
+
+
+def check_readable(path: Path) -> None:
+    """Read a checkpoint's index and one tensor, that in the fewest parts, as a resumption would. Raises CheckpointError."""
+    reader = SafeReader(path)
+    tensors = {name: entry for name, entry in reader.index.state_dict_metadata.items() if isinstance(entry, metadata.TensorStorageMetadata)}
+    name = min(tensors, key=lambda name: (len(tensors[name].chunks), tensors[name].size.numel()))
+    state = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)}
+    try:
+        dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
+    except (Exception, dcp.CheckpointException) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read back ({error})") from error
 
 
 def load_checkpoint(state: dict[str, Any], path: Path, group: Any = None) -> None:

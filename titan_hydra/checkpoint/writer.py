@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from titan_hydra.base.threads import device_setter
 from titan_hydra.runs import checkpoints
+
+from . import safe
 
 SUMS = ""  # the entry of a rank's results that is no tensor's: size and CRC-32 of each of its files
 SPARE = 2**20  # bytes that a save needs beside its tensors: the index, the ranks' own files
@@ -28,18 +31,21 @@ SPARE = 2**20  # bytes that a save needs beside its tensors: the index, the rank
 class Writer(dcp.FileSystemWriter):
     """Writes a step beside its final path, `path`, and renames it when every rank has written its part.
 
-    `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete.
+    `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete. `check`: some of it is read
+    back before.
     """
 
     def __init__(self, path: Path, step: int, world_size: int, own: tuple[str, str] | None = None,
-                 done: Callable[[], None] = lambda: None) -> None:
+                 done: Callable[[], None] = lambda: None, check: bool = True) -> None:
         self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
+        self.set_device = device_setter()
         self.fs: SummingFiles = SummingFiles()
-        self.step, self.world_size, self.own, self.done = step, world_size, own, done
+        self.step, self.world_size, self.own, self.done, self.check = step, world_size, own, done, check
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """Delete what an earlier try has left, before the ranks plan their writes."""
+        """Delete what an earlier try has left, before the ranks plan their writes; in the thread in which DCP saves."""
+        self.set_device()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             shutil.rmtree(self.writing, ignore_errors=True)
@@ -75,7 +81,9 @@ class Writer(dcp.FileSystemWriter):
                 os.fsync(stream.fileno())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write index and manifest on rank 0 after all ranks have written, and rename the folder."""
+        """Write index and manifest on rank 0 after all ranks have written, and rename the folder. Raises CheckpointError if it cannot be
+        read back.
+        """
         sums = {}
         for part in results:
             sums |= part.pop().storage_data
@@ -83,6 +91,8 @@ class Writer(dcp.FileSystemWriter):
         sums[".metadata"] = self.fs.sums[".metadata.tmp"]
         checkpoints.write_manifest(self.writing, self.step, self.world_size, sums)
         checkpoints.sync_folder(self.writing)
+        if self.check:
+            safe.check_readable(self.writing)
         self.commit()
         self.done()
 

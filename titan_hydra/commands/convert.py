@@ -1,6 +1,5 @@
 """`titan convert`: convert checkpoints to and from Hugging Face's format."""
 import argparse
-import warnings
 from pathlib import Path
 
 from titan_hydra.config.fault import counted
@@ -24,7 +23,6 @@ def main(args: argparse.Namespace) -> int:
     """Convert and print what was written. Raises ConfigError or CheckpointError."""
     from titan_hydra.checkpoint import convert
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     if args.to == "peft":
         from titan_hydra.checkpoint.adapters import export_peft
 

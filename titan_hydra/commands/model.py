@@ -1,6 +1,5 @@
 """Shared by the commands that compute with one model in this process: options for the model and its number format."""
 import argparse
-import warnings
 from pathlib import Path
 
 from titan_hydra.runs.view import add_runs, place_of
@@ -17,5 +16,4 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     """Return the checkpoint that is named, a run's newest. Raises ConfigError."""
     from titan_hydra.checkpoint.convert import find_checkpoint
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     return find_checkpoint(place_of(args.cell, args.runs))

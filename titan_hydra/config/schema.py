@@ -197,7 +197,8 @@ class Comm:
     name: str = key("default", "process groups: real ones, or fake ones, in which one rank steps alone", choices=("default", "fake"))
     rank: int = key(0, "comm=fake: which rank of the world is stepped", NATURAL, only=("fake",))
     init_timeout_seconds: int = key(300, "collective time-out until the first step is done", COUNT, identity=False)
-    train_timeout_seconds: int = key(100, "collective time-out afterwards", COUNT, identity=False)
+    train_timeout_seconds: int = key(100, "collective time-out afterwards; compiled pipelines have 30 s more for each further rank",
+                                     COUNT, identity=False)
     health_check_seconds: int = key(60, "before training, time limit of a matmul on each device, then of a collective over all ranks; "
                                     "0: no check", NATURAL, identity=False)
 

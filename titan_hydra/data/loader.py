@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.threads import thread
 
 from .batch import Batch
 from .shards import BadShards
@@ -49,7 +50,7 @@ class Loader:
             return batch
         if not self.thread:
             self.ready, self.stop = queue.Queue(self.prefetch), threading.Event()
-            self.thread = threading.Thread(target=self._fill, name="data", daemon=True)  # a hung download must not keep a rank alive
+            self.thread = thread(self._fill, "data")  # a hung download must not keep a rank alive
             self.thread.start()
         item = self.ready.get()
         if isinstance(item, BaseException):

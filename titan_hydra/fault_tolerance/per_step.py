@@ -29,7 +29,7 @@ from titan_hydra.parallel import formats
 from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Agreement, Trainer
-from titan_hydra.train.world import open_store
+from titan_hydra.train.world import open_store, steady_timeout
 
 from . import shared_lighthouse
 from .outer import local, shards
@@ -156,7 +156,7 @@ class PerStep(Groups):
         self.add_up([asked])
         self.counts = self.manager.should_commit()
         if self.counts:
-            self.exchange.timeout = timedelta(seconds=self.job.comm.train_timeout_seconds) / 2
+            self.exchange.timeout = timedelta(seconds=steady_timeout(self.job)) / 2
         self.asked = stop or (self.counts and bool(asked) and not self.run.submission)
         return self.counts
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_hydra.base.threads import thread
 from titan_hydra.config.files import read_json, write_text
 
 POLL = 0.05  # seconds between two reads of the files
@@ -54,7 +55,7 @@ class Board:
         folder.mkdir(parents=True, exist_ok=True)
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.beat()
-        self.thread = threading.Thread(target=self._live, name="heart", daemon=True)
+        self.thread = thread(self._live, "heart")
         self.thread.start()
 
     # --- hearts --------------------------------------------------------------------------------------------------------------------

@@ -123,10 +123,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
         until_seen(layout.CONFIG.of(directory))
     if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
         until_seen(layout.CLAIM.of(attempt))
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // place.local_ranks, 1)))  # before a user's module imports torch
-    # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
     job = load_job(directory)
     if fault := edited_sources(job.train):
         raise ConfigError(str(fault))
@@ -135,7 +132,6 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     if layout.RESULT.read(directory).get("status") == "done":
         return None  # requeued after its end
     os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks))
-    os.environ.setdefault("RUST_LOG", "error")  # torchft writes many lines a step
     home, attempt = (folder, attempt) if submission else folders_of(replica, directory, attempt)
     attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)
@@ -156,6 +152,25 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     from titan_hydra.fault_tolerance import open_groups
 
     return train(job, run, open_groups)
+
+
+def set_environment(local_ranks: int, async_tp: bool) -> None:
+    """Set what torch and other libraries read once in a process, before a user's module can import them. What a site has set stays.
+
+    Expandable segments waste less of a GPU's memory; the symmetric memory of async tensor parallelism is not made of them.
+    """
+    settings = {
+        "OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // local_ranks, 1)),
+        # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
+        "GOMP_SPINCOUNT": "20000",
+        "RUST_LOG": "error",  # torchft writes many lines a step
+        # Read at the first matmul: a deterministic run may follow others in this process (cluster=inline). It is torch's size on Hopper.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the variable's name before torch 2.9
+        settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:

@@ -5,7 +5,6 @@ An unfit machine ends the run within a minute with a message that names it, inst
 """
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titan_hydra.base.errors import Unhealthy
+from titan_hydra.base.errors import ConfigError, Unhealthy
+from titan_hydra.base.private import set_allocator
+from titan_hydra.base.threads import thread
+from titan_hydra.config.fault import counted
+from titan_hydra.config.load import devices_here
 from titan_hydra.config.schema import Comm
 from titan_hydra.runs.run import Run
 
@@ -24,20 +27,22 @@ PATIENCE = 20  # seconds for an earlier process to release its memory
 def check_device(run: Run, comm: Comm) -> torch.device:
     """Return this rank's device, once it and those of all other ranks have passed the check. Call before a process group exists.
 
-    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not start.
+    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not start; ConfigError if a rank was given too few
+    devices, which is no fault of its host.
     """
-    fault = ""
+    fault: Unhealthy | ConfigError | None = None
     try:
         device = device_of(run)
         if comm.health_check_seconds and device.type == "cuda":
             wait_until_free(device, PATIENCE)
         if comm.health_check_seconds:
             run_within(comm.health_check_seconds, f"the matmul of device {device}", lambda: matmul(device))
-    except Unhealthy as error:
-        fault, device = str(error), torch.device("cpu")
-    verdict = await_verdict(run, {"device": device.type, "fault": fault}, comm.init_timeout_seconds)
+    except (Unhealthy, ConfigError) as error:
+        fault, device = error, torch.device("cpu")
+    report = {"device": device.type, "fault": str(fault or ""), "config": isinstance(fault, ConfigError) if fault else not devices_here()}
+    verdict = await_verdict(run, report, comm.init_timeout_seconds)
     if fault:
-        raise Unhealthy(fault)
+        raise fault
     if verdict["fault"]:
         raise error_of_another(verdict, run)
     return device
@@ -58,18 +63,30 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the device with this rank's index on the host; the CPU if there is no GPU."""
+    """Return the device with this rank's index on the host, or the only one that it can see, as where SLURM binds a GPU to each task; the
+    CPU if there is no GPU.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if run.local_rank >= count:
-        raise Unhealthy(f"{socket.gethostname()}: device {run.local_rank} is not there; {count} can be seen")
-    device = torch.device("cuda", run.local_rank)
+    whole = count == devices_here()  # else a device has failed
+    index = 0 if count == 1 and whole else run.local_rank
+    if index >= count and whole:
+        raise ConfigError(f"{socket.gethostname()}: rank {run.rank} is number {index} there and was given {counted(count, 'device')}: it "
+                          "needs all of the node's (SLURM's --gpus-per-node), or a single one of its own (--gpus-per-task=1)")
+    if index >= count:
+        raise Unhealthy(f"{socket.gethostname()}: device {index} is not there; {count} can be seen")
+    device = torch.device("cuda", index)
     try:
         torch.cuda.set_device(device)
+        try:
+            torch.empty(2**20, device=device)
+        except RuntimeError:  # a driver that cannot map memory into one range, as of some virtual machines
+            set_allocator("expandable_segments:False")
+            torch.empty(2**20, device=device)
         torch.cuda.synchronize()
     except RuntimeError as error:
-        raise Unhealthy(f"{socket.gethostname()}: device {run.local_rank} does not start: {str(error).splitlines()[0]}") from error
+        raise Unhealthy(f"{socket.gethostname()}: device {index} does not start: {str(error).splitlines()[0]}") from error
     return device
 
 
@@ -136,7 +153,8 @@ def judge(run: Run, seconds: float) -> dict:
         return {"fault": f"{names}: did not come within {seconds:.0f} s", "host": host_of(run, missing[0])}
     if len({rank["device"] for rank in reports.values()}) > 1:
         without = next(rank for rank in reports.values() if rank["device"] == "cpu")
-        return {"fault": f"{without['host']}: no GPU can be seen there, and other ranks have one", "host": without["host"]}
+        return {"fault": f"{without['host']}: no GPU can be seen there, and other ranks have one", "host": without["host"],
+                "config": without.get("config", False)}
     return {"fault": "", "host": None}
 
 
@@ -148,13 +166,13 @@ def host_of(run: Run, rank: int) -> str | None:
         return None
 
 
-def error_of_another(verdict: dict, run: Run) -> Unhealthy:
+def error_of_another(verdict: dict, run: Run) -> Unhealthy | ConfigError:
     """Return the error to raise on a healthy rank, marked secondary so that the launcher attributes the failure to the unhealthy rank's
     record.
 
     For a rank that never started, rank 0's error is the primary one.
     """
-    error = Unhealthy(verdict["fault"])
+    error = (ConfigError if verdict.get("config") else Unhealthy)(verdict["fault"])
     error.facts = {"host": verdict["host"], "secondary": verdict.get("reported", False) or run.rank > 0}
     return error
 
@@ -169,10 +187,10 @@ def run_within(seconds: float, what: str, action: Callable[[], None]) -> None:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=act, name="health check", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    acting = thread(act, "health check")
+    acting.start()
+    acting.join(seconds)
+    if acting.is_alive():
         raise Unhealthy(f"{socket.gethostname()}: {what} did not end within {seconds} s")
     if raised:
         raise raised[0]

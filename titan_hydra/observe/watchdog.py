@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from titan_hydra.base.errors import LAST_WORDS, Exit, RunError, Stopped
+from titan_hydra.base.threads import thread
 from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.mesh import Mesh
@@ -65,7 +65,7 @@ class Watchdog:
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
         self.seen: tuple | None = None
         self.moved, self.dumped = time.monotonic(), False
-        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
+        self.thread = thread(self.watch, "watchdog")
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Record the phase that the main thread begins, in this step or in the current one."""
@@ -118,9 +118,9 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self.beat()
         signal.set_wakeup_fd(self.before)
-        thread, self.thread = self.thread, None
+        ended, self.thread = self.thread, None
         os.write(self.wakeup_writer, b"\0")
-        thread.join(5)
+        ended.join(5)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGQUIT)
         for number, handler in self.handlers.items():

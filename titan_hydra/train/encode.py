@@ -98,14 +98,21 @@ def pixels_of(file: Path, size: int) -> np.ndarray:
 
 
 def open_image_files(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
-    """Encode images one by one in the data thread, on this rank's device."""
+    """Encode images one by one in the data thread, on this rank's device, in a stream of its own: in the step's stream, each would wait for
+    all that is queued there. Its few small kernels go first.
+    """
     model: Any = wanted.job.model
     tools = Encoders(home(source.encoders), device_here())
     listed = list(captioned(home(source.path if wanted.split == "train" else source.validation_path)))
     side = model.latent_side(wanted.job.data.seq_len) * tools.autoencoder.factor
 
+    stream = torch.cuda.Stream(priority=-1) if tools.device.type == "cuda" else None
+    if stream:
+        torch.cuda.synchronize()  # the encoders' weights are complete
+
     def read(index: int) -> Example:
-        row = {name: tensor[0].cpu().numpy() for name, tensor in encoded([listed[index]], tools, side, model.text_len).items()}
+        with torch.cuda.stream(stream):
+            row = {name: tensor[0].cpu().numpy() for name, tensor in encoded([listed[index]], tools, side, model.text_len).items()}
         return Example(row["mean"], row["std"], Caption(row["text"], row["pooled"]))
 
     empty = caption_of("", tools, model.text_len)

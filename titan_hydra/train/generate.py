@@ -12,6 +12,8 @@ from titan_hydra.config.schema import Model
 from titan_hydra.data import tokenizer
 from titan_hydra.models.init import reset_buffers
 
+from .world import exact_float32
+
 
 def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str,
              chat: bool = False) -> Iterator[str]:
@@ -57,7 +59,8 @@ def load_model(checkpoint: Path, config: Model, seq_len: int, dtype: str) -> nn.
 
 
 def device_here() -> torch.device:
-    """Return this process's GPU, or the CPU."""
+    """Return this process's GPU, or the CPU, with float32 as exact as in a run."""
+    exact_float32()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -33,7 +33,7 @@ from .groups import Groups
 from .optimizer import lr_factor, set_lr
 from .step import Plain
 from .trainer import Trainer, build
-from .world import collect_garbage, refuse_stale, set_timeout, world
+from .world import collect_garbage, refuse_stale, set_timeout, steady_timeout, world
 
 
 def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups] = lambda *_: Groups()) -> None:
@@ -177,8 +177,9 @@ class Loop:
     def settle(self) -> None:
         """After the first step, use the short time-outs."""
         if not self.settled:
-            set_timeout(self.job.comm.train_timeout_seconds)
-            self.watch.settle(self.job.comm.train_timeout_seconds)
+            seconds = steady_timeout(self.job)
+            set_timeout(seconds)
+            self.watch.settle(seconds)
             self.settled = True
 
 

@@ -2,8 +2,8 @@
 import contextlib
 import ctypes
 import gc
-import os
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -16,11 +16,15 @@ from titan_hydra.config.schema import Job
 from titan_hydra.observe import flight, health
 from titan_hydra.runs.run import Run
 
+RECOMPILE = 30  # seconds in which a rank compiles a transformer block, on a busy host
+
 
 @contextlib.contextmanager
 def world(job: Job, run: Run) -> Iterator[torch.device]:
     """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs) and leave it at the end of the block."""
     set_determinism(job)
+    if "torch._dynamo" in sys.modules:  # an earlier run in this process: torch compiles the same code at most eight times
+        torch.compiler.reset()
     flight.configure(run)
     device = health.check_device(run, job.comm)
     if device.type == "cuda":  # what an earlier run in this process (cluster=inline) still holds would count for this one's peak
@@ -80,14 +84,24 @@ def refuse_stale(run: Run) -> None:
 
 
 def set_determinism(job: Job) -> None:
-    """Seed torch, and with debug.deterministic refuse every kernel whose result may differ from run to run."""
+    """Seed torch, compute float32 as such, and with debug.deterministic refuse every kernel whose result may differ from run to run."""
     torch.manual_seed(job.seed)
+    exact_float32()
     torch.autograd.set_detect_anomaly(job.debug.anomaly)
     torch.use_deterministic_algorithms(job.debug.deterministic)
     if job.debug.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+
+
+def exact_float32() -> None:
+    """Compute float32 without TF32, also where the environment asks for it (NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+
+    torch's newer names, fp32_precision, would leave the older ones as they are, and the compiler fails where the two differ
+    (pytorch#166387, pytorch#179445).
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
@@ -96,6 +110,15 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
     listener = socket.create_server((host, 0))
     return dist.TCPStore(host, listener.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def steady_timeout(job: Job) -> int:
+    """Return the time-out of collectives after the first step, in seconds.
+
+    A pipeline that is compiled has RECOMPILE more for each further rank: the first validation, or a shape that changes, is compiled by one
+    rank after the other, as each waits for the activations of the one before.
+    """
+    return job.comm.train_timeout_seconds + (RECOMPILE * (job.parallelism.pp - 1) if job.compile.name != "off" else 0)
 
 
 def set_timeout(seconds: int) -> None:

@@ -1,0 +1,22 @@
+"""FLUX whose modulations and output do not begin at 0: the first step gives every parameter a gradient. For `train.imports`."""
+from dataclasses import dataclass, replace
+
+from titan_hydra.models import family_of, register
+from titan_hydra.models.flux import FluxConfig
+from titan_hydra.models.flux.model import Flux
+from titan_hydra.models.init import Normal
+
+
+@dataclass
+class Awake(FluxConfig):
+    pass
+
+
+class AwakeFlux(Flux):
+    @staticmethod
+    def initial_distribution(fqn, config):
+        plain = Flux.initial_distribution(fqn, config)
+        return Normal(0.1) if plain == 0.0 else plain
+
+
+register(replace(family_of(FluxConfig(family="flux")), name="awake_flux", config=Awake, model="gpu_awake:AwakeFlux"))

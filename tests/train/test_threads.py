@@ -1,0 +1,94 @@
+"""Every thread that works for a rank has the rank's device, and not device 0, where each would make a context of half a GiB."""
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from titan_hydra import data
+from titan_hydra.checkpoint.checkpointer import Checkpointer
+from titan_hydra.checkpoint.writer import Writer
+from titan_hydra.data.images import Caption
+from titan_hydra.observe import health
+from titan_hydra.runs.run import Run
+from titan_hydra.train import encode, trainer
+
+OWN = 3  # the device of this rank
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """`device()` is the current CUDA device of the thread that asks: torch's own rule, without CUDA."""
+    current = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    torch.cuda.set_device(OWN)
+    return torch.cuda.current_device
+
+
+def test_threads_of_a_rank(device, tiny):
+    seen = {}
+    bare = threading.Thread(target=lambda: seen.update(bare=device()))
+    bare.start()
+    bare.join()
+    health.run_within(5, "a question", lambda: seen.update(health=device()))
+    loader = data.build(tiny("data.prefetch=1"), 0, 1)
+    loader.collate, collate = lambda samples: (seen.update(data=device()), collate(samples))[1], loader.collate
+    loader.next()
+    loader.close()
+    assert seen == {"bare": 0, "health": OWN, "data": OWN}
+
+
+@pytest.mark.parametrize("name", ["sync", "async", "async_pinned"])
+def test_threads_of_a_save(device, on_ranks, tiny, tmp_path, monkeypatch, name):
+    seen, write = {}, Writer.write_data
+    where = threading.current_thread
+    monkeypatch.setattr(Writer, "write_data", lambda *given: (seen.update(write=(device(), where().name)), write(*given))[1])
+
+    def task(rank):
+        torch.cuda.set_device(OWN)  # in the main thread of this process
+        job = tiny(f"checkpoint={name}")
+        built, loader = trainer.build(job, torch.device("cpu")), data.build(job, 0, 1)
+        checkpointer = Checkpointer(job.checkpoint, Run(tmp_path, tmp_path, 0, 0, 1), built.model, built.optimizers)
+        if checkpointer.stager:
+            stage, checkpointer.stager._stage = checkpointer.stager._stage, lambda *given: (seen.update(stage=device()), stage(*given))[1]
+        checkpointer.save(1, loader.state())
+        checkpointer.finish_pending()
+        checkpointer.close()
+        assert seen["write"][0] == OWN and ("Executor" in seen["write"][1]) == (name != "sync")
+        assert seen.get("stage") == (None if name == "sync" else OWN)
+
+    on_ranks(1, task)
+
+
+def test_images_are_encoded_in_a_stream_of_their_own(monkeypatch, tmp_path, tiny):
+    """In the step's stream, each image would wait for all kernels that are queued there."""
+    entered, seen = [], []
+
+    class Stream:
+        def __init__(self, priority):
+            self.priority = priority
+
+        def __enter__(self):
+            entered.append(self)
+
+        def __exit__(self, *_):
+            entered.pop()
+
+    tools = SimpleNamespace(device=torch.device("cuda", OWN), autoencoder=SimpleNamespace(factor=8))
+    row = {name: torch.zeros(1, 2) for name in ("mean", "std", "text", "pooled")}
+    monkeypatch.setattr(encode, "Encoders", lambda *_: tools)
+    monkeypatch.setattr(encode, "captioned", lambda _: [("image", "caption")])
+    monkeypatch.setattr(encode, "caption_of", lambda *_: Caption(np.zeros(2), np.zeros(2)))
+    monkeypatch.setattr(encode, "encoded", lambda *_: (seen.append(entered[-1].priority if entered else "the step's"), row)[1])
+    monkeypatch.setattr(encode, "CaptionedImages", lambda read, *_: read)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = SimpleNamespace(latent_side=lambda length: 2, text_len=4)
+    wanted = SimpleNamespace(job=SimpleNamespace(model=model, data=SimpleNamespace(seq_len=8, shuffle=True)), split="train")
+    read = encode.open_image_files("data", SimpleNamespace(encoders="", path="", caption_dropout=0.0), wanted, 0)
+    read(0)
+    assert seen == [-1]
