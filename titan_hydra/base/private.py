@@ -171,6 +171,14 @@ def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], Non
     return lambda: setattr(ShardingPropagator, original.__name__, original)
 
 
+def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the compiler call a function once, while it traces, and take the result for a constant. As torch.compiler.assume_constant_result,
+    which imports the compiler: a second of each start, where nothing is compiled.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def set_async_tp(on: bool) -> None:
     """Let the compiler cut matmuls next to collectives into pieces. The option has no public name."""
     import torch._inductor.config

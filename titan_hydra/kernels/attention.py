@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_hydra.base.private import constant_when_compiled
 from titan_hydra.config.attention import Call, Machine, call_of, kernels
 from titan_hydra.config.schema import Job
 
@@ -53,7 +54,7 @@ def check_attention(job: Job, device: torch.device) -> None:
     kernels(job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None))
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def machine_of(index: int) -> Machine:
     """Return what a GPU and its torch are."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
