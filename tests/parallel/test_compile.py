@@ -57,9 +57,9 @@ def test_equal_blocks_are_compiled_once(counter, ac, kinds):
 @pytest.mark.parametrize("ac", ["none", "full", "op"])
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3_moe_debug", 5), ("deepseek_v3_debug", 7)])
 def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
-    """Attention, scores, plan, experts and sum are compiled; DeepSeek-V3 has shared experts and a dense block too. Gradients are eager's."""
-    config = compose_job(f"model={name}", "precision=fp32", "data=synthetic", "data.seq_len=16", "parallelism=single", "model.dim=32",
-                         "model.n_layers=3", "model.expert_dim=16").model
+    """Attention, scores, plan, experts, sum; DeepSeek-V3 has shared experts and a dense block too. Gradients are those of eager code."""
+    config = compose_job(f"model={name}", "precision=fp32", "data=synthetic", "data.seq_len=16", "parallelism=single",
+                         "model.dim=32", "model.n_layers=3", "model.expert_dim=16").model
     counters.clear()
     model, eager = build(ac, counter, config), build(ac, None, config)
     for _ in range(2):
