@@ -23,7 +23,7 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 from titan_hydra.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
 
-from .compile import parts_of
+from .compile import compiled_parts
 from .experts import sparse_layers
 from .mesh import Mesh
 
@@ -64,7 +64,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         # Where parts are compiled, no policy may be around them: the code in them writes into memory that is reused.
         apart = sparse and "context_fn" in options and job.compile.name != "off"
         own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
-        for owner, method in parts_of(block) if apart else [(block, "forward")]:
+        for owner, method in compiled_parts(block) if apart else [(block, "forward")]:
             key = (type(owner), method, sparse)
             if key not in classes:
                 classes[key] = checkpointed(type(owner), method, own)
