@@ -194,7 +194,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
         """Compute rows [n, dim] with k experts each. `order` [n * k] sorts the pairs of a row and an expert by expert, of which there are
-        counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns a row for each pair, in the order of the pairs.
+        counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns a row for each pair, in their order.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
