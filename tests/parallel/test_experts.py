@@ -1,14 +1,18 @@
 """Experts: the router, the kernels with experts that get no token, counting, and the errors that users of other frameworks met
 (issue numbers are TorchTitan's).
 """
+import contextlib
 import gc
 import math
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from titan_hydra import models
@@ -250,6 +254,57 @@ def test_exchanged_tokens_are_freed(on_ranks):
     on_ranks(2, does_not_grow)
 
 
+class Seen(TorchDispatchMode):
+    """Records where the host waits for a device ("wait") and where FSDP starts to gather ("gather")."""
+
+    waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(name in str(function) for name in self.waits):
+            self.events.append("wait")
+        return function(*args, **(kwargs or {}))
+
+    def noting(self, function, event):
+        def noted(*args, **kwargs):
+            self.events.append(event)
+            return function(*args, **kwargs)
+
+        return noted
+
+
+def waits_seldom(rank):
+    """The host waits once in the forward of each sparse block, and nowhere else; each block but the last starts the gathers of the next one
+    before that. If experts are balanced by force, it never waits.
+    """
+    for words in (("ac=none",), ("ac=full",), ("ac=layer",), ("ac=op",), ("ac=lean",), ("debug.balance_experts=true",)):
+        job = job_of("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=4", "data.global_batch=8", *words, base=LATENT)
+        trainer = build(job, torch.device("cpu"))
+        trainer.forward_backward(example := trainer.objective.example(4).each(lambda tensor, dims: torch.zeros_like(tensor)))
+        seen = Seen()
+        with contextlib.ExitStack() as patched, seen:
+            for name in ("tolist", "cpu"):  # which no operator shows where the device is the CPU
+                patched.enter_context(mock.patch.object(torch.Tensor, name, seen.noting(getattr(torch.Tensor, name), "wait")))
+            for name in ("all_gather_into_tensor", "all_gather_single"):  # of torch 2.11, and of a later one
+                if hasattr(dist, name):
+                    patched.enter_context(mock.patch.object(dist, name, seen.noting(getattr(dist, name), "gather")))
+            trainer.forward_backward(example)
+        sparse = len(experts.sparse_layers(trainer.model))
+        assert seen.events.count("wait") == (0 if job.debug.balance_experts else sparse), (words, seen.events)
+        if not job.debug.balance_experts:
+            spaces = "".join(event[0] for event in seen.events).split("w")  # gathers before, between and after the waits
+            each = len(spaces[1])
+            assert each and len(spaces[0]) > 2 * each and [len(space) for space in spaces[1:-2]] == [each] * (sparse - 2), spaces
+            assert not spaces[-2], "the last block was gathered after the wait of the one before it"
+
+
+def test_the_host_waits_once_for_each_layer_and_gathers_start_before(on_ranks):
+    on_ranks(2, waits_seldom)
+
+
 def test_muon_takes_each_expert_as_a_matrix_of_its_own():
     torch.manual_seed(0)
     stack = nn.Parameter(torch.randn(3, 6, 4))
@@ -262,6 +317,36 @@ def test_muon_takes_each_expert_as_a_matrix_of_its_own():
     Muon([other, stack], None, lr=0.1, weight_decay=0.1).step()
     torch.optim.Muon(single, lr=0.1, weight_decay=0.1).step()
     torch.testing.assert_close(stack, torch.stack(list(single)), rtol=1e-5, atol=1e-6)
+
+
+def balances_tokens(rank):
+    """The balance loss has the same gradient however few labels count, and a step that is not finite moves no bias."""
+    def gradients(labels, weight):
+        trainer = build(job_of("parallelism=single", "data.local_batch=4", "data.global_batch=8", f"model.sequence_balance={weight}"),
+                        torch.device("cpu"))
+        batch = trainer.objective.example(8)
+        batch["tokens"].random_(512, generator=torch.Generator().manual_seed(0))
+        batch["labels"].random_(512, generator=torch.Generator().manual_seed(1))
+        batch["labels"].flatten()[labels:] = -100
+        trainer.forward_backward(batch)
+        return trainer, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if "router" in name}
+
+    few, all_of_them = ([with_it[name] - without[name] for name in without] for with_it, without in (
+        (gradients(labels, 10.0)[1], gradients(labels, 0.0)[1]) for labels in (20, 256)))
+    for one, other in zip(few, all_of_them, strict=True):
+        assert one.norm() > 1e-3
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    trainer, _ = gradients(256, 0.0)
+    router = trainer.model.layers["0"].feed_forward.router
+    norm = trainer.measure()
+    for share, moves in ((math.nan, False), (1.0, True)):
+        trainer.update(trainer.agree(torch.tensor(share), norm))
+        assert router.bias.any() == moves
+        router.load[0] = 1
+
+
+def test_balance_counts_tokens_and_finite_steps(on_ranks):
+    on_ranks(1, balances_tokens)
 
 
 def keeps_its_bits(rank):

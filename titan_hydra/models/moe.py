@@ -59,7 +59,7 @@ def plain(weight: Tensor) -> Tensor:
     return weight
 
 
-class Plan(NamedTuple):
+class Destinations(NamedTuple):
     """Where a rank's tokens go. `order` puts the (token, expert) pairs of each expert next to each other; within an expert tokens keep
     their order.
     """
@@ -102,7 +102,7 @@ class Router(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Plan]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Destinations]:
         """Return the scores [tokens, experts] for x [batch, seq, dim], and where the tokens go."""
         scores, shares, entropy = self.rate(x)
         plan = keep(self.plan, scores.detach())
@@ -119,7 +119,7 @@ class Router(nn.Module):
         shares = scores / scores.sum(-1, keepdim=True)
         return scores, shares, torch.special.entr(shares.detach()).sum()
 
-    def plan(self, scores: Tensor) -> Plan:
+    def plan(self, scores: Tensor) -> Destinations:
         """Choose the experts of each token, and find their order. Counts come from the sorted choice: no atomic additions, no wait."""
         chosen = self.choose(scores)
         experts, order = chosen.flatten().int().sort(stable=True)  # a radix sort, whose passes are the bytes of a key
@@ -127,7 +127,7 @@ class Router(nn.Module):
         ends = torch.searchsorted(experts, each, right=True, out_int32=True)
         places = torch.arange(len(order), device=chosen.device, dtype=torch.int32)
         inverse = torch.empty_like(places).scatter_(0, order, places)
-        return Plan(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
+        return Destinations(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the experts of each token: the best of the best groups; a group's score is the sum of its two best."""
@@ -194,7 +194,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
         """Compute rows [n, dim] with k experts each. `order` [n * k] sorts the pairs of a row and an expert by expert, of which there are
-        counts[0] with expert 0, counts[1] with expert 1, ... (as in `Plan`). Returns a row for each pair, in the order of the pairs.
+        counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns a row for each pair, in their order.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
@@ -206,7 +206,7 @@ class Experts(nn.Module):
 class Local(nn.Module):
     """Computes a rank's rows [tokens, dim] with experts that are all on this device. Returns [tokens * k, dim], k rows for each token."""
 
-    def forward(self, rows: Tensor, plan: Plan, experts: nn.Module) -> Tensor:
+    def forward(self, rows: Tensor, plan: Destinations, experts: nn.Module) -> Tensor:
         return experts(rows, plan.order, plan.inverse, plan.counts)
 
 

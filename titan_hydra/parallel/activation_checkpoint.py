@@ -23,7 +23,7 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 from titan_hydra.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
 
-from .compile import parts_of
+from .compile import compiled_parts
 from .experts import sparse_layers
 from .mesh import Mesh
 
@@ -55,20 +55,19 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if config.name in ("op", "lean"):
         saved = operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse_layers(module) else SAVED))
-        options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
-    classes: dict[tuple[type, str], type] = {}  # one for all equal blocks: the compiler compiles once for each class
+        options["context_fn"] = partial(selective_contexts, frozenset(saved), config.name == "op")
+    classes: dict[tuple[type, str, bool], type] = {}  # one for all equal blocks: the compiler compiles once for each class
     for name, block in blocks.items():
         if config.name == "layer" and int(name) % config.every:
             continue
-        own, parts = options, [(block, "forward")]
-        if sparse_layers(block) and "context_fn" in options and job.compile.name != "off":
-            parts = list(parts_of(block))  # the policy must not meet compiled code: the operators there write into memory that is reused
-        elif sparse_layers(block):
-            own = options | {"context_fn": partial(keeping, options.get("context_fn"))}
-        for owner, method in parts:
-            key = (type(owner), method)
+        sparse = bool(sparse_layers(block))
+        # Where parts are compiled, no policy may be around them: the code in them writes into memory that is reused.
+        apart = sparse and "context_fn" in options and job.compile.name != "off"
+        own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
+        for owner, method in compiled_parts(block) if apart else [(block, "forward")]:
+            key = (type(owner), method, sparse)
             if key not in classes:
-                classes[key] = checkpointed(*key, own)
+                classes[key] = checkpointed(type(owner), method, own)
             owner.__class__ = classes[key]
 
 
@@ -94,8 +93,8 @@ def both(first: AbstractContextManager, second: AbstractContextManager) -> Itera
         yield
 
 
-def selective_contexts(saved: frozenset, every: int) -> tuple:
-    """Return the contexts of one block's forward and of its recomputation. The first matmul is saved, and then every n-th.
+def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
+    """Return the contexts of one block's forward and of its recomputation. All matmuls are saved, or the first, the third, ...
 
     Forward and recomputation count matmuls separately, since torch before 2.13 calls the policy again in the recomputation.
     """
@@ -105,7 +104,7 @@ def selective_contexts(saved: frozenset, every: int) -> tuple:
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         if operator in matmuls:
             counts[context.is_recompute] += 1
-            if (counts[context.is_recompute] - 1) % every:
+            if alternate and counts[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 

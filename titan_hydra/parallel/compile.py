@@ -33,7 +33,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         whole = config.name == "model"
         join_collectives(max(map(size_of, blocks.values())) if whole else 0)
         for block in [module] if whole else blocks.values():
-            for owner, method in parts_of(block):
+            for owner, method in compiled_parts(block):
                 options = {"fullgraph": True, "backend": config.backend, "dynamic": getattr(owner, "dynamic", None)}
                 if method == "forward":  # as a module, whose hooks stay outside
                     owner.compile(**options)
@@ -41,7 +41,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
                     setattr(owner, method, torch.compile(getattr(owner, method), **options))
 
 
-def parts_of(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def compiled_parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the owner and the name of each method of a block that is compiled by itself: those in its `compiled`, else its forward."""
     for name in getattr(block, "compiled", ("forward",)):
         path, _, method = name.rpartition(".")

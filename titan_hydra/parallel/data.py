@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,14 +78,11 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
 
 
 def gather_ahead(blocks: list[Any]) -> None:
-    """Let each block start the gathers of the one after it, in the backward of the one before it, when it begins: inside it the host waits
-    for the device, for the numbers of tokens (as TorchTitan does under ep). In torch 2.11 experts are gathered by themselves.
+    """Let each block start the gathers of the next one when its forward begins: inside it the host waits for the device, for the numbers of
+    tokens. No backward waits, so what FSDP starts there by itself comes in time. In torch 2.11 experts are gathered by themselves.
     """
-    groups = [[part for part in block.modules() if isinstance(part, FSDPModule)] for block in blocks]
-    for block, later in zip(blocks, groups[1:], strict=False):
-        block.set_modules_to_forward_prefetch(later)
-    for block, earlier in zip(blocks[1:], groups, strict=False):
-        block.set_modules_to_backward_prefetch(earlier[::-1])
+    for block, later in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([part for part in later.modules() if isinstance(part, FSDPModule)])
 
 
 def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_hydra.base.keep import keep
 from titan_hydra.base.private import all_to_all_single, wait_tensor
 from titan_hydra.config.schema import Job
 
-from .mesh import Mesh
+from .mesh import Mesh, local_part
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
@@ -34,7 +34,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         ep = mesh.experts["ep"]
         for name, weight in list(layer.experts.named_parameters()):
             layer.experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None)))
-        layer.experts.read = DTensor.to_local
+        layer.experts.read = local_part
         layer.experts.dynamic = True  # for the compiler: the number of rows is another one in each step
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
 
