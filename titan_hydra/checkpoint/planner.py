@@ -58,6 +58,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Take a content, into whose tensors it reads."""
         content, self.lower = without_lower(state_dict)
         super().set_up_planner(content, metadata, is_coordinator)
+        self.original_state_dict = state_dict
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the memory into which a piece is read."""
