@@ -16,6 +16,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # columns of a tile that is stored transposed
 WIDEST = 16384  # elements of a row that the registers of a program hold; wider ones are read twice, in parts
+KEPT = tl.constexpr(8192)  # elements of a norm's weight that stay in registers; longer ones are read for each row
 PART = 2048  # columns of a part
 
 
@@ -50,7 +51,7 @@ def _rows(source, norm, quantized, inverses, maxima, rstds, height, epsilon, WID
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     largest = tl.zeros([BLOCK], tl.int32)
-    if NORM:
+    if NORM and BLOCK <= KEPT:
         weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     for i in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + i
@@ -59,6 +60,8 @@ def _rows(source, norm, quantized, inverses, maxima, rstds, height, epsilon, WID
         if NORM:
             rstd = 1.0 / tl.sqrt(tl.sum(y * y, 0) / WIDTH + epsilon)
             tl.store(rstds + row, rstd, mask=row < height)
+            if BLOCK > KEPT:
+                weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
             y = y * rstd * weight
         bits = _bits(y)
         scale, inverse = _scales(tl.max(bits, 0))
@@ -170,7 +173,8 @@ def _gated_backward(gates, gradient, row_maxima, maxima, product_maxima, rows, r
 def _norm_backward(source, rstds, norm, gradient, result, partials, height, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if BLOCK <= KEPT:
+        weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + i
@@ -179,6 +183,8 @@ def _norm_backward(source, rstds, norm, gradient, result, partials, height, WIDT
         normed = tl.load(source + row * WIDTH + column, mask=here, other=0.0).to(tl.float32) * rstd
         d = tl.load(gradient + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
         total += d * normed
+        if BLOCK > KEPT:
+            weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
         d = d * weight
         d = rstd * (d - normed * (tl.sum(normed * d, 0) / WIDTH))
         tl.store(result + row * WIDTH + column, d.to(result.dtype.element_ty), mask=here)
