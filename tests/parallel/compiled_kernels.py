@@ -15,16 +15,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from titan_hydra.kernels import cross_entropy_triton as cross_entropy
 from titan_hydra.kernels import float8_triton as float8
 from titan_hydra.kernels import split_triton as split
 
 SIZES = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}  # of a model and of its feed-forward
+VOCABULARY = 128256
 ARCHITECTURES = (90, 100)
 POINTERS = {
     **dict.fromkeys(("norm", "source", "gates", "gradient", "result", "gradients", "logits"), "*bf16"),
     **dict.fromkeys(("quantized", "rows", "columns", "products"), "*fp8e4nv"),
     **dict.fromkeys(("maxima", "row_maxima", "product_maxima"), "*i32"),
-    **dict.fromkeys(("weights", "remainders"), "*i16"),
+    **dict.fromkeys(("uppers", "lowers"), "*i16"),
+    "targets": "*i64",
     **dict.fromkeys(("height", "width", "stride", "elements"), "i32"),
     **dict.fromkeys(("epsilon", "eps", "decay", "momentum", "beta2", "left2"), "fp32"),
 }
@@ -50,6 +53,8 @@ def cases(dim: int, width: int) -> Iterator[Case]:
     yield "SwiGLU's backward: casts", width, float8._gated_backward, 8, tile
     block = triton.next_power_of_2(dim)
     yield "norm's backward", dim, float8._norm_backward, float8._warps(block), {"WIDTH": dim, "BLOCK": block, "ROWS": 32}
+    for name, kernel in (("softmax: sums", cross_entropy._sums), ("softmax: slopes", cross_entropy._slopes)):
+        yield name, VOCABULARY, kernel, 8, {"BLOCK": cross_entropy.BLOCK}
     yield "split AdamW", dim, split._adamw, 4, {"BLOCK": split.BLOCK}
 
 

@@ -10,19 +10,19 @@ BLOCK = 512  # four elements of a thread: with eight a thread needs 142 register
 
 
 @triton.jit
-def _adamw(weights, remainders, gradients, means, squares, rates, divisor, skipped, decay, momentum, beta2, left2, eps, elements,
+def _adamw(uppers, lowers, gradients, means, squares, rates, divisor, skipped, decay, momentum, beta2, left2, eps, elements,
            BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < tl.where(tl.load(skipped) == 0.0, elements, 0)
-    bits = (tl.load(weights + at, mask=here, other=0).to(tl.int32) << 16) + tl.load(remainders + at, mask=here, other=0).to(tl.int32)
+    bits = (tl.load(uppers + at, mask=here, other=0).to(tl.int32) << 16) + tl.load(lowers + at, mask=here, other=0).to(tl.int32)
     gradient = tl.div_rn(tl.load(gradients + at, mask=here, other=0.0).to(tl.float32), tl.load(divisor))
     mean, square = tl.load(means + at, mask=here, other=0.0), tl.load(squares + at, mask=here, other=0.0)
     mean = mean + (gradient - mean) * momentum
     square = square * beta2 + gradient * gradient * left2
     change = tl.div_rn(mean * tl.load(rates), tl.div_rn(tl.sqrt_rn(square), tl.load(rates + 1)) + eps)
     bits = (bits.to(tl.float32, bitcast=True) * decay - change).to(tl.int32, bitcast=True)
-    tl.store(weights + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=here)
-    tl.store(remainders + at, bits.to(tl.int16), mask=here)
+    tl.store(uppers + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=here)
+    tl.store(lowers + at, bits.to(tl.int16), mask=here)
     tl.store(means + at, mean, mask=here)
     tl.store(squares + at, square, mask=here)
 

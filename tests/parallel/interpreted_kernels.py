@@ -1,10 +1,11 @@
-"""A check of the Triton kernels of Float8 without a GPU, in a process of its own: Triton reads TRITON_INTERPRET as it is imported.
+"""Checks of Triton kernels without a GPU, in a process of its own: Triton reads TRITON_INTERPRET as it is imported.
 
-    TRITON_INTERPRET=1 python tests/parallel/float8_in_triton.py
+    TRITON_INTERPRET=1 python tests/parallel/interpreted_kernels.py
 """
 import torch
 import triton.language as tl
 
+from titan_hydra.kernels import cross_entropy, cross_entropy_triton
 from titan_hydra.kernels import float8 as reference
 from titan_hydra.kernels import float8_triton as kernels
 
@@ -20,8 +21,8 @@ def alike(found, exact):
                for one, other in zip(found, exact, strict=True))
 
 
-def interpret():
-    """Compare every kernel with torch at sizes that fill no tile. Maxima and scales are exact."""
+def float8():
+    """Compare every kernel of Float8 with torch at sizes that fill no tile. Maxima and scales are exact."""
     torch.manual_seed(0)
     x, norm, gates, d = torch.randn(80, 96), torch.rand(96), torch.randn(80, 2 * 112), torch.randn(80, 112)
     x[3], x[5, 7], x[9, 1] = 0, torch.inf, torch.nan
@@ -49,7 +50,26 @@ def interpret():
     assert alike(found, exact) and near(found[0], exact[0], 1e-5) and near(found[1], exact[1], 1e-5)
 
 
+def logits():
+    """Compare the kernels of cross-entropy with torch, at rows wider than a block, targets that do not count, and weights."""
+    torch.manual_seed(0)
+    cross_entropy_triton.BLOCK = 256
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):  # the interpreter cuts bits off
+        logits, targets = (torch.randn(9, 1031) * 5).to(dtype), torch.randint(-1, 1031, (9, 1))
+        targets[3] = -1
+        exact = cross_entropy.softmax_sums(logits)
+        for ours, theirs in zip(cross_entropy_triton.sums_on_gpu(logits), exact, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+        weights = torch.rand(9, 1) * (targets >= 0)
+        found, expected = logits.clone(), logits.clone()
+        for slopes, tensor in ((cross_entropy_triton.slopes_on_gpu, found), (cross_entropy.logits_to_slopes, expected)):
+            slopes(tensor, targets, exact[0], weights / exact[1], weights)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-7)
+        assert (found[3] == 0).all() and not (found == logits).all(1).any()
+
+
 if __name__ == "__main__":
-    interpret()
+    logits()
+    float8()
     kernels.WIDEST, kernels.PART, kernels.KEPT = 64, 64, tl.constexpr(64)  # as rows and norms of large models are computed
-    interpret()
+    float8()
