@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.kernels.documents import attend_documents, document_mask, document_offsets
+from titan_hydra.kernels.documents import attend_documents, attend_within, document_mask, document_offsets
 from titan_hydra.models.layers import SDPA, Decoder
 from titan_hydra.train.objectives.language import ends_of
 from titan_hydra.verify.count import count_rank
@@ -89,7 +90,21 @@ def test_where_documents_end():
     ids = np.array([[0, 0, 0, 1, 1, 2], [7, 7, 7, 7, 7, 7]])
     assert ends_of(ids).tolist() == [[3, 5, 6, 6], [6, 6, 6, 6]]  # 4: a power of two
     assert ends_of(ids[1:]).tolist() == [[6]]
+    room = {number: ends_of(np.arange(number)[None]).shape[1] for number in (1, 2, 3, 9, 16, 17, 33, 100, 512)}
+    assert room == {1: 1, 2: 2, 3: 4, 9: 16, 16: 16, 17: 32, 33: 48, 100: 112, 512: 512}
     assert document_offsets(torch.from_numpy(ends_of(ids))).tolist() == [0, 3, 5, 6, 6, 12, 12, 12, 12]
+
+
+def test_any_number_of_documents_is_compiled_twice():
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    attend = torch.compile(attend_within, backend=counter, fullgraph=True)
+    q, k, v = (torch.randn(1, 2, 96, 16, requires_grad=True) for _ in range(3))
+    for number in (20, 3, 40, 1, 90, 60, 96):
+        offsets = document_offsets(torch.from_numpy(ends_of((np.arange(96) * number // 96)[None])))
+        torch.testing.assert_close(attend(q, k, v, offsets), attend_within(q, k, v, offsets))
+    assert counter.frame_count == 2
+    torch.compiler.reset()
 
 
 def test_the_operator_is_one_that_torch_accepts():

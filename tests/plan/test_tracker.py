@@ -32,7 +32,7 @@ LAYOUTS = {
     "PP, interleaved": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=interleaved_1f1b"),
     "PP, ZBV": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=zbv", SMALL),
     "PP and TP, op, chunked loss": ("parallelism=fsdp_tp_pp", "gpus=8", "parallelism.tp=2", "parallelism.pp=2", "ac=op",
-                                    "loss=linear_cross_entropy"),
+                                    "loss=linear_cross_entropy", "model.vocab_size=16384"),
     "CP, ring": ("parallelism=fsdp_cp", "parallelism.cp=2", "ac=full", SMALL),
     "CP, all-to-all": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=alltoall"),
     **{f"{model}, {name}": (f"model={model}_debug", "model.value_dim=48" if model == "deepseek_v3" else SMALL, SMALL, *overrides)

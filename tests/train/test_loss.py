@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import data, models
 from titan_hydra.config import compose_job
+from titan_hydra.kernels import cross_entropy as kernel
 from titan_hydra.models.init import reset_buffers
 from titan_hydra.parallel import loss_head
 from titan_hydra.train.objectives.language import IGNORED, cross_entropy
@@ -100,6 +101,35 @@ def test_one_chunk_needs_no_float32_gradient_of_the_weight():
 def test_gradients_are_scaled_in_float32_and_rounded_once(dtype):
     values, factor = torch.randn(500, 7).to(dtype), torch.tensor(1 / 77)
     assert torch.equal(loss_head.scaled(values, factor, torch.bfloat16), (values.float() * factor).bfloat16())
+
+
+class Wide(TorchDispatchMode):
+    """The bytes of the storages of a chunk's logits, or of anything as large."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.sizes = numel, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in torch.utils._pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.numel() == self.numel:
+                self.sizes[value.untyped_storage()] = value.untyped_storage().nbytes()  # kept, so that no two are at one address
+        return result
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_chunk_holds_its_logits_alone_which_become_their_gradient(each, monkeypatch):
+    """2 bytes a logit in bfloat16, where a softmax in float32 beside them took 8; also inside the operators."""
+    hidden, weight, labels = arguments(torch.bfloat16)
+    monkeypatch.setattr(kernel, "AT_ONCE", 10 * VOCABULARY)
+    labels = labels.unsqueeze(-1) if each else labels
+    for operator in ("softmax_sums", "logits_to_slopes"):  # without torch.library, below which a mode does not look
+        monkeypatch.setattr(loss_head, operator, getattr(kernel, operator)._init_fn)
+    with Wide(44 * VOCABULARY) as seen:
+        loss_head.linear_cross_entropy(hidden, weight, labels, 44).sum().backward()
+    chunks = BATCH * SEQ // 44 * (1 + each)  # the loss of each token is computed again in the backward
+    assert sum(seen.sizes.values()) == chunks * 44 * VOCABULARY * 2
 
 
 class Largest(TorchDispatchMode):

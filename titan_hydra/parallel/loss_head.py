@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Loss
+from titan_hydra.kernels.cross_entropy import logits_to_slopes, softmax_sums
 
 from .formats.select import is_plain
 
@@ -83,10 +84,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             weight_gradient = None if chunk >= len(hidden) else torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), chunk):
             part, right = hidden[start : start + chunk], targets[start : start + chunk].unsqueeze(1)
-            losses, slopes = softmax(part @ weight.T, right, vocabulary)
-            total += losses.sum()
+            slopes = part @ weight.T  # the logits, until `losses_of` has replaced them
+            total += losses_of(slopes, right, vocabulary, 1.0 if train else None).sum()
             if train:
-                slopes = slopes.to(weight.dtype)
                 torch.mm(slopes, weight, out=hidden_gradient[start : start + chunk])
                 product = slopes.T @ part
                 weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
@@ -120,7 +120,7 @@ class TokenCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk, ctx.vocabulary = chunk, vocabulary
         chunks = zip(hidden.split(chunk), targets.unsqueeze(1).split(chunk), strict=True)
-        return torch.cat([softmax(part @ weight.T, right, vocabulary)[0] for part, right in chunks]).squeeze(1)
+        return torch.cat([losses_of(part @ weight.T, right, vocabulary, None) for part, right in chunks]).squeeze(1)
 
     @staticmethod
     @once_differentiable
@@ -129,31 +129,33 @@ class TokenCrossEntropy(torch.autograd.Function):
         hidden_gradient, weight_gradient = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk):
             places = slice(start, start + ctx.chunk)
-            _, slopes = softmax(hidden[places] @ weight.T, targets[places].unsqueeze(1), ctx.vocabulary)
-            slopes = slopes.mul_(gradient[places].unsqueeze(1)).to(weight.dtype)
+            slopes = hidden[places] @ weight.T
+            losses_of(slopes, targets[places].unsqueeze(1), ctx.vocabulary, gradient[places].unsqueeze(1))
             torch.mm(slopes, weight, out=hidden_gradient[places])
             weight_gradient += slopes.T @ hidden[places]
         return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
 
 
-def softmax(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
-    """Return the losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], and their derivatives by the logits; both fp32."""
+def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, factors: Tensor | float | None) -> Tensor:
+    """Return the losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], in float32. With factors [tokens, 1] the logits are
+    replaced by the derivatives of the losses times these.
+    """
     counts = targets >= 0
     if vocabulary is not None:
         targets = targets - vocabulary.first
     here = counts & (targets >= 0) & (targets < logits.shape[1])  # on this rank, where the vocabulary is split
-    targets = targets.where(here, 0)
-    logits = logits.float()
-    largest = over_ranks(logits.amax(1, keepdim=True), vocabulary, dist.ReduceOp.MAX)
-    right = logits.gather(1, targets) * here
-    powers = logits.sub_(largest).exp_()
-    right, sums = over_ranks(torch.stack([right, powers.sum(1, keepdim=True)]), vocabulary)
-    losses = (sums.log() + largest - right) * counts
-    return losses, powers.div_(sums).scatter_add_(1, targets, -here.float()).mul_(counts)
-
-
-def over_ranks(value: Tensor, vocabulary: Vocabulary | None, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a value over all ranks that split the vocabulary, in place."""
+    largest, sums = softmax_sums(logits)
+    right = logits.gather(1, targets.where(here, 0)).float() * here
     if vocabulary is not None:
-        dist.all_reduce(value, operation, vocabulary.group)
+        own, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
+        right, sums = over_ranks(torch.stack([right, sums * (own - largest).exp()]), vocabulary)
+    if factors is not None:
+        weights = counts * factors
+        logits_to_slopes(logits, targets.where(here, -1), largest, weights / sums, weights.float())
+    return (sums.log() + largest - right) * counts
+
+
+def over_ranks(value: Tensor, vocabulary: Vocabulary, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce a value over all ranks that split the vocabulary, in place."""
+    dist.all_reduce(value, operation, vocabulary.group)
     return value

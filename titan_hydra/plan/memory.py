@@ -218,10 +218,11 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     around = waiting * shape.used * tokens * (dim + (job.model.dim if tp else dim))
     if shape.fused_loss:
         weight = job.model.vocab_size * job.model.dim / job.parallelism.tp
-        one = job.loss.chunk_tokens >= tokens  # its product is the gradient, which comes when the logits go; several add up in float32
+        one = job.loss.chunk_tokens >= tokens  # its product is the gradient; several add up in float32
         each, hidden = (shape.used if one else 4) * weight, shape.used * tokens * job.model.dim
         gradients = Term("head's gradient", (waiting - one) * each + waiting * hidden)
-        yield [Term("head and loss", 8 * min(job.loss.chunk_tokens, tokens) * shape.vocabulary + around), gradients]
+        chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)  # its logits and its product
+        yield [Term("head and loss", chunk + around), gradients]
         yield [Term("head and loss", shape.used * weight + around), Term("head's gradient", waiting * (each + hidden))]
         return
     logits = tokens * shape.vocabulary

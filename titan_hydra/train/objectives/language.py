@@ -82,12 +82,15 @@ def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
 def ends_of(documents: np.ndarray) -> np.ndarray:
     """Return where the documents of samples [n, seq] end: [n, m], rows of fewer than m filled with seq.
 
-    The kernels take as many as the host has made room for, without asking the device; m is a power of two, so that compiled code sees few.
+    The kernels take as many as the host has made room for, without asking the device, and do a little for those that are empty. m is a
+    power of two up to 16, above it a multiple of 16. Compiled code sees two of them: the second is compiled for any number.
     """
     last = np.ones(documents.shape, bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
     number = last.cumsum(axis=1)
-    ends = np.full((len(documents), 1 << int(number.max() - 1).bit_length()), documents.shape[1], np.int32)
+    most = int(number.max())
+    step = min(1 << (most - 1).bit_length(), 16)
+    ends = np.full((len(documents), -(-most // step) * step), documents.shape[1], np.int32)
     row, place = last.nonzero()
     ends[row, number[row, place] - 1] = place + 1
     return ends

@@ -1,23 +1,13 @@
-"""Checks of the Triton kernels of Float8 without a GPU, each in a process of its own: Triton reads TRITON_INTERPRET as it is imported.
+"""Checks of Triton kernels without a GPU, in a process of its own: Triton reads TRITON_INTERPRET as it is imported.
 
-    TRITON_INTERPRET=1 python tests/parallel/float8_in_triton.py interpret
-    python tests/parallel/float8_in_triton.py compile
+    TRITON_INTERPRET=1 python tests/parallel/interpreted_kernels.py
 """
-import sys
-
 import torch
-import triton
+import triton.language as tl
 
+from titan_hydra.kernels import cross_entropy, cross_entropy_triton
 from titan_hydra.kernels import float8 as reference
 from titan_hydra.kernels import float8_triton as kernels
-
-POINTERS = {
-    **dict.fromkeys(("norm", "source", "gates", "gradient", "result"), "*bf16"),
-    **dict.fromkeys(("quantized", "rows", "columns", "products"), "*fp8e4nv"),
-    **dict.fromkeys(("maxima", "row_maxima", "product_maxima"), "*i32"),
-    **dict.fromkeys(("height", "width", "stride"), "i32"),
-    "epsilon": "fp32",
-}
 
 
 def near(found, exact, tolerance=0.1):
@@ -31,8 +21,8 @@ def alike(found, exact):
                for one, other in zip(found, exact, strict=True))
 
 
-def interpret():
-    """Compare every kernel with torch at sizes that fill no tile. Maxima and scales are exact."""
+def float8():
+    """Compare every kernel of Float8 with torch at sizes that fill no tile. Maxima and scales are exact."""
     torch.manual_seed(0)
     x, norm, gates, d = torch.randn(80, 96), torch.rand(96), torch.randn(80, 2 * 112), torch.randn(80, 112)
     x[3], x[5, 7], x[9, 1] = 0, torch.inf, torch.nan
@@ -60,30 +50,26 @@ def interpret():
     assert alike(found, exact) and near(found[0], exact[0], 1e-5) and near(found[1], exact[1], 1e-5)
 
 
-def compile_for_h100():
-    """Compile every kernel at the widths of Llama 3.1 8B by Triton's compiler and ptxas, which need no device."""
-    for width, norm, gated in ((4096, True, False), (14336, False, True), (4096, False, False)):
-        block = triton.next_power_of_2(width)
-        made(kernels._rows, kernels._warps(block), WIDTH=width, BLOCK=block, NORM=norm, GATED=gated, ROWS=32)
-    for norm in (True, False):
-        made(kernels._columns, 8, NORM=norm, ROWS=128, COLUMNS=64)
-    made(kernels._gated_maxima, 4, casts=False, WIDTH=14336, ROWS=64, COLUMNS=64, TIMES=4)
-    made(kernels._gated_backward, 8, WIDTH=14336, ROWS=64, COLUMNS=64)
-    made(kernels._norm_backward, 4, casts=False, WIDTH=4096, BLOCK=4096, ROWS=32)
-
-
-def made(kernel, warps, casts=True, **constants):
-    """Compile a kernel; its PTX has Float8 casts that saturate or, without `casts`, none."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*fp32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    assert compiled.asm["cubin"]
-    assert ("cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]) == casts
-    print(kernel.__name__, constants, "shared", compiled.metadata.shared)
+def logits():
+    """Compare the kernels of cross-entropy with torch, at rows wider than a block, targets that do not count, and weights."""
+    torch.manual_seed(0)
+    cross_entropy_triton.BLOCK = 256
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):  # the interpreter cuts bits off
+        logits, targets = (torch.randn(9, 1031) * 5).to(dtype), torch.randint(-1, 1031, (9, 1))
+        targets[3] = -1
+        exact = cross_entropy.softmax_sums(logits)
+        for ours, theirs in zip(cross_entropy_triton.sums_on_gpu(logits), exact, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+        weights = torch.rand(9, 1) * (targets >= 0)
+        found, expected = logits.clone(), logits.clone()
+        for slopes, tensor in ((cross_entropy_triton.slopes_on_gpu, found), (cross_entropy.logits_to_slopes, expected)):
+            slopes(tensor, targets, exact[0], weights / exact[1], weights)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-7)
+        assert (found[3] == 0).all() and not (found == logits).all(1).any()
 
 
 if __name__ == "__main__":
-    {"interpret": interpret, "compile": compile_for_h100}[sys.argv[1]]()
+    logits()
+    float8()
+    kernels.WIDEST, kernels.PART, kernels.KEPT = 64, 64, tl.constexpr(64)  # as rows and norms of large models are computed
+    float8()

@@ -1,0 +1,62 @@
+"""Softmax and cross-entropy of logits in place: their derivatives take the memory of the logits, and nothing else of that size is made.
+
+Two operators, so that ranks that split the vocabulary can exchange the sums in between. Both compute in float32.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+AT_ONCE = 2**20  # logits that torch computes at a time, whose float32 copy stays in a processor's cache
+
+
+@custom_op("titan_hydra::softmax_sums", mutates_args=())
+def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row of logits [tokens, vocab], and the sum of the exponentials of what all are above it: [tokens, 1] each,
+    float32.
+    """
+    if logits.is_cuda and find_spec("triton"):
+        from .cross_entropy_triton import sums_on_gpu
+
+        return sums_on_gpu(logits)
+    largest, sums = _per_row(logits), _per_row(logits)
+    for rows in _rows_at_once(logits):
+        largest[rows] = logits[rows].amax(1, keepdim=True)
+        sums[rows] = (logits[rows].float() - largest[rows]).exp_().sum(1, keepdim=True)
+    return largest, sums
+
+
+@custom_op("titan_hydra::logits_to_slopes", mutates_args=("logits",))
+def logits_to_slopes(logits: Tensor, targets: Tensor, largest: Tensor, scales: Tensor, weights: Tensor) -> None:
+    """Replace logits x [tokens, vocab] by exp(x - largest) * scale, less the row's weight at its target; -1 is no target. All others are
+    [tokens, 1].
+    """
+    if logits.is_cuda and find_spec("triton"):
+        from .cross_entropy_triton import slopes_on_gpu
+
+        slopes_on_gpu(logits, targets, largest, scales, weights)
+        return
+    here = targets >= 0
+    for rows in _rows_at_once(logits):
+        part = logits[rows].float().sub_(largest[rows]).exp_().mul_(scales[rows])
+        logits[rows] = part.scatter_add_(1, targets[rows] * here[rows], -weights[rows] * here[rows])
+
+
+softmax_sums.register_fake(lambda logits: (_per_row(logits), _per_row(logits)))
+logits_to_slopes.register_fake(lambda *_: None)
+
+
+def _per_row(logits: Tensor) -> Tensor:
+    """Return memory for a float32 number of each row."""
+    return torch.empty(len(logits), 1, dtype=torch.float32, device=logits.device)
+
+
+def _rows_at_once(logits: Tensor) -> Iterator[slice]:
+    """Yield all rows, some at a time."""
+    step = max(AT_ONCE // logits.shape[1], 1)
+    for start in range(0, len(logits), step):
+        yield slice(start, start + step)
