@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
-from titan_hydra.observe import flight
+from titan_hydra.observe import flight, metrics
 from titan_hydra.parallel import build_mesh
 from titan_hydra.train import loop, world
 
@@ -191,3 +191,21 @@ for cell in range(1, 21):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("device, cores, ranks, words", [
+    ("cuda", 8, 8, "1 core for each rank"), ("cuda", 3, 1, "3 cores for each rank"), ("cuda", 32, 8, None), ("cpu", 8, 8, None)])
+def test_a_gpu_with_few_cores_is_noted(monkeypatch, device, cores, ranks, words):
+    monkeypatch.setattr(loop.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    notes = loop.few_cores(torch.device(device))
+    assert (words in notes[0] and "cluster.cpus_per_task" in notes[0]) if words else notes == []
+
+
+@pytest.mark.parametrize("name, peak", [("NVIDIA GB300", 2.5e15), ("NVIDIA B300 SXM6 AC", 2.25e15), ("NVIDIA GB200", 2.5e15),
+                                        ("NVIDIA B200", 2.25e15), ("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12),
+                                        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
+                                        ("NVIDIA RTX A6000", 154.85e12), ("AMD Instinct MI355X", 2.5e15), ("NVIDIA X", None)])
+def test_the_peak_of_a_device(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert metrics.peak_flops(torch.device("cuda")) == peak
