@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -114,7 +115,7 @@ def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     """Return the mesh of named dimensions. A dimension over all ranks shares the default group; the groups of others have NCCL alone on
     GPUs: gloo, which they would inherit, connects each rank with all others (gloo#419), and host tensors go through the default group.
     """
-    nccl = {name: "nccl" for name, size in sizes.items() if device_type == "cuda" and size < dist.get_world_size()}
+    nccl: dict[int | str, Any] = {name: "nccl" for name, size in sizes.items() if device_type == "cuda" and size < dist.get_world_size()}
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=nccl)
 
 
