@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.config import compose_job
 from titan_hydra.config.schema import Parallelism
-from titan_hydra.observe import flight
+from titan_hydra.observe import flight, metrics
 from titan_hydra.parallel import build_mesh
 from titan_hydra.train import loop, world
 
@@ -102,6 +104,60 @@ def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch
     assert "{1: 1}" in flight.progress()[0] and "{2: 1}" in flight.progress()[0]
 
 
+@pytest.mark.parametrize("ranks, degrees", [
+    (512, {"dp_shard": 512}), (512, {"pp": 16, "dp_shard": 4, "tp": 8}), (4096, {"dp_replicate": 4, "dp_shard": 128, "cp": 8}),
+    (4096, {"pp": 8, "dp_replicate": 2, "dp_shard": 8, "cp": 4, "tp": 8, "ep": 32}),
+])
+def test_gloo_connects_thousands_of_ranks_in_two_groups_alone(ranks, degrees, monkeypatch):
+    """A group with gloo costs a rank a socket for each other one: NCCL alone has the groups of the mesh that are not the default one."""
+    made, new_group = [], dist.new_group
+
+    def counted(ranks=None, backend=None, **options):
+        made.append((backend, ranks))
+        return new_group(ranks, backend="fake", **options)
+
+    monkeypatch.setattr(device_mesh, "new_group", counted)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        build_mesh(Parallelism(name="", **degrees), "cuda", sparse="ep" in degrees)
+        own = [backend for backend, members in made if 0 in members]
+    finally:
+        dist.destroy_process_group()
+    assert set(own) <= {"nccl"} and len(own) <= 13, own
+
+
+def test_large_worlds_have_room_for_their_connections(monkeypatch):
+    limits = []
+    monkeypatch.setattr(world.resource, "getrlimit", lambda _: (1024, 524_288))
+    monkeypatch.setattr(world.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
+    for ranks in (256, 512):
+        monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+        world.allow_connections(ranks)
+        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == ("1" if ranks > 256 else None)
+        assert ranks > 256 or 2 * (ranks - 1) < 1024
+    assert limits == [(65_536, 524_288)] * 2
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_gloo_connects_few_ranks_where_it_may(on_ranks, monkeypatch, lazy):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
+
+    def task(rank):
+        def sockets():
+            return sum(os.readlink(entry).startswith("socket:") for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+
+        before = sockets()
+        group = dist.new_group(backend="gloo")
+        made = sockets() - before
+        dist.barrier(group)
+        dist.all_gather_object([None] * 16, "news", group=group)
+        used = sockets() - before
+        assert (made, used) == (16, 16) if not lazy else made <= 2 and used <= 12, (made, used)  # one listens; the barrier is a tree
+
+    on_ranks(16, task)
+
+
 def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
     """They do at the first validation, which may come hours after the first step."""
     def limits(*words):
@@ -135,3 +191,21 @@ for cell in range(1, 21):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("device, cores, ranks, words", [
+    ("cuda", 8, 8, "1 core for each rank"), ("cuda", 3, 1, "3 cores for each rank"), ("cuda", 32, 8, None), ("cpu", 8, 8, None)])
+def test_a_gpu_with_few_cores_is_noted(monkeypatch, device, cores, ranks, words):
+    monkeypatch.setattr(loop.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    notes = loop.few_cores(torch.device(device))
+    assert (words in notes[0] and "cluster.cpus_per_task" in notes[0]) if words else notes == []
+
+
+@pytest.mark.parametrize("name, peak", [("NVIDIA GB300", 2.5e15), ("NVIDIA B300 SXM6 AC", 2.25e15), ("NVIDIA GB200", 2.5e15),
+                                        ("NVIDIA B200", 2.25e15), ("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12),
+                                        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
+                                        ("NVIDIA RTX A6000", 154.85e12), ("AMD Instinct MI355X", 2.5e15), ("NVIDIA X", None)])
+def test_the_peak_of_a_device(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert metrics.peak_flops(torch.device("cuda")) == peak

@@ -241,7 +241,8 @@ class Cluster:
     exclude: list[str] = key(list, "nodes never to use", WORD, identity=False)
     reservation: str | None = key(None, "SLURM reservation", WORD, identity=False)
     comment: str | None = key(None, "sbatch --comment", identity=False)
-    cpus_per_task: int | None = key(None, "CPU cores of a rank; null: SLURM's default", Interval(1, 100_000), identity=False)
+    cpus_per_task: int | None = key(None, "CPU cores of a rank: a node's / gpus_per_node; null: SLURM's default, often one",
+                                    Interval(1, 100_000), identity=False)
     sbatch: dict[str, Any] = key(dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", ANY,
                                  identity=False)
     srun: list[str] = key(list, "further srun arguments, such as --container-image=IMAGE", identity=False)

@@ -131,7 +131,8 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     submission = _check_claim(attempt, place)
     if layout.RESULT.read(directory).get("status") == "done":
         return None  # requeued after its end
-    os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks))
+    os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks),
+                      LOCAL_WORLD_SIZE=str(place.local_ranks))
     home, attempt = (folder, attempt) if submission else folders_of(replica, directory, attempt)
     attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -89,12 +90,12 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
         if dist.get_world_size() != 1:
             raise RuntimeError(f"all degrees are 1, but there are {dist.get_world_size()} ranks")
         return Mesh(degrees, None, None, None, None)
-    world = init_device_mesh(device_type, tuple(getattr(degrees, name) for name in names), mesh_dim_names=tuple(names))
+    world = _mesh(device_type, {name: getattr(degrees, name) for name in names})
     if world.size() != dist.get_world_size():
         raise RuntimeError(f"the degrees need {world.size()} ranks, but there are {dist.get_world_size()}")
     fsdp = None
     if sharded:
-        fsdp = flatten(world["dp_shard", "cp"], "dp_shard_cp") if degrees.cp > 1 else world["dp_shard"]
+        fsdp = _flat(world["dp_shard", "cp"], "dp_shard_cp") if degrees.cp > 1 else world["dp_shard"]
         if degrees.dp_replicate > 1:
             fsdp = concatenate([world["dp_replicate"], fsdp])
     batch, loss, stage = (_group(world, dims) for dims in (ORDER[1:3], ORDER[1:4], ORDER[1:]))
@@ -107,7 +108,20 @@ def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
     rest = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
     sizes = {"pp": degrees.pp, "dp_replicate": degrees.dp_replicate, "efsdp": rest, "ep": degrees.ep}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
-    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return _mesh(device_type, kept)
+
+
+def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Return the mesh of named dimensions. A dimension over all ranks shares the default group; the groups of others have NCCL alone on
+    GPUs: gloo, which they would inherit, connects each rank with all others (gloo#419), and host tensors go through the default group.
+    """
+    nccl: dict[int | str, Any] = {name: "nccl" for name, size in sizes.items() if device_type == "cuda" and size < dist.get_world_size()}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=nccl)
+
+
+def _flat(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the dimensions of a mesh as one, with groups as those of `_mesh`."""
+    return flatten(mesh, name, "nccl" if mesh.device_type == "cuda" and mesh.size() < dist.get_world_size() else None)
 
 
 def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -117,4 +131,4 @@ def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None
         return None
     if len(present) == 1:
         return world.get_group(present[0])
-    return flatten(world[present], "_".join(present)).get_group()
+    return _flat(world[present], "_".join(present)).get_group()

@@ -18,6 +18,7 @@ from titan_hydra.base.errors import NotFinite, Stopped
 from titan_hydra.base.versions import versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
+from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.rules.pipeline import Action
 from titan_hydra.config.schema import Job
@@ -88,7 +89,7 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
             from titan_hydra.parallel.pipeline import actions_of_ranks
 
             record_schedule(layout.SCHEDULE.of(run.home), actions_of_ranks(trainer.step.schedule, job))
-        print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device)]), flush=True)
+        print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device), *few_cores(device)]), flush=True)
     return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)
 
 
@@ -226,6 +227,17 @@ def slow_formats(job: Job, device: torch.device) -> list[str]:
         if not features & {"avx512_bf16", "amx_bf16", "bf16"}:
             return ["note: this CPU has no bfloat16 instructions and emulates them; precision=fp32 is faster here"]
     return []
+
+
+def few_cores(device: torch.device) -> list[str]:
+    """Return a note for a rank with a GPU and less than four cores, which its main thread, the backward's, NCCL's, gloo's and the data's
+    share. SLURM's default is often one.
+    """
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cpu" or cores >= 4:
+        return []
+    return [f"note: {counted(cores, 'core')} for each rank of this host, and a GPU is kept busy by four or more; on SLURM "
+            "cluster.cpus_per_task asks for them"]
 
 
 def write_result(job: Job, directory: Path, measured: dict) -> None:

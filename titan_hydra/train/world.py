@@ -2,6 +2,8 @@
 import contextlib
 import ctypes
 import gc
+import os
+import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ from titan_hydra.config.schema import Job
 from titan_hydra.observe import flight, health
 from titan_hydra.runs.run import Run
 
+FILES = 2**16  # open files that a rank may need at most: rank 0 has a connection with every other
+CONNECTED = 256  # ranks that gloo may connect with each other at the start
 RECOMPILE = 30  # seconds in which a rank compiles a transformer block, on a busy host
 
 
@@ -33,6 +37,7 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         keep_freed_memory()
+    allow_connections(run.world_size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=run.store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=job.comm.init_timeout_seconds),
@@ -47,6 +52,21 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def allow_connections(ranks: int) -> None:
+    """Raise the limit of open files, often 1,024, as far as the system allows, and let gloo connect large worlds only where ranks exchange
+    something: else each rank connects with all others (gloo#419), in the default group and in the checkpoints'.
+
+    A rank that dies before a group's first use can leave others connecting without a time-out (gloo#520): the launcher or the watchdog
+    ends them, but small worlds need not depend on that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if ranks > CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def keep_freed_memory() -> None:
