@@ -88,7 +88,7 @@ def check_readable(path: Path) -> None:
     name = min(tensors, key=lambda name: (len(tensors[name].chunks), tensors[name].size.numel()))
     state = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)}
     try:
-        dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"{path}: {name} cannot be read back ({error})") from error
 

@@ -29,7 +29,7 @@ from .trackers import Tracker, open_trackers, trackable
 PEAK_FLOPS = {
     "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "A6000": 154.85e12,
     "GB200": 2.5e15, "B200": 2.25e15, "GB300": 2.5e15, "B300": 2.25e15, "RTX PRO 6000 Blackwell Workstation": 503.8e12, "L40S": 362e12,
-    "MI300X": 1300e12, "MI325X": 1300e12, "MI355X": 2.5e15, "MI250X": 191.5e12,
+    "MI300X": 1300e12, "MI325X": 1300e12, "MI250X": 191.5e12,
 }
 
 
