@@ -8,6 +8,7 @@ import streams
 import torch
 import torch.distributed as dist
 from streams import place
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,6 +48,7 @@ class Recorder(TorchDispatchMode):
         streams.WAITS.clear()
         self.hooks = [register_module_forward_pre_hook(lambda module, _: self.inside.append(module)),
                       register_module_forward_hook(lambda *_: self.inside.pop() and None, always_call=True)]
+        FakeTensor.tolist = lambda tensor: self.tolist(tensor)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -57,13 +59,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if op.namespace in ("prim", "profiler"):
+            return op(*args, **kwargs)
         if any(hasattr(kind, "__tensor_flatten__") or kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a wrapper: seen again as what it does to the tensors in it
         namespace, name = op.namespace, op._schema.name.partition("::")[2]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_device = [tensor for tensor in inputs if tensor.is_cuda]
         if name == "_local_scalar_dense":
-            return self.read(*on_device)
+            return self.read("item", inputs[0])
         if on_device and name in DYNAMIC:
             self.wait(name)
         if COLLECTIVE.match(f"{namespace}."):
@@ -89,12 +93,21 @@ class Recorder(TorchDispatchMode):
     def wait(self, what):
         self.record.waits[f"{what} at {place()}"] += 1
 
-    def read(self, *on_device):
-        """Return what the host reads: 1 from its own tensors, as a test of a fake world may need, and the answer of a known place."""
-        if not on_device:
+    def read(self, what, tensor):
+        """Return what the host reads of each element: 1 from its own tensors, and the answer of a known place from the device."""
+        if not tensor.is_cuda:
             return 1
-        self.wait("item")
+        self.wait(what)
         return self.answers.get(place(), 1)
+
+    def tolist(self, tensor):
+        """Return a tensor of the same number everywhere as a list: torch copies it to the host at once."""
+        number = self.read("tolist", tensor)
+
+        def nested(shape):
+            return [nested(shape[1:]) for _ in range(shape[0])] if shape else number
+
+        return nested(tensor.shape)
 
     def devices(self, name, inputs):
         """Note a host tensor of more than one element in an operator on the device."""
@@ -107,9 +120,12 @@ class Recorder(TorchDispatchMode):
         key = " ".join(f"{which} {found[which]}" for which in ("query", "key", "value"))
         self.record.cudnn[key].add(f"out {found['out'][1]} grad_out {found['grad_out'][1]}")
 
+    def took(self, kernel, tensor):
+        self.record.kernels[self.layer()].add(f"{kernel} {short(tensor.dtype)}")
+
     def kernel(self, name, inputs, outputs):
         if name in KERNELS:
-            self.record.kernels[self.layer()].add(f"{KERNELS[name]} {short(inputs[0].dtype)}")
+            self.took(KERNELS[name], inputs[0])
         elif name == "_to_copy" and inputs[0].is_cuda and inputs[0].dtype != outputs[0].dtype:
             self.record.kernels[self.layer()].add(f"{short(inputs[0].dtype)}>{short(outputs[0].dtype)}")
 

@@ -129,7 +129,7 @@ class Memory:
         """Take a kernel of the current stream. `inputs` and `outputs` are its tensors on the device, `outputs` also what it changes."""
         stream = current()
         number = stream.kernel()
-        self.freed()
+        self.freed(stream)
         for tensor in inputs:
             self.settled(tensor, stream, str(op), reads=True)
             self.state(tensor, stream)["reads"][stream.id] = number
@@ -146,7 +146,7 @@ class Memory:
         if state is None:
             state = self.storages[key] = {"ref": StorageWeakRef(storage), "owner": stream, "write": (stream.id, 0), "reads": {}}
         if stream is not state["owner"]:
-            self.lent[key, stream.id] = (state, stream.seen[stream.id], place())
+            self.lent[key, stream.id] = (state, stream.seen[stream.id], f"{list(tensor.shape)} at {place()}")
         return state
 
     def settled(self, tensor, stream, op, reads):
@@ -156,13 +156,13 @@ class Memory:
         if any(stream.seen.get(other, 0) < number for other, number in uses):
             self.faults.append(f"{op} at {place()} does not wait for the stream that uses its tensor of shape {list(tensor.shape)}")
 
-    def freed(self):
-        """Note memory that was freed before its stream waited for another that uses it."""
-        for (key, user), (state, number, where) in list(self.lent.items()):
-            if state["ref"].expired():
+    def freed(self, stream):
+        """Note memory that this stream may now get again, though another still uses it."""
+        for (key, user), (state, number, what) in list(self.lent.items()):
+            if state["owner"] is stream and state["ref"].expired():
                 del self.lent[key, user]
-                if state["owner"].seen.get(user, 0) < number and key not in RECORDED:
-                    self.faults.append(f"memory is freed while a stream uses it that was not waited for: {where}")
+                if stream.seen.get(user, 0) < number and key not in RECORDED:
+                    self.faults.append(f"memory is freed while a stream that was not waited for uses it: {what}")
 
 
 def record_stream(tensor, stream):
