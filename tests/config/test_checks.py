@@ -42,6 +42,7 @@ CSV = {"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": str
        "data__local_batch": 8}
 FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
 TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
+CUDNN = {"model__attention": "cudnn", "precision__compute_dtype": "bfloat16"}
 ON_SLURM = {"cluster__executor": "slurm", "cluster__gpus_per_node": 8}
 BAD = [  # what is changed, the key that is named, what the line must contain
     ({"gpus": -4, "parallelism__dp_shard": -1}, "gpus", "must be from 1 to 1,000,000"),
@@ -94,7 +95,11 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"data__seq_len": 251, "parallelism__cp": 2, "parallelism__cp_rotate": "ulysses"}, "data.seq_len", "nearest legal: 250 or 252"),
     ({"parallelism__cp": 3, "parallelism__cp_rotate": "ulysses", "data__seq_len": 252}, "parallelism.cp", "nearest legal: 2 or 4"),
     ({"parallelism__cp": 2, "data__document_mask": True}, "data.document_mask", "ulysses can"),
-    ({"parallelism__cp": 2, "model__attention": "math"}, "model.attention", "auto or flash"),
+    ({"parallelism__cp": 2, "model__attention": "math"}, "model.attention", "147793); nearest legal: auto or flash"),
+    ({**CUDNN, "parallelism__cp": 2}, "model.attention", "176915); nearest legal: auto or flash or efficient"),
+    ({**CUDNN, "debug__deterministic": True}, "model.attention", "debug.deterministic=true"),
+    ({**CUDNN, "data__document_mask": True}, "model.attention", "196678); nearest legal: auto or flash or efficient or math"),
+    ({**CUDNN, "precision__compute_dtype": "float32"}, "model.attention", "float32; nearest legal: auto or flash"),
     ({"parallelism__cp": 2, "ac__name": "memory_budget", "compile__name": "block"}, "ac.name", "op or lean"),
     ({"data__seq_len": 255, "parallelism__tp": 2}, "data.seq_len", "nearest legal: 254 or 256"),
     ({"data__seq_len": 200000}, "data.seq_len", "131072"),

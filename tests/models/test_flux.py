@@ -1,9 +1,13 @@
 """FLUX: its sizes; the same function as diffusers' model, with weights that go there and back."""
+import contextlib
 import json
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from safetensors.torch import load_file
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import cli, models
 from titan_hydra.base.errors import ConfigError
@@ -94,3 +98,47 @@ def test_what_cannot_be_converted_is_one_line(tmp_path):
         with pytest.raises(ConfigError) as error:
             import_hf(tmp_path / "transformer", tmp_path / key)
         assert str(error.value) == f"{file}: {reason}"
+
+
+class Strides(TorchDispatchMode):
+    """What torch would look cuDNN's backward up by (q, k, v), and what its graph depends on beside it (output, gradient)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def look(self, function, args):
+        if "scaled_dot_product" in str(function) and "backward" in str(function):
+            gradient, q, k, v, out = ((tuple(x.shape), x.stride()) for x in args[:5])
+            self.seen.setdefault((q, k, v), []).append((out, gradient))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.look(function, args)
+        return function(*args, **(kwargs or {}))
+
+    def backend(self):
+        """A compiler that looks at the graphs, below which no mode is called."""
+        def look(graph, inputs):
+            for node in graph.graph.nodes:
+                self.look(node.target, [arg.meta.get("val") for arg in node.args if hasattr(arg, "meta")])
+            return make_boxed_func(graph)
+
+        return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=look)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kernels_that_take_the_same_queries_take_gradients_of_one_layout(compiled):
+    """torch keeps one graph of cuDNN's backward for them: with strides of two kinds half of the gradients would be wrong."""
+    job = compose_job("data=synthetic_images", "model=flux_debug", "gpus=1", "model.n_layers=3", "model.double_layers=1")
+    config, tokens, text = job.model, 16, job.model.text_len
+    model = models.build(config, tokens + text)
+    strides = Strides()
+    for block in model.layers.values() if compiled else ():
+        block.compile(backend=strides.backend(), fullgraph=True)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with contextlib.nullcontext() if compiled else strides:
+        model(torch.randn(1, tokens, config.patch_width), torch.randn(1, text, config.text_dim), torch.randn(1, config.pooled_dim),
+              torch.rand(1), torch.zeros(1, tokens, 3)).square().sum().backward()
+    (pairs,) = strides.seen.values()
+    assert len(pairs) >= 2 and len(set(pairs)) == 1 and pairs[0][0] == pairs[0][1], pairs

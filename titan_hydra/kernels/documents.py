@@ -48,12 +48,6 @@ def cut_to(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else x[..., :width]
 
 
-def can_attend(x: Tensor, width: int) -> bool:
-    """Whether `attend_documents` takes heads of this width in the dtype of x, on its device: flash attention on CUDA does not take all."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return x.device.type == "cpu" or (x.is_cuda and half and width <= 256 and width % 8 == 0)
-
-
 @custom_op("titan_hydra::attend_documents", mutates_args=(), device_types="cpu")
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Return the attention of q, k, v [tokens, heads, head_dim] and its logsumexp [heads, tokens]. No document has more than `longest`

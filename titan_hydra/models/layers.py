@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.attention import Call, takes_offsets
 from titan_hydra.config.schema import Model
-from titan_hydra.kernels.documents import attend_within, can_attend, document_mask, document_offsets
+from titan_hydra.kernels.attention import DTYPES, SDPA
+from titan_hydra.kernels.documents import document_mask, document_offsets
 
 from .init import Normal
 
@@ -76,9 +76,8 @@ class Decoder(nn.Module):
 
     def documents(self, ends: Tensor, h: Tensor) -> Tensor:
         """Return where documents begin and end or, for an attention kernel that takes no offsets, a mask of all pairs for all layers."""
-        config = self.config
-        linear = config.attention in ("auto", "flash") and can_attend(h, config.head_width)
-        return document_offsets(ends) if linear else document_mask(ends, self.seq_len)
+        call = Call(h.device.type, DTYPES[h.dtype], self.config.head_width)
+        return document_offsets(ends) if takes_offsets(self.config.attention, call) else document_mask(ends, self.seq_len)
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:
@@ -149,40 +148,6 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values [batch, seq, width]."""
         return self.wq(x), self.wk(x), self.wv(x)
-
-
-class SDPA(nn.Module):
-    """The attention kernel on q, k, v [batch, heads, seq, head_dim]; a module of its own so that context parallelism can replace it."""
-
-    BACKENDS = {
-        # On an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash attention; the others serve dtypes and cards it refuses.
-        "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-        "cudnn": [SDPBackend.CUDNN_ATTENTION],
-        "flash": [SDPBackend.FLASH_ATTENTION],
-        "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-        "math": [SDPBackend.MATH],
-    }
-
-    def __init__(self, backend: str, causal: bool = True):
-        super().__init__()
-        self.backend, self.causal = backend, causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Compute attention, causal if it was made so, and within `documents`, which are causal in any case.
-
-        These are packed documents' offsets (int32; see `attend_within`) or a mask of all pairs [batch, 1, seq, seq].
-        """
-        if self.backend in ("cudnn", "efficient") and q.device.type == "cpu":
-            raise ConfigError(f"model.attention={self.backend}: does not exist on the CPU; nearest legal: auto, flash or math")
-        if documents is not None and documents.dtype != torch.bool:
-            return attend_within(q, k, v, documents)
-        if self.backend == "efficient":  # does not support grouped queries
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        grouped = q.shape[1] != k.shape[1]
-        if self.backend == "auto" and q.device.type != "cuda":
-            return F.scaled_dot_product_attention(q, k, v, documents, is_causal=self.causal and documents is None, enable_gqa=grouped)
-        with sdpa_kernel(self.BACKENDS[self.backend], set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, documents, is_causal=self.causal and documents is None, enable_gqa=grouped)
 
 
 class FeedForward(nn.Module):

@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from titan_hydra.base import private
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import all_to_all_single_autograd
 from titan_hydra.base.private import ring_options as OPTIONS
+from titan_hydra.config.attention import Call, kernels
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
+from titan_hydra.kernels.attention import BACKENDS, SDPA, call_on, suited
 from titan_hydra.kernels.documents import as_wide, cut_to
 
 from .mesh import Mesh
@@ -31,17 +33,24 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Replace the attention kernel of every block of a stage by one that covers the whole sequence, in place: every child called `sdpa`.
 
     torch keeps the ring's options for the whole process, so every job sets them; one without context parallelism switches the ring off.
+    Raises ConfigError for a block without such a kernel, and in a ring for a kernel that is not the package's: torch's replaces it there.
     """
     private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
         return
-    cp = mesh.world["cp"]
-    if mesh.degrees.cp_rotate != "ulysses":
+    cp, rotate = mesh.world["cp"], mesh.degrees.cp_rotate
+    if rotate != "ulysses":
         enable_ring(job, cp.device_type)
-    for block in family_of(job.model).blocks(module).values():
-        for attention in [part for part in block.modules() if hasattr(part, "sdpa")]:
-            ulysses = mesh.degrees.cp_rotate == "ulysses"
-            attention.sdpa = Ulysses(attention.sdpa, cp.get_group()) if ulysses else Ring(attention.sdpa, cp)
+    for number, block in family_of(job.model).blocks(module).items():
+        found = [part for part in block.modules() if hasattr(part, "sdpa")]
+        if not found:
+            raise ConfigError(f"parallelism.cp={mesh.degrees.cp}: block {number} of {job.model.family} has no child called sdpa that could "
+                              "see the whole sequence; nearest legal: 1")
+        for attention in found:
+            if rotate != "ulysses" and type(attention.sdpa) is not SDPA:
+                raise ConfigError(f"parallelism.cp_rotate={rotate}: a ring replaces the attention kernel of {job.model.family}, a "
+                                  f"{type(attention.sdpa).__name__}, by torch's; nearest legal: ulysses")
+            attention.sdpa = Ulysses(attention.sdpa, cp.get_group()) if rotate == "ulysses" else Ring(attention.sdpa, cp)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
@@ -91,17 +100,12 @@ def ring_options() -> tuple[Any, ...]:
 class Ring(nn.Module):
     """Attention, causal where `sdpa` is, on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
 
-    def __init__(self, sdpa: nn.Module, mesh: DeviceMesh):
-        """Take the allowed kernels from `sdpa`. Raises ConfigError if none of them works in a ring."""
+    def __init__(self, sdpa: SDPA, mesh: DeviceMesh):
+        """Take what to compute from `sdpa`. Raises ConfigError if the kernel that it asks for has no ring."""
         super().__init__()
-        self.mesh, self.causal = mesh, bool(sdpa.causal)
+        self.mesh, self.causal, self.backend = mesh, sdpa.causal, sdpa.backend
         self.options = ring_options()
-        self.repeat = sdpa.backend == "efficient"  # does not support grouped queries; the other kernels communicate fewer keys and values
-        # torch would silently fall back to the plain kernel, which takes rank order for sequence order (pytorch #147793).
-        fused = {SDPBackend.FLASH_ATTENTION} if mesh.device_type == "cpu" else set(sdpa.BACKENDS["auto"]) - {SDPBackend.MATH}
-        self.kernels = [kernel for kernel in sdpa.BACKENDS[sdpa.backend] if kernel in fused]
-        if not self.kernels:
-            raise ConfigError(f"model.attention={sdpa.backend}: cannot work in a ring on {mesh.device_type}; nearest legal: auto or flash")
+        kernels(self.backend, Call(mesh.device_type, ring=True))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
@@ -109,11 +113,10 @@ class Ring(nn.Module):
         # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
-        if self.repeat:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        width, v = v.shape[-1], as_wide(v, q)
+        chosen = kernels(self.backend, call_on(q, v, self.causal, ring=True))
+        k, v, width = suited(chosen[0], q, k, v)
         q, k, v = (DTensor.from_local(x, self.mesh, [Shard(2)], run_check=False) for x in (q, k, v))
-        with sdpa_kernel(self.kernels, set_priority=True):
+        with sdpa_kernel([BACKENDS[kernel] for kernel in chosen], set_priority=True):
             h = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
         return cut_to(h.to_local(), width)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titan_hydra.config.attention import call_of
 from titan_hydra.config.rules.memory import GIB
 from titan_hydra.config.schema import Job
 
@@ -189,8 +190,7 @@ def _attention(shape: Shape) -> float:
 def _mask(shape: Shape) -> float:
     """Return the size of a microbatch's mask of documents, which attention needs unless it is flash's in half precision."""
     job = shape.job
-    masked = job.data.document_mask and (job.model.attention not in ("auto", "flash") or job.precision.compute_dtype == "float32")
-    return shape.samples * job.data.seq_len**2 * masked
+    return shape.samples * job.data.seq_len**2 * call_of(job).masked
 
 
 def _between_stages(shape: Shape, rank: int) -> list[Term]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from titan_hydra.config.attention import KERNELS, call_of, objection, takes_offsets
 from titan_hydra.config.load import all_ranks
 from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Hardware, Job
@@ -86,10 +87,7 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     job, tokens, tp = shape.job, shape.tokens, shape.job.parallelism.tp
     again, attention_again, rest_again = recomputed(shape)
     matmuls = sum(2 * tokens * one.size(tp) / _rate(shape, one) for one in shape.linears) + _experts(shape)
-    ring = factors.ring if job.parallelism.cp > 1 and job.parallelism.cp_rotate != "ulysses" else 1
-    hardware = job.hardware
-    flash = hardware.flash_tflops if job.model.attention == "flash" and hardware.flash_tflops else hardware.attention_tflops
-    attention = tokens * job.data.seq_len * (shape.queries + shape.values) / (flash * 1e12 * ring)
+    attention = tokens * job.data.seq_len * (shape.queries + shape.values) / _attention_rate(job, factors)
     traffic = 2 * tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
     traffic *= factors.compiled if shape.compiled else factors.eager
     elements = (traffic + (tokens * shape.experts.traffic if shape.experts else 0)) / _bandwidth(shape, factors)
@@ -154,6 +152,15 @@ def _rate(shape: Shape, linear) -> float:
     fast = shape.format and linear.name not in precision.skip
     top, half = (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
     return top * 1e12 * smallest / (smallest + half) * (1 if precision.compute_dtype == "bfloat16" else 0.5)
+
+
+def _attention_rate(job: Job, factors: Factors) -> float:
+    """Return the FLOP/s of attention: torch's flash kernel has a rate of its own, and a ring a share of it."""
+    call, asked, hardware = call_of(job), job.model.attention, job.hardware
+    first = next((kernel for kernel in KERNELS if objection(kernel, call) is None), None) if asked == "auto" else asked
+    flash = first == "flash" or (job.data.document_mask and takes_offsets(asked, call))
+    rate = (flash and hardware.flash_tflops) or hardware.attention_tflops
+    return 1e12 * rate * (factors.ring if call.ring else 1)
 
 
 def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:

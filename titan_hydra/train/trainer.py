@@ -13,6 +13,7 @@ from titan_hydra import models, parallel
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, onto
 from titan_hydra.data.loader import Loader
+from titan_hydra.kernels.attention import check_attention
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import experts, formats, loss_head
@@ -165,6 +166,7 @@ class Parts:
 
 def assemble(job: Job, device: torch.device) -> Parts:
     """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in memory."""
+    check_attention(job, device)
     mesh = parallel.build_mesh(job.parallelism, device.type, job.model.sparse)
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)

@@ -12,6 +12,7 @@ from math import lcm
 from titan_hydra.base import redact
 from titan_hydra.base.versions import versions
 from titan_hydra.config import user_code
+from titan_hydra.config.attention import call_of, kernel_fault
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors, multiples_around
 from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dict, values_are_what_the_schema_takes, world_size
@@ -216,10 +217,15 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
     if job.data.document_mask:
         yield Fault("data.document_mask", True, f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can", legal=(False,))
-    if job.model.attention == "math":
-        yield Fault("model.attention", "math", f"{ring} needs a fused kernel (pytorch #147793)", legal=("auto", "flash"))
     if job.ac.name == "memory_budget":
         yield Fault("ac.name", job.ac.name, f"the compiler cannot estimate the memory of {ring}", legal=("op", "lean"))
+
+
+@rule(RECIPE)
+def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
+    """A kernel that is asked for computes this attention on a CPU or on a GPU. What depends on the very GPU, a rank checks."""
+    if fault := kernel_fault(job.model.attention, *(call_of(job, device) for device in ("cpu", "cuda"))):
+        yield fault
 
 
 @rule(RECIPE)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan_hydra.config.schema import Model
 
 from ..init import Normal
-from ..layers import Decoder
+from ..layers import SDPA, Decoder
 from ..llama3.model import Llama3
 from ..qwen3.model import Qwen3
 from .config import Vision
@@ -99,7 +99,7 @@ class TowerBlock(nn.Module):
 
     def __init__(self, config: Vision):
         super().__init__()
-        self.heads = config.n_heads
+        self.heads, self.sdpa = config.n_heads, SDPA("auto", causal=False)
         self.attention_norm, self.ffn_norm = (nn.LayerNorm(config.dim, eps=EPS) for _ in range(2))
         # A bias of the keys would add the same number to all scores of a query, which softmax ignores.
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=name != "wk") for name in ("wq", "wk", "wv", "wo"))
@@ -109,5 +109,5 @@ class TowerBlock(nn.Module):
         """Run the block on x [batch, patches, dim]; `mask` [batch, 1, patches, patches] is True within an image."""
         y = self.attention_norm(x)
         q, k, v = (linear(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.wq, self.wk, self.wv))
-        x = x + self.wo(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        x = x + self.wo(self.sdpa(q, k, v, mask).transpose(1, 2).flatten(2))
         return x + self.w2(F.gelu(self.w1(self.ffn_norm(x)), approximate="tanh"))

@@ -1,0 +1,70 @@
+"""Which attention kernels may compute a call: the whole rule as a table, on a machine that need not be there."""
+import pytest
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import compose_job
+from titan_hydra.config.attention import KERNELS, Call, Machine, call_of, kernel_fault, kernels, objection, takes_offsets
+
+H100, B200 = Machine((9, 0), (13, 0), 91900), Machine((10, 0), (13, 0), 91900)
+ON_H100 = Call("cuda", machine=H100)
+ALL = list(KERNELS)
+
+
+@pytest.mark.parametrize(("call", "expected"), [
+    (ON_H100, ALL),
+    (Call("cuda"), ALL),  # on a login node the machine is not known
+    (Call("cpu"), ["flash", "math"]),
+    (Call("cpu", masked=True, deterministic=True, dtype="float64"), ["flash", "math"]),
+    (Call("cpu", ring=True), ["flash"]),
+    (ON_H100._replace(dtype="float16"), ALL),
+    (ON_H100._replace(dtype="float32"), ["efficient", "math"]),
+    (ON_H100._replace(dtype="float64"), ["math"]),
+    (ON_H100._replace(masked=True), ["efficient", "math"]),
+    (ON_H100._replace(deterministic=True), ["flash", "efficient", "math"]),
+    (ON_H100._replace(ring=True), ["flash", "efficient"]),
+    (ON_H100._replace(ring=True, dtype="float32"), ["efficient"]),
+    (ON_H100._replace(machine=Machine((9, 0), (12, 8), 91900)), ["flash", "efficient", "math"]),
+    (ON_H100._replace(machine=Machine((9, 0), (12, 9), 91900)), ALL),
+    (ON_H100._replace(machine=Machine((9, 4), (), 0)), ["flash", "efficient", "math"]),  # ROCm
+    (ON_H100._replace(width=192), ALL),  # DeepSeek-V3's queries and keys
+    (ON_H100._replace(width=192, machine=B200), ALL),
+    (ON_H100._replace(width=192, machine=Machine((8, 0), (13, 0), 91900)), ["flash", "efficient", "math"]),
+    (ON_H100._replace(width=192, value_width=192), ["flash", "efficient", "math"]),
+    (ON_H100._replace(width=96, value_width=64), ALL),
+    (ON_H100._replace(width=100, value_width=100), ["flash", "efficient", "math"]),
+    (ON_H100._replace(width=264, value_width=264), ["efficient", "math"]),
+    (ON_H100._replace(causal=False, keys=4608), ALL),
+    (ON_H100._replace(causal=False, keys=704), ["flash", "efficient", "math"]),
+    (ON_H100._replace(keys=704), ALL),
+    (ON_H100._replace(causal=False, keys=704, machine=Machine((9, 0), (13, 2), 92600)), ALL),
+])
+def test_kernels_that_may_compute_a_call(call, expected):
+    assert kernels("auto", call) == expected
+    for kernel in KERNELS:
+        assert (objection(kernel, call) is None) == (kernel in expected)
+        if kernel in expected:
+            assert kernels(kernel, call) == [kernel] and kernel_fault(kernel, call) is None
+        else:
+            with pytest.raises(ConfigError, match=rf"model\.attention={kernel}: .*; nearest legal: auto or {' or '.join(expected)}$"):
+                kernels(kernel, call)
+
+
+@pytest.mark.parametrize(("asked", "call", "offsets"), [
+    ("auto", ON_H100, True), ("flash", ON_H100, True), ("cudnn", ON_H100, False), ("math", Call("cpu"), False), ("auto", Call("cpu"), True),
+    ("auto", ON_H100._replace(dtype="float32"), False), ("auto", ON_H100._replace(width=100), False),
+    ("auto", Call("cpu", dtype="float32"), True), ("auto", ON_H100._replace(width=264), False),
+])
+def test_documents_need_no_mask_where_flash_computes_them(asked, call, offsets):
+    assert takes_offsets(asked, call) == offsets
+
+
+def test_a_job_says_what_its_attention_is():
+    packed = "data.document_mask=true"
+    job = compose_job("model=deepseek_v3_debug", "data=embedded", packed, "debug.deterministic=true")
+    call = call_of(job)
+    assert (call.width, call.value_width, call.masked, call.deterministic) == (job.model.head_width, job.model.value_dim, False, True)
+    assert call_of(compose_job("data=embedded", packed, "precision=fp32")).masked
+    assert not call_of(compose_job("data=embedded", packed, "precision=fp32"), "cpu").masked
+    assert call_of(compose_job("parallelism=cp", "gpus=2")).ring
+    assert not call_of(compose_job("parallelism=cp", "gpus=2", "parallelism.cp_rotate=ulysses")).ring
+    assert not call_of(compose_job("model=flux_debug", "data=synthetic_images")).causal

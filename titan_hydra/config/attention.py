@@ -1,0 +1,117 @@
+"""Which of torch's attention kernels may compute a call: one answer for models, rings, the checks of a cell and its predictions.
+
+torch has checks of its own (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and takes the first kernel that passes them. Here stand
+those that decide how a call is prepared, and the calls that torch would compute wrongly, each with its issue.
+"""
+from typing import NamedTuple
+
+from titan_hydra.base.errors import ConfigError
+
+from .fault import Fault
+from .schema import Job
+
+KERNELS = ("cudnn", "flash", "efficient", "math")  # the order of auto: on an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash
+HALF = ("bfloat16", "float16")
+
+
+class Machine(NamedTuple):
+    """A GPU and torch's libraries for it. `cuda` is empty where torch is built for ROCm; cuDNN 9.26.0 is 92600."""
+
+    capability: tuple[int, int]
+    cuda: tuple[int, ...]
+    cudnn: int
+
+
+class Call(NamedTuple):
+    """What the choice of a kernel depends on. Without `machine`, as on a login node, nothing is refused for what the machine is."""
+
+    device: str
+    dtype: str = "bfloat16"
+    width: int = 128  # of a query and of a key
+    value_width: int = 128
+    keys: int = 0  # in a sequence
+    causal: bool = True
+    masked: bool = False  # by a tensor
+    ring: bool = False
+    deterministic: bool = False
+    machine: Machine | None = None
+
+
+def kernels(asked: str, call: Call) -> list[str]:
+    """Return the kernels that may compute a call, fastest first. `asked` is what model.attention says. Raises ConfigError if none may."""
+    found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if objection(kernel, call) is None]
+    if not found:
+        raise ConfigError(str(kernel_fault(asked, call)))
+    return found
+
+
+def kernel_fault(asked: str, *calls: Call) -> Fault | None:
+    """Return the fault of model.attention if no kernel that it allows may compute any of the calls; its reason is that of the last one."""
+    legal = [kernel for kernel in KERNELS if any(objection(kernel, call) is None for call in calls)]
+    if legal if asked == "auto" else asked in legal:
+        return None
+    reason = "no kernel computes this attention" if asked == "auto" else objection(asked, calls[-1]) or ""
+    return Fault("model.attention", asked, reason, legal=("auto", *legal) if legal else ())
+
+
+def objection(kernel: str, call: Call) -> str | None:
+    """Return why a kernel may not compute a call; None if it may."""
+    if kernel == "math":
+        # torch would take the order of the ranks for the order of the sequence, without an error.
+        return "has no ring (pytorch #147793)" if call.ring else None
+    if call.device != "cuda":
+        return None if kernel == "flash" else f"does not exist on the {call.device.upper()}"
+    if kernel == "cudnn":
+        return _of_cudnn(call)
+    if kernel == "efficient":
+        return None if call.dtype in (*HALF, "float32") else f"does not compute in {call.dtype}"
+    if call.dtype not in HALF:
+        return f"does not compute in {call.dtype}"
+    if call.masked:
+        return "takes no mask"
+    return f"takes no heads of {call.width}, but up to 256" if call.width > 256 else None
+
+
+def _of_cudnn(call: Call) -> str | None:
+    """Return why cuDNN may not compute a call on CUDA. What torch itself refuses is here too: a kernel that is asked for must be one line.
+
+    Not here: single queries, for which cuDNN is wrong on B200 before 9.24.1 (pytorch #193893); no call of this package has one.
+    """
+    widths, machine = (call.width, call.value_width), call.machine
+    if call.dtype not in HALF:
+        return f"does not compute in {call.dtype}"
+    if call.ring:  # in torch's ring the output and its gradient differ in their layout
+        return "fails in a ring, or computes wrong gradients (pytorch #176915)"
+    if call.deterministic:
+        return "is refused by debug.deterministic=true, as its backward is not deterministic"
+    if call.masked:
+        return "may compute gradients that are not finite under a mask (pytorch #196678)"
+    if any(width % 8 for width in widths) or (max(widths) > 128 and widths != (192, 128)):  # 256 is later torch's, and not proven
+        return f"takes no heads of {call.width} with values of {call.value_width}, but up to 128 in steps of 8"
+    if machine is None:
+        return None
+    if not machine.cuda:
+        return "is not part of this torch, which is built for ROCm"
+    if machine.cuda < (12, 9):  # torch turns it off by default there; whoever names it turns it on again
+        has = ".".join(map(str, machine.cuda))
+        return f"reads memory that is not its own before CUDA 12.9, and this torch has {has} (pytorch #169849)"
+    if max(widths) > 128 and machine.capability[0] not in (9, 10):  # pytorch #172621
+        return f"takes no heads of {call.width} on a GPU of capability {machine.capability[0]}.{machine.capability[1]}"
+    if not call.causal and call.keys % 128 == 64 and machine.cudnn < 92600:  # repaired by cuDNN 9.26, pytorch #196861
+        return f"may compute gradients that are not finite for {call.keys} keys (pytorch #196678)"
+    return None
+
+
+def takes_offsets(asked: str, call: Call) -> bool:
+    """Whether attention within packed documents is flash's on their offsets (kernels/documents.py); otherwise it needs a mask of all pairs.
+    """
+    return asked in ("auto", "flash") and (call.device != "cuda" or (objection("flash", call) is None and call.width % 8 == 0))
+
+
+def call_of(job: Job, device: str = "cuda", machine: Machine | None = None) -> Call:
+    """Return the attention of a job's blocks on a device."""
+    model, layout = job.model, job.parallelism
+    ring = layout.cp > 1 and layout.cp_rotate != "ulysses"
+    call = Call(device, job.precision.compute_dtype, model.head_width, model.value_width, job.data.seq_len, model.causal, ring=ring,
+                deterministic=job.debug.deterministic, machine=machine)
+    return call._replace(masked=job.data.document_mask and not takes_offsets(model.attention, call))
