@@ -15,7 +15,7 @@ from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.models.init import init_weights
-from titan_hydra.models.moe import MoE, Order, Router
+from titan_hydra.models.moe import MoE, Router
 from titan_hydra.parallel import experts
 from titan_hydra.parallel.experts import AllToAll
 from titan_hydra.train.muon import Muon
@@ -41,7 +41,8 @@ def layer(*overrides, base=MOE):
 
 def one_by_one(moe, x):
     """The layer computed token by token, expert by expert."""
-    scores, chosen = moe.router(x)
+    scores, plan = moe.router(x)
+    scores, chosen = moe.router.gates(scores, plan.chosen), plan.chosen
     rows = []
     for token, own, weights in zip(x.flatten(0, 1), chosen, scores, strict=True):
         parts = [(nn.functional.silu(moe.experts.w1[e] @ token) * (moe.experts.w3[e] @ token)) for e in own]
@@ -69,19 +70,58 @@ def test_experts_without_tokens_have_gradients_of_zero():
         assert [bool(part.any()) for part in weight.grad] == [expert in (2, 5) for expert in range(8)]
 
 
-def test_no_tokens_at_all_are_no_error():
+def test_gradients_that_a_kernel_does_not_write_are_zero(monkeypatch):
+    """Blackwell's leaves those of experts without tokens as they were in memory (pt#172439)."""
+    exact, calls = torch.nn.functional.grouped_mm, []
+
+    def unwritten(a, b, *, offs):
+        result = exact(a, b, offs=offs)
+        if result.dim() == 3:
+            calls.append(result.index_fill_(0, torch.tensor([1, 3]), torch.nan))
+        return result
+
+    moe, _ = layer()
+    weights, counts = [nn.Parameter(weight[:4].detach()) for weight in moe.experts.parameters()], torch.tensor([3, 0, 5, 0])
+    rows, order = torch.randn(8, weights[0].shape[2]), torch.arange(8, dtype=torch.int32)
+    moe.experts.w1, moe.experts.w2, moe.experts.w3 = weights
+    expected = torch.autograd.grad(moe.experts(rows, order, order, counts).square().sum(), weights)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", unwritten)
+    found = torch.autograd.grad(moe.experts(rows, order, order, counts).square().sum(), weights)
+    assert len(calls) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and not one[[1, 3]].any() and one[[0, 2]].any()
+
+
+def test_no_tokens_at_all_are_no_error(monkeypatch):
+    """The kernels are not asked for a product without rows, which nothing defines; the gradients are zeros all the same."""
     moe, x = layer()
-    nothing = x.new_zeros(0, x.shape[-1], requires_grad=True)
-    moe.experts(nothing, torch.zeros(8, dtype=torch.int64)).square().sum().backward()
+    nothing, order = x.new_zeros(0, x.shape[-1], requires_grad=True), torch.zeros(0, dtype=torch.int32)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
+    moe.experts(nothing, order, order, torch.zeros(8, dtype=torch.int32)).square().sum().backward()
+    assert nothing.grad.shape == nothing.shape
     assert not any(weight.grad.any() for weight in moe.experts.parameters())
 
 
-def test_order_puts_rows_next_to_each_other_and_back():
-    chosen = torch.tensor([[3, 1], [0, 3], [1, 2]])
-    order = Order(chosen)
-    x = torch.arange(3.0).unsqueeze(1)
-    assert order.spread(x).flatten().tolist() == [1, 0, 2, 2, 0, 1]  # of experts 0, 1, 1, 2, 3, 3
-    assert order.add_up(order.spread(x), torch.ones(3, 2)).flatten().tolist() == [0, 2, 4]
+def test_a_plan_puts_rows_next_to_each_other_and_back():
+    moe, _ = layer()
+    moe.router.choose = lambda scores: torch.tensor([[3, 1], [0, 3], [1, 2]])
+    plan = moe.router.plan(torch.zeros(3, 8))
+    x = torch.arange(3.0).unsqueeze(1).requires_grad_()
+    rows = plan.spread(x)
+    assert rows.flatten().tolist() == [1, 0, 2, 2, 0, 1]  # of experts 0, 1, 1, 2, 3, 3
+    assert plan.restore(rows).flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    assert plan.counts.tolist() == [1, 2, 1, 2, 0, 0, 0, 0]
+    rows.mul(torch.tensor([[1.0], [2], [4], [8], [16], [32]])).sum().backward()
+    assert x.grad.flatten().tolist() == [18, 33, 12]
+
+
+@pytest.mark.parametrize("counts", [[[2, 0, 1], [1, 3, 0]], [[0, 0, 0], [0, 2, 0]], [[0, 0], [0, 0]]])
+def test_rows_that_arrive_are_sorted_by_expert(counts):
+    """Within an expert, the ranks in order, and the rows of a rank as they came."""
+    owners = [expert for source in counts for expert, number in enumerate(source) for _ in range(number)]
+    order, back = experts.by_expert(torch.tensor(counts), len(owners))
+    assert order.tolist() == sorted(range(len(owners)), key=lambda place: owners[place])
+    assert order[back.long()].tolist() == list(range(len(owners)))
 
 
 # --- the router ------------------------------------------------------------------------------------------------------------------------
@@ -97,13 +137,23 @@ def test_the_bias_changes_the_choice_and_not_the_scores():
     nn.init.normal_(router.weight, std=0.1)
     router.bias.fill_(0)
     x = torch.randn(1, 5, router.weight.shape[1])
-    plain, _ = router(x)
     router.bias[6] = 10.0
-    scores, chosen = router(x)
+    scores, (chosen, *_) = router(x)
     assert (chosen == 6).any(1).all()
-    own = (router(x)[0] * 0 + torch.nn.functional.linear(x, router.weight).flatten(0, 1).softmax(-1).gather(1, chosen))
-    torch.testing.assert_close(scores, own / own.sum(-1, keepdim=True))
-    assert plain.shape == scores.shape
+    torch.testing.assert_close(scores, torch.nn.functional.linear(x, router.weight).flatten(0, 1).softmax(-1))
+    own = scores.gather(1, chosen)
+    torch.testing.assert_close(router.gates(scores, chosen), own / own.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(("base", "exact"), [(LATENT, True), (MOE, False)])
+def test_a_router_multiplies_in_the_precision_of_the_published_model(base, exact):
+    """DeepSeek-V3's in float32 whatever the weights are in, Qwen3's in their dtype: so are both in transformers."""
+    router = Router(job_of(base=base).model).bfloat16()
+    nn.init.normal_(router.weight)
+    x = torch.randn(1, 50, router.weight.shape[1], dtype=torch.bfloat16)
+    logits = torch.nn.functional.linear(x[0].double(), router.weight.double())
+    scores = logits.softmax(-1) if router.config.router == "softmax" else logits.sigmoid()
+    assert ((router(x)[0] - scores).abs().max() < 1e-5) == exact
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -122,13 +172,13 @@ def test_tokens_are_counted_once_however_often_a_forward_runs(kept):
 
 
 def test_the_loss_of_balance_has_the_papers_gradient():
-    """arXiv 2412.19437, section 2.1.2: alpha times the sum over experts of f_i P_i for each sequence, with f_i held fixed; a sequence
-    counts with its tokens, as everything in the mean loss does.
+    """arXiv 2412.19437, section 2.1.2: alpha times the sum over experts of f_i P_i for each sequence, with f_i held fixed, and its mean
+    over the sequences of the global batch.
     """
     moe, x = layer("model.sequence_balance=0.5", "model.n_shared_experts=0", base=LATENT)
-    router, count = moe.router, 100.0
-    experts.weigh(moe, torch.tensor(count))
-    scores, chosen = router(x)
+    router, sequences = moe.router, 10
+    router.scale = 1 / (sequences * (TOKENS // 2))
+    scores, (chosen, *_) = router(x)
     (found,) = torch.autograd.grad(scores.sum() * 0, router.weight)
     shares = torch.nn.functional.linear(x, router.weight).sigmoid()
     shares = shares / shares.sum(-1, keepdim=True)
@@ -136,15 +186,15 @@ def test_the_loss_of_balance_has_the_papers_gradient():
     for sequence, own in zip(shares, chosen.view(2, TOKENS // 2, -1), strict=True):
         counts = torch.bincount(own.flatten(), minlength=8)
         f = counts * 8 / (2 * len(sequence))
-        total = total + 0.5 * (f * sequence.mean(0)).sum() * len(sequence)
-    (expected,) = torch.autograd.grad(total / count, router.weight)
+        total = total + 0.5 * (f * sequence.mean(0)).sum()
+    (expected,) = torch.autograd.grad(total / sequences, router.weight)
     torch.testing.assert_close(found, expected)
 
 
 def test_balance_by_force_gives_every_expert_its_share():
     moe, x = layer()
     moe.router.balanced = True
-    _, chosen = moe.router(x)
+    _, (chosen, *_) = moe.router(x)
     assert torch.bincount(chosen.flatten(), minlength=8).tolist() == [TOKENS * 2 // 8] * 8
     assert all(len(set(own)) == 2 for own in chosen.tolist())
 

@@ -2,18 +2,26 @@
 
 No token is dropped. Everything here runs on one device; expert parallelism replaces the exchange (parallel/experts.py). On the way without
 it the host never waits for the device: the numbers of tokens stay there.
+
+A block of experts is compiled in parts. What is computed between them, once for a forward and never again in its recomputation, is what
+`keep` returns: the choice of experts, and what ranks must agree on.
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from titan_hydra.base.keep import keep
+from titan_hydra.kernels.grouped import grouped_matmul
+
 from .layers import FeedForward
 from .sparse import SparseModel
+
+PARTS = ("attend", "feed_forward.router.rate", "feed_forward.router.plan", "feed_forward.experts.forward", "feed_forward.add_up")
 
 
 def set_experts(blocks: Any, config: SparseModel) -> None:
@@ -21,7 +29,7 @@ def set_experts(blocks: Any, config: SparseModel) -> None:
     for number, block in blocks.items():
         if int(number) >= config.n_dense_layers:
             block.feed_forward = MoE(config)
-            block.compiled = ("attend", "feed_forward.shared_experts")
+            block.compiled = (*PARTS, "feed_forward.shared_experts.forward") if config.n_shared_experts else PARTS
 
 
 class MoE(nn.Module):
@@ -35,11 +43,15 @@ class MoE(nn.Module):
         self.exchange = Local()
 
     def forward(self, x: Tensor) -> Tensor:
-        scores, chosen = self.router(x)
-        order = Order(chosen)
-        rows = self.exchange(order.spread(x.flatten(0, 1)), counts_of(chosen, self.router.config.n_experts), self.experts)
-        y = order.add_up(rows, scores).view_as(x)
+        scores, plan = self.router(x)
+        rows = self.exchange(x.flatten(0, 1), plan, self.experts)
+        y = self.add_up(rows, scores, plan.chosen).view_as(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    def add_up(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sum over each token's experts of their rows [tokens * k, dim] times their gates, in a fixed order: [tokens, dim]."""
+        gates = self.router.gates(scores, chosen).to(rows.dtype)
+        return (rows.unflatten(0, gates.shape) * gates.unsqueeze(-1)).sum(1)
 
 
 def plain(weight: Tensor) -> Tensor:
@@ -47,11 +59,30 @@ def plain(weight: Tensor) -> Tensor:
     return weight
 
 
+class Plan(NamedTuple):
+    """Where a rank's tokens go. `order` puts the (token, expert) pairs of each expert next to each other; within an expert tokens keep
+    their order.
+    """
+
+    chosen: Tensor  # [tokens, k]: the experts of each token
+    order: Tensor  # [tokens * k], int32: the pair at each place
+    inverse: Tensor  # [tokens * k], int32: the place of each pair
+    counts: Tensor  # [experts], int32: the tokens of each expert
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Return each token's row [tokens, dim] once for each of its experts, in the order of experts."""
+        return Moved.apply(rows, self.order, self.inverse)
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """Put a row for each pair back into the order of the tokens."""
+        return Moved.apply(rows, self.inverse, self.order)
+
+
 class Router(nn.Module):
-    """Chooses the experts of each token and scores them, in float32.
+    """Scores the experts for each token, in float32, and chooses. Whether its matmul is in float32 too is the family's `float32_router`.
 
     With `balance_rate` a bias is added to the scores for the choice alone (arXiv 2408.15664); checkpoints have it. `load` counts the tokens
-    of each expert, and `entropy` sums that of the scores, since the last update. `scale` is the weight of an element in the mean loss.
+    of each expert, and `entropy` sums that of the scores, since the last update. `scale` is the weight of a token in the balance loss.
     """
 
     def __init__(self, config: SparseModel):
@@ -62,7 +93,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(config.n_experts) if config.balance_rate else None)
         self.register_buffer("load", torch.zeros(config.n_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("entropy", torch.zeros(()), persistent=False)
-        self.register_buffer("scale", torch.zeros(()), persistent=False)
+        self.scale = 0.0
         self.balanced = False  # experts in turn, whatever the scores: debug.balance_experts
         self.over_sequence: nn.Module = nn.Identity()  # adds up counts over the ranks that split a sequence
 
@@ -71,18 +102,32 @@ class Router(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and indices [tokens, experts_per_token] of each token's experts for x [batch, seq, dim]."""
-        config = self.config
-        logits = F.linear(x, self.read(self.weight)).flatten(0, 1).float()
-        scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
-        chosen = self.choose(scores.detach())
-        picked = scores.gather(1, chosen)
-        if config.normalize_scores:
-            picked = picked / (picked.sum(-1, keepdim=True) + 1e-20)
+    def forward(self, x: Tensor) -> tuple[Tensor, Plan]:
+        """Return the scores [tokens, experts] for x [batch, seq, dim], and where the tokens go."""
+        scores, shares, entropy = self.rate(x)
+        plan = keep(self.plan, scores.detach())
+        excess = keep(self.excess, plan.chosen, len(x)) if self.config.sequence_balance else None
+        return Observed.apply(scores, shares, plan.counts, entropy, excess, self.load, self.entropy), plan
+
+    def rate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores, shares (scores that add up to 1 for a token), both [tokens, experts], and the sum of the shares' entropies."""
+        weight = self.read(self.weight)
+        if self.config.float32_router:
+            x, weight = x.float(), weight.float()
+        logits = F.linear(x, weight).flatten(0, 1).float()
+        scores = logits.softmax(-1) if self.config.router == "softmax" else logits.sigmoid()
         shares = scores / scores.sum(-1, keepdim=True)
-        pressure = self.pressure(chosen, len(x)) if config.sequence_balance else None
-        return Observed.apply(picked * config.score_scale, shares, chosen, pressure, self.load, self.entropy, self.scale), chosen
+        return scores, shares, torch.special.entr(shares.detach()).sum()
+
+    def plan(self, scores: Tensor) -> Plan:
+        """Choose the experts of each token, and find their order. Counts come from the sorted choice: no atomic additions, no wait."""
+        chosen = self.choose(scores)
+        experts, order = chosen.flatten().int().sort(stable=True)  # a radix sort, whose passes are the bytes of a key
+        each = torch.arange(self.config.n_experts, device=chosen.device, dtype=torch.int32)
+        ends = torch.searchsorted(experts, each, right=True, out_int32=True)
+        places = torch.arange(len(order), device=chosen.device, dtype=torch.int32)
+        inverse = torch.empty_like(places).scatter_(0, order, places)
+        return Plan(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the experts of each token: the best of the best groups; a group's score is the sum of its two best."""
@@ -97,15 +142,21 @@ class Router(nn.Module):
             scores = groups.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(config.experts_per_token, -1, sorted=False).indices
 
-    def pressure(self, chosen: Tensor, sequences: int) -> Tensor:
-        """Return the derivative of the balance loss, summed over elements, by each token's shares [tokens, experts]: `sequence_balance`
-        times the expert's tokens in the sequence, relative to an even number of them.
+    def gates(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the factors [tokens, k] of the outputs of each token's experts."""
+        picked = scores.gather(1, chosen)
+        if self.config.normalize_scores:
+            picked = picked / (picked.sum(-1, keepdim=True) + 1e-20)
+        return picked * self.config.score_scale
+
+    def excess(self, chosen: Tensor, sequences: int) -> Tensor:
+        """Return the derivative of the balance loss by the shares of each of a sequence's tokens [sequences, experts]: `sequence_balance`
+        times the expert's tokens in the sequence, relative to an even number of them, times a token's weight in the loss.
         """
         indices = chosen.view(sequences, -1)
         counts = self.over_sequence(torch.zeros(sequences, self.config.n_experts, device=chosen.device).scatter_add_(
             1, indices, torch.ones_like(indices, dtype=torch.float32)))
-        excess = counts * (self.config.n_experts * self.config.sequence_balance) / counts.sum(-1, keepdim=True)
-        return excess.repeat_interleave(len(chosen) // sequences, 0)
+        return counts * (self.config.n_experts * self.config.sequence_balance * self.scale) / counts.sum(-1, keepdim=True)
 
 
 class Observed(torch.autograd.Function):
@@ -116,18 +167,19 @@ class Observed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, shares: Tensor, chosen: Tensor, pressure: Tensor | None, *buffers: Tensor) -> Tensor:
-        ctx.save_for_backward(shares, chosen, pressure)
-        ctx.buffers = buffers
+    def forward(ctx: Any, scores: Tensor, shares: Tensor, counts: Tensor, entropy: Tensor, excess: Tensor | None, *sums: Tensor) -> Tensor:
+        ctx.save_for_backward(counts, entropy, excess)
+        ctx.sums, ctx.shape = sums, shares.shape
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (shares, chosen, pressure), (load, entropy, scale) = ctx.saved_tensors, ctx.buffers
-        load.add_(counts_of(chosen, len(load)))
-        entropy.add_(torch.special.entr(shares).sum())
-        return gradient, None if pressure is None else pressure * scale, *[None] * 5
+        counts, entropy, excess = ctx.saved_tensors
+        for total, own in zip(ctx.sums, (counts, entropy), strict=True):
+            total.add_(own)
+        of_shares = None if excess is None else excess.repeat_interleave(ctx.shape[0] // len(excess), 0)
+        return gradient, of_shares, *[None] * 5
 
 
 class Experts(nn.Module):
@@ -140,76 +192,38 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
         self.read = plain
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute rows [tokens, dim], the first counts[0] of them with expert 0, the next counts[1] with expert 1, ..."""
-        ends = counts.cumsum(0).to(torch.int32)
-        w1, w2, w3 = (self.read(weight).transpose(-2, -1) for weight in (self.w1, self.w2, self.w3))
-        return F.grouped_mm(F.silu(F.grouped_mm(rows, w1, offs=ends)) * F.grouped_mm(rows, w3, offs=ends), w2, offs=ends)
+    def forward(self, rows: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
+        """Compute rows [n, dim] with k experts each. `order` [n * k] sorts the pairs of a row and an expert by expert, of which there are
+        counts[0] with expert 0, counts[1] with expert 1, ... (as in `Plan`). Returns a row for each pair, in the order of the pairs.
+        """
+        ends = counts.cumsum(0, dtype=torch.int32)
+        w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
+        rows = Moved.apply(rows, order, inverse)
+        rows = grouped_matmul(F.silu(grouped_matmul(rows, w1, ends)) * grouped_matmul(rows, w3, ends), w2, ends)
+        return Moved.apply(rows, inverse, order)
 
 
 class Local(nn.Module):
-    """Computes rows that are in the order of their experts, counts[e] of them for expert e, with experts that are all on this device."""
+    """Computes a rank's rows [tokens, dim] with experts that are all on this device. Returns [tokens * k, dim], k rows for each token."""
 
-    def forward(self, rows: Tensor, counts: Tensor, experts: nn.Module) -> Tensor:
-        return experts(rows, counts)
-
-
-class Order:
-    """The order of (token, expert) pairs in which each expert's are next to each other; within an expert tokens keep their order."""
-
-    def __init__(self, chosen: Tensor):
-        """Take the experts [tokens, k] of each token."""
-        self.each = chosen.shape[1]
-        self.order = chosen.flatten().argsort(stable=True)
-        self.inverse = inverse(self.order)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Return each token's row [tokens, dim] once for each of its experts, in expert order."""
-        return Spread.apply(x, self.order, self.inverse, self.each)
-
-    def add_up(self, rows: Tensor, scores: Tensor) -> Tensor:
-        """Return the sum over each token's experts of their rows times their scores, in a fixed order."""
-        rows = Permute.apply(rows, self.inverse, self.order).unflatten(0, (-1, self.each))
-        return torch.bmm(scores.to(rows.dtype).unsqueeze(1), rows).squeeze(1)
+    def forward(self, rows: Tensor, plan: Plan, experts: nn.Module) -> Tensor:
+        return experts(rows, plan.order, plan.inverse, plan.counts)
 
 
-class Spread(torch.autograd.Function):
-    """Copies row order[i] // each to place i. Its backward adds the copies up in a fixed order, without atomic additions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.each = each
-        return x.index_select(0, order // each)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse).unflatten(0, (-1, ctx.each)).sum(1), None, None, None
-
-
-class Permute(torch.autograd.Function):
-    """Puts row order[i] at place i; the backward, by the inverse of `order`, puts it back without atomic additions."""
+class Moved(torch.autograd.Function):
+    """Puts row order[i] // k at place i, for k = len(order) / len(rows); `inverse` undoes `order`. The backward adds up the k copies of a
+    row in a fixed order, without atomic additions.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
+        ctx.rows = len(rows)
+        return rows.index_select(0, order if len(rows) == len(order) else order // (len(order) // len(rows)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse), None, None
-
-
-def inverse(order: Tensor) -> Tensor:
-    """Return the permutation that undoes `order`."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def counts_of(chosen: Tensor, experts: int) -> Tensor:
-    """Return how many of the indices each expert has [experts]. bincount would make the host wait for the device."""
-    indices = chosen.flatten()
-    return indices.new_zeros(experts).scatter_add_(0, indices, torch.ones_like(indices))
+        back = gradient.index_select(0, inverse)
+        return back if len(back) == ctx.rows else back.unflatten(0, (ctx.rows, -1)).sum(1), None, None

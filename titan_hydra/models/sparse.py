@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from titan_hydra.config.family import Linear, decoder_linears
 from titan_hydra.config.fault import Fault, divisors
@@ -15,6 +15,7 @@ EXPERTS = Interval(1, 2**16)
 
 @dataclass
 class SparseModel(Model):
+    float32_router: ClassVar[bool] = False  # whether the router's matmul is in float32, as the published model has it
     n_experts: int = key(..., "routed experts of a sparse block", EXPERTS)
     experts_per_token: int = key(..., "routed experts that each token passes", EXPERTS)
     expert_dim: int = key(..., "width of an expert's feed-forward", WIDTH)

@@ -1,13 +1,14 @@
 """Activation checkpointing: what a block's forward does not save, its backward recomputes.
 
 A block is checkpointed by replacing its class with one whose forward is wrapped; its name and its parameters' names stay. A block draws no
-random numbers, so the random state need not be restored.
+random numbers, so the random state need not be restored. Where experts are compiled, op and lean checkpoint each compiled part by itself.
 """
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,17 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.keep import kept
 from titan_hydra.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
-from titan_hydra.kernels import documents  # noqa: F401 - registers the operator that SAVED names
+from titan_hydra.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
 
+from .compile import parts_of
 from .experts import sparse_layers
 from .mesh import Mesh
 
-MATMULS = ("aten.mm", "aten._scaled_mm", "aten._grouped_mm")
+MATMULS = ("aten.mm", "aten._scaled_mm", "titan_hydra.grouped_matmul")
 SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
     "aten._scaled_dot_product_cudnn_attention",
@@ -36,7 +39,7 @@ SAVED = (  # results that are expensive to recompute, or need communication
     "_c10d_functional.all_reduce",
     "aten.max",  # Float8's amax: one number that costs a pass over a whole tensor
 )
-SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single", "aten.topk")  # a choice of experts must not change in the recomputation
+SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single",)
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
@@ -53,20 +56,42 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     if config.name in ("op", "lean"):
         saved = operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse_layers(module) else SAVED))
         options["context_fn"] = partial(selective_contexts, frozenset(saved), 2 if config.name == "op" else 1)
-    # One class for all equal blocks: the compiler compiles once for each class.
-    classes = {kind: checkpointed(kind, options) for kind in set(map(type, blocks.values()))}
+    classes: dict[tuple[type, str], type] = {}  # one for all equal blocks: the compiler compiles once for each class
     for name, block in blocks.items():
-        if config.name != "layer" or int(name) % config.every == 0:
-            block.__class__ = classes[type(block)]
+        if config.name == "layer" and int(name) % config.every:
+            continue
+        own, parts = options, [(block, "forward")]
+        if sparse_layers(block) and "context_fn" in options and job.compile.name != "off":
+            parts = list(parts_of(block))  # the policy must not meet compiled code: the operators there write into memory that is reused
+        elif sparse_layers(block):
+            own = options | {"context_fn": partial(keeping, options.get("context_fn"))}
+        for owner, method in parts:
+            key = (type(owner), method)
+            if key not in classes:
+                classes[key] = checkpointed(*key, own)
+            owner.__class__ = classes[key]
 
 
-def checkpointed(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
-    """Return the same class with a checkpointed forward."""
+def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) -> type[nn.Module]:
+    """Return the same class with a method that is checkpointed."""
+    plain = getattr(kind, method)
 
     def forward(self, *args, **kwargs):
-        return checkpoint(partial(kind.forward, self), *args, **options, **kwargs)
+        return checkpoint(partial(plain, self), *args, **options, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {method: forward, "__module__": kind.__module__})
+
+
+def keeping(others: Callable[[], tuple] | None) -> tuple:
+    """Return the contexts of a forward and of its recomputation that make `keep` work, around those of `others`."""
+    return tuple(both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True))
+
+
+@contextmanager
+def both(first: AbstractContextManager, second: AbstractContextManager) -> Iterator[None]:
+    """Enter two contexts."""
+    with first, second:
+        yield
 
 
 def selective_contexts(saved: frozenset, every: int) -> tuple:

@@ -1,9 +1,8 @@
 """torch.compile for each transformer block separately, where one compilation serves all equal blocks, or for a whole model."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import ceil
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from .mesh import Mesh
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block. Of a block
-    that names its `compiled` parts (methods, modules), as one with experts does, only those are compiled.
+    that names its `compiled` methods, as one with experts does, only those are compiled, each by itself.
 
     compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler joins the parameters of
     a block into one message, as FSDP2 does, and communicates while it computes.
@@ -34,12 +33,19 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         whole = config.name == "model"
         join_collectives(max(map(size_of, blocks.values())) if whole else 0)
         for block in [module] if whole else blocks.values():
-            for name in getattr(block, "compiled", ("",)):
-                part = attrgetter(name)(block) if name else block
-                if isinstance(part, nn.Module):
-                    part.compile(fullgraph=True, backend=config.backend)
-                elif part is not None:
-                    setattr(block, name, torch.compile(part, fullgraph=True, backend=config.backend))
+            for owner, method in parts_of(block):
+                options = {"fullgraph": True, "backend": config.backend, "dynamic": getattr(owner, "dynamic", None)}
+                if method == "forward":  # as a module, whose hooks stay outside
+                    owner.compile(**options)
+                else:
+                    setattr(owner, method, torch.compile(getattr(owner, method), **options))
+
+
+def parts_of(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the owner and the name of each method of a block that is compiled by itself: those in its `compiled`, else its forward."""
+    for name in getattr(block, "compiled", ("forward",)):
+        path, _, method = name.rpartition(".")
+        yield block.get_submodule(path), method
 
 
 def size_of(module: nn.Module) -> int:

@@ -43,6 +43,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     fully_shard(module, **options, reshard_after_forward=reshard)
     # FSDP warns of modules that return views, as heads under tp and FLUX's modulations: nothing here changes an output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if mesh.degrees.ep > 1:
+        gather_ahead(list(family.blocks(module).values()))
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # The loss is a sum divided once by the tokens of the global batch: every reduction over ranks must be a plain sum.
@@ -72,6 +74,17 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
     for layer in layers:
         fully_shard(layer.experts, **options | {"mesh": own}, shard_placement_fn=place)
     fully_shard(block, **options)
+
+
+def gather_ahead(blocks: list[Any]) -> None:
+    """Let each block start the gathers of the one after it, in the backward of the one before it, when it begins: inside it the host waits
+    for the device, for the numbers of tokens (as TorchTitan does under ep). In torch 2.11 experts are gathered by themselves.
+    """
+    groups = [[part for part in block.modules() if isinstance(part, FSDPModule)] for block in blocks]
+    for block, later in zip(blocks, groups[1:], strict=False):
+        block.set_modules_to_forward_prefetch(later)
+    for block, earlier in zip(blocks[1:], groups, strict=False):
+        block.set_modules_to_backward_prefetch(earlier[::-1])
 
 
 def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titan_hydra.base.keep import keep
 from titan_hydra.base.private import all_to_all_single, wait_tensor
 from titan_hydra.config.schema import Job
 
@@ -25,6 +26,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Split the experts of a meta-device stage over the ep ranks, in place, and let its tokens travel."""
     for layer in sparse_layers(module):
         layer.router.balanced = job.debug.balance_experts
+        layer.router.scale = 1 / (job.data.global_batch * job.data.seq_len)
         if (sequence := [mesh.world.get_group(name) for name in ("cp", "tp") if getattr(mesh.degrees, name) > 1]):
             layer.router.over_sequence = Summed(sequence)
         if mesh.degrees.ep == 1:
@@ -33,18 +35,13 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         for name, weight in list(layer.experts.named_parameters()):
             layer.experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None)))
         layer.experts.read = DTensor.to_local
+        layer.experts.dynamic = True  # for the compiler: the number of rows is another one in each step
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
 
 
 def sparse_layers(module: nn.Module) -> list[Any]:
     """Return the feed-forwards of experts in a model, a stage or a block, in running order."""
     return [part for part in module.modules() if hasattr(part, "router")]
-
-
-def weigh(module: nn.Module, count: Tensor) -> None:
-    """Tell the routers the weight of an element in the mean loss, for the balance loss within sequences."""
-    for layer in sparse_layers(module):
-        layer.router.scale.copy_(1 / count)
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,10 @@ class Balance:
 
 
 @torch.no_grad()
-def after_step(module: nn.Module, mesh: Mesh, model: Any) -> Balance | None:
-    """Move the biases of all routers against the loads of the step, summed over all ranks of the stage. Returns how even they were."""
+def after_step(module: nn.Module, mesh: Mesh, model: Any, finite: Tensor) -> Balance | None:
+    """Move the biases of all routers against the loads of the step, summed over all ranks of the stage, unless its loss or norm is not
+    `finite`. Returns how even the loads were.
+    """
     if not model.sparse:
         return None
     routers = [layer.router for layer in sparse_layers(module)]
@@ -79,7 +78,7 @@ def after_step(module: nn.Module, mesh: Mesh, model: Any) -> Balance | None:
     mean = loads.mean(1, keepdim=True)
     for router, load, even in zip(routers, loads, mean, strict=True):
         if router.bias is not None:
-            router.bias += model.balance_rate * (even - load).sign().float()
+            router.bias += model.balance_rate * finite * (even - load).sign().float()
     ranks = loads.unflatten(1, (mesh.degrees.ep, -1)).sum(2)
     worst = torch.stack([(part / part.mean(1, keepdim=True)).max() for part in (loads, ranks)])
     return Balance(loads, worst, torch.stack([sums[:, -1].sum(), loads.sum() / model.experts_per_token]))
@@ -107,23 +106,19 @@ class Summed(nn.Module):
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a rank's rows to their experts' ranks and back: how many each rank is sent and sends, and the order in which those that
-    arrive from all ranks are next to each other by expert.
-    """
+    """The way of a rank's rows to their experts' ranks and back: how many each rank is sent and sends."""
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
-    order: Tensor
-    inverse: Tensor
 
     def there(self, rows: Tensor) -> Tensor:
-        """Send rows, which are in the order of their experts, and return those that arrive, in the order of this rank's experts."""
-        return wait_tensor(all_to_all_single(rows, self.received, self.sent, self.group)).index_select(0, self.order)
+        """Send rows, which are in the order of their experts, and return those that arrive, in the order of their ranks."""
+        return wait_tensor(all_to_all_single(rows, self.received, self.sent, self.group))
 
     def back(self, rows: Tensor) -> Tensor:
         """Undo `there`."""
-        return wait_tensor(all_to_all_single(rows.index_select(0, self.inverse), self.sent, self.received, self.group))
+        return wait_tensor(all_to_all_single(rows, self.sent, self.received, self.group))
 
 
 class Travel(torch.autograd.Function):
@@ -141,33 +136,45 @@ class Travel(torch.autograd.Function):
 
 
 class AllToAll(nn.Module):
-    """Computes rows that are in the order of their experts, counts[e] of them for expert e, on the ranks that hold the experts.
+    """Computes a rank's rows [tokens, dim] on the ranks that hold their experts. Returns [tokens * k, dim], k rows for each token.
 
-    The host waits once for the device, for the numbers of rows; if experts are balanced by force, it knows them.
+    The host waits once for the device, for the numbers of rows, and not in a recomputation. If experts are balanced by force, it knows the
+    numbers.
     """
 
     def __init__(self, group: dist.ProcessGroup, balanced: bool):
         super().__init__()
         self.group, self.balanced = group, balanced
 
-    def forward(self, rows: Tensor, counts: Tensor, experts: nn.Module) -> Tensor:
-        rank, ranks = self.group.rank(), self.group.size()
-        if self.balanced:  # every rank has the same counts
-            (share, more), each = divmod(len(rows), len(counts)), len(counts) // ranks
-            parts = [[share + (expert < more) for expert in range(start, start + each)] for start in range(0, len(counts), each)]
-            sent, received = [sum(part) for part in parts], [sum(parts[rank])] * ranks
-            arriving = torch.tensor(parts[rank], device=rows.device).repeat(ranks, 1)
-        else:
-            arriving = wait_tensor(all_to_all_single(counts, None, None, self.group)).view(ranks, -1)  # [source, own expert]
-            sent, received = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)]).tolist()
-        route = Route(self.group, sent, received, *by_expert(arriving, sum(received)))
-        computed = experts(Travel.apply(rows, route.there, route.back), arriving.sum(0))
-        return Travel.apply(computed, route.back, route.there)
+    def forward(self, rows: Tensor, plan: Any, experts: nn.Module) -> Tensor:
+        arriving, sent, received = keep(self.sizes, plan)
+        route = Route(self.group, sent, received)
+        rows = Travel.apply(plan.spread(rows), route.there, route.back)
+        rows = experts(rows, *by_expert(arriving, len(rows)), arriving.sum(0, dtype=torch.int32))
+        return plan.restore(Travel.apply(rows, route.back, route.there))
+
+    def sizes(self, plan: Any) -> tuple[Tensor, list[int], list[int]]:
+        """Return the numbers of rows that arrive [rank, own expert], of those sent to each rank, and of those received from each."""
+        rank, ranks, experts = self.group.rank(), self.group.size(), len(plan.counts)
+        if self.balanced:  # every rank has the same counts, the first `more` experts one more than the others
+            (share, more), each = divmod(len(plan.order), experts), experts // ranks
+            sent = [each * share + min(max(more - first, 0), each) for first in range(0, experts, each)]
+            own = share + (torch.arange(each, device=plan.counts.device) < more - rank * each).int()
+            return own.repeat(ranks, 1), sent, [sent[rank]] * ranks
+        arriving = torch.empty_like(plan.counts)
+        dist.all_to_all_single(arriving, plan.counts, group=self.group)
+        arriving = arriving.view(ranks, -1)
+        sent, received = torch.stack([plan.counts.view(ranks, -1).sum(1), arriving.sum(1)]).tolist()
+        return arriving, sent, received
 
 
 def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the order that puts rows from [source, expert] into [expert, source], and the order that undoes it."""
-    ranks, experts = counts.shape
-    owner = torch.arange(experts, device=counts.device).repeat(ranks).repeat_interleave(counts.flatten(), output_size=total)
-    order = owner.argsort(stable=True)
-    return order, torch.empty_like(order).scatter_(0, order, torch.arange(total, device=order.device))
+    """Return the order (int32) that puts `total` rows from [source, expert] into [expert, source], and the order that undoes it.
+
+    Rows of one source for one expert stay together: a row moves as far as the first of them.
+    """
+    places = torch.arange(total, device=counts.device, dtype=torch.int32)
+    ends, ends_by_expert = (part.flatten().cumsum(0, dtype=torch.int32) for part in (counts, counts.t()))
+    moves = ends.view_as(counts) - ends_by_expert.view(counts.shape[::-1]).t()
+    order = places + moves.t().flatten()[torch.searchsorted(ends_by_expert, places, right=True, out_int32=True)]
+    return order, places - moves.flatten()[torch.searchsorted(ends, places, right=True, out_int32=True)]

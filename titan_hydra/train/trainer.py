@@ -82,7 +82,6 @@ class Trainer:
             dist.all_reduce(count, group=self.mesh.batch)
         self.groups.add_up([count])
         count = count.masked_fill(count == 0, 1)  # not clamp: weights can sum to less than 1
-        experts.weigh(self.model, count)
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
         for number, part in enumerate(parts, start=1):
@@ -116,7 +115,7 @@ class Trainer:
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
         optimizer_step(self.optimizers, divisor, agreement.finite)
-        self.balance = experts.after_step(self.model, self.mesh, self.job.model)
+        self.balance = experts.after_step(self.model, self.mesh, self.job.model, agreement.finite)
         self.drop_gradients()
         formats.after_step(self.model, self.job)
 

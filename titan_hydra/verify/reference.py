@@ -67,17 +67,17 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.13245 ----------
 
 def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Tensor, Weights]:
-    """Return the cross-entropy of the labels that count and the balance loss, divided by their number; and how many tokens each layer's
-    experts had.
+    """Return the mean cross-entropy of the labels that count; the mean over the sequences of the balance loss of all layers; and how many
+    tokens each layer's experts had.
     """
     routed: dict[str, tuple[Tensor, Tensor]] = {}
     logits = forward(weights, batch, model, routed).log_softmax(-1)
     counts = batch["labels"] >= 0
     picked = logits.gather(-1, batch["labels"].where(counts, 0).unsqueeze(-1)).squeeze(-1)
     number = max(int(counts.sum()), 1)
-    imbalance = sum((_unbalanced(*layer, model) for layer in routed.values()), torch.zeros(()))
+    imbalance = sum((_unbalanced(*layer, model).mean() for layer in routed.values()), torch.zeros(()))
     loads = {name: chosen.sum((0, 1)).double() for name, (chosen, _) in routed.items()}
-    return -(picked * counts).sum() / number, imbalance / number, loads
+    return -(picked * counts).sum() / number, imbalance, loads
 
 
 def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
@@ -166,10 +166,11 @@ def _place(x: Tensor) -> Tensor:
 
 
 def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
-    """Return the balance loss in sequences, summed over tokens: each expert's tokens, relative to an even number, times its shares."""
-    tokens = chosen.double().sum(1, keepdim=True)
-    even = chosen.shape[1] * model.experts_per_token / model.n_experts
-    return model.sequence_balance * (tokens / even * shares).sum()
+    """Return the balance loss of each sequence (2412.19437, equations 17 to 20): the sum over experts of f P. Of the sequence's T
+    tokens, f is the part that chose the expert, relative to an even one, and P is the mean share.
+    """
+    f = chosen.double().mean(1) * model.n_experts / model.experts_per_token
+    return model.sequence_balance * (f * shares.mean(1)).sum(-1)
 
 
 def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse) -> Tensor:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from titan_hydra.config.family import Linear
 from titan_hydra.config.fault import Fault
@@ -23,6 +23,7 @@ class Yarn:
 
 @dataclass
 class DeepSeekV3Config(SparseModel):
+    float32_router: ClassVar[bool] = True
     q_rank: int = key(0, "width of the latent from which queries are computed; 0: from the residual stream", NATURAL)
     kv_rank: int = key(..., "width of the latent from which keys and values are computed", WIDTH)
     plain_dim: int = key(..., "width of the part of a query and a key that is not rotated", WIDTH)

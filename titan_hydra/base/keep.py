@@ -1,0 +1,34 @@
+"""Values that a recomputation by activation checkpointing must not compute again, as another value would be wrong. Imports no torch."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+_kept: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("kept", default=lambda compute: compute())
+
+
+def keep(compute: Callable[..., Any], *args: Any) -> Any:
+    """Return compute(*args). A recomputation by activation checkpointing gets the value of the forward again, without computing it."""
+    return _kept.get()(lambda: compute(*args))
+
+
+def kept() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Return the contexts of a forward, which records the values of `keep`, and of its recomputation, which returns them in order."""
+    values: list[Any] = []
+
+    def record(compute: Callable[[], Any]) -> Any:
+        values.append(compute())
+        return values[-1]
+
+    return _keeping(record), _keeping(lambda _: values.pop(0))
+
+
+@contextlib.contextmanager
+def _keeping(how: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    token = _kept.set(how)
+    try:
+        yield
+    finally:
+        _kept.reset(token)

@@ -1,0 +1,61 @@
+"""Matrices of which each multiplies rows of its own: torch's grouped matmul, right also where one of them, or all, have no rows.
+
+As operators of our own they can be compiled in any dtype (torch 2.13 knows the shape of its own in bfloat16 alone), and activation
+checkpointing can name them. No host waits for the device.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+
+@custom_op("titan_hydra::grouped_matmul", mutates_args=())
+def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows [n, inputs], those before ends[0] by the first of weights [matrices, outputs, inputs], transposed, those before ends[1]
+    by the second, ... Returns [n, outputs]. `ends` are int32; the last one is n.
+    """
+    if not len(rows):  # a rank may have none; no documentation says what the kernels do then
+        return rows.new_zeros(0, weights.shape[1])
+    return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+
+
+@custom_op("titan_hydra::grouped_matmul_backward", mutates_args=())
+def grouped_matmul_backward(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and of weights."""
+    if not len(rows):
+        return torch.zeros_like(rows), torch.zeros_like(weights)
+    of_weights = F.grouped_mm(gradient.t(), rows, offs=ends)
+    if not fills_empty_groups(rows.device):
+        none = torch.diff(ends, prepend=torch.zeros_like(ends[:1])) == 0
+        of_weights = of_weights.masked_fill_(none.view(-1, 1, 1), 0)
+    return F.grouped_mm(gradient, weights, offs=ends), of_weights
+
+
+def fills_empty_groups(device: torch.device) -> bool:
+    """Whether the kernels write zeros as the gradient of a matrix without rows. Hopper's do; Blackwell's do not (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@grouped_matmul.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@grouped_matmul_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), weights.new_empty(weights.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return *grouped_matmul_backward(gradient.contiguous(), *ctx.saved_tensors), None
+
+
+grouped_matmul.register_autograd(_differentiate, setup_context=_keep)
