@@ -20,7 +20,7 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "parallel": GROUND | {"kernels"},
     "data": GROUND,
     "observe": GROUND | {"runs", "parallel"},
-    "checkpoint": GROUND | {"models", "runs", "parallel", "data"},
+    "checkpoint": GROUND | {"models", "runs", "kernels", "parallel", "data"},
     "train": GROUND | {"models", "runs", "kernels", "parallel", "data", "observe", "checkpoint"},
     "fault_tolerance": GROUND | {"runs", "parallel", "data", "observe", "checkpoint", "train"},
     "verify": GROUND | {"models", "runs", "parallel", "data", "train"},

@@ -64,7 +64,7 @@ ALONE = [
     run("attention efficient", "model.attention=efficient", like=MATH, within=5e-3, gpu=KERNEL),
     run("documents", *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3),
     run("chunked loss", *CHUNKED, like=(), within=2e-3),
-    Case("split masters have the bits of whole ones", "split_masters"),
+    Case("split masters step as whole ones", "split_masters"),
     run("split masters", "precision=bf16", "optimizer.masters=split", like=("precision=bf16",), within=2e-3),
     *(run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3, saves=mode == "full") for mode in ("full", "layer", "op", "lean")),
     *(run(f"resumes bitwise, checkpoint {kind}", f"checkpoint={kind}", check="resumes") for kind in ("sync", "async", "async_pinned")),

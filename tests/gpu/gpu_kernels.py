@@ -56,7 +56,9 @@ def kernels(here: Here) -> dict[str, Any]:
 
 
 def split_masters(here: Here) -> dict[str, Any]:
-    """Twenty steps of split masters have, for the same gradients, the bits of torch's fused AdamW of whole ones."""
+    """Twenty steps of split masters are, for the same gradients, those of torch's fused AdamW of whole ones: bit for bit without a GPU,
+    on one to the roundings that torch's kernel saves by contracting operations.
+    """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
     whole = [torch.nn.Parameter(torch.randn(size, device=place)) for size in ((1000, 300), (300,), (17, 3))]
@@ -68,11 +70,10 @@ def split_masters(here: Here) -> dict[str, Any]:
             other.grad = torch.randn_like(one).bfloat16()
             one.grad = other.grad.float()
         optimizer_step(optimizers, torch.tensor(1.0 + number % 3, device=place), torch.tensor(number != 7, device=place))
-    different = sum(int((one.detach().view(torch.int32) != master_of(other).view(torch.int32)).sum())
-                    for one, other in zip(whole, split, strict=True))
-    if different:
-        raise AssertionError(f"{different} weights differ")
-    return {"weights": sum(parameter.numel() for parameter in whole)}
+    worst = max(apart(master_of(other), one.detach()) for one, other in zip(whole, split, strict=True))
+    if worst > (1e-6 if here.gpu else 0):
+        raise AssertionError(f"weights differ by {worst}")
+    return {"weights": sum(parameter.numel() for parameter in whole), "apart": worst}
 
 
 def float8_casts(here: Here) -> dict[str, Any]:

@@ -53,18 +53,39 @@ def test_the_upper_half_is_the_nearest_bfloat16():
     assert (weight[ties].abs().double() >= numbers[ties].abs().double()).all()
 
 
-def test_the_kernels_of_a_gpu_have_the_same_bits(monkeypatch):
-    """In Triton's interpreter, as there is no GPU: they compute with integers alone."""
+def adamw_in_torch(master, gradient, mean, square, step, lr, beta1, beta2, eps, weight_decay, grad_scale):
+    """What the kernel of a GPU computes, operation by operation. On CPUs torch's root in float32 is not always the nearest number."""
+    gradient = gradient.float() / grad_scale
+    mean = mean + (gradient - mean) * (1 - beta1)
+    square = square * beta2 + gradient * gradient * (1 - beta2)
+    root = square.double().sqrt().float() / torch.tensor((1 - beta2**step) ** 0.5)
+    return master * (1 - lr * weight_decay) - mean * torch.tensor(lr / (1 - beta1**step)) / (root + eps), mean, square
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_of_a_gpu_has_the_bits_of_torch(dtype, monkeypatch):
+    """Three steps, the second not taken, in Triton's interpreter. The steps of torch's fused kernel are near."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from titan_hydra.kernels.split_triton import halve_on_gpu, join_on_gpu
-
-    numbers = any_floats(2)[-100_003:]
-    weight, remainder = torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers, dtype=torch.int16)
-    halve_on_gpu(numbers, weight, remainder)
-    for ours, expected in zip((weight.view(torch.int16), remainder), halves_of(numbers), strict=True):
-        assert torch.equal(ours, expected.view(torch.int16))
-    assert same_bits(join_on_gpu(weight, remainder), numbers)
+    torch.manual_seed(0)
+    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": torch.tensor(3.0)}
+    sizes, skipped = ((300, 40), (3000,), (7, 3)), (0.0, 1.0, 0.0)
+    masters = [(torch.randn(size), torch.zeros(size), torch.zeros(size)) for size in sizes]
+    ours, theirs = ([(*halves_of(master), mean.clone(), square.clone()) for master, mean, square in masters] for _ in range(2))
+    steps = {found: [torch.tensor(4.0) for _ in sizes] for found in ("ours", "theirs")}
+    for number, skip in enumerate(skipped):
+        gradients = [torch.randn(size).mul(10.0 ** -number).to(dtype) for size in sizes]
+        for update, name, parameters in ((kernel._update_on_gpu, "ours", ours), (kernel.update_split, "theirs", theirs)):
+            given = [(*held[:2], gradient.clone(), *held[2:]) for held, gradient in zip(parameters, gradients, strict=True)]
+            update(given, steps[name], found_inf=torch.tensor(skip), **options)
+        if not skip:
+            masters = [adamw_in_torch(master, gradient, *moments, 5 + skipped[:number].count(0.0), **options)
+                       for (master, *moments), gradient in zip(masters, gradients, strict=True)]
+    for (weight, remainder, *moments), (other, left, *_), (master, *expected) in zip(ours, theirs, masters, strict=True):
+        assert same_bits(join(weight, remainder), master)
+        assert all(map(torch.equal, moments, expected))
+        torch.testing.assert_close(join(other, left), master, rtol=1e-6, atol=1e-7)
+    assert steps["ours"] == steps["theirs"] == [torch.tensor(6.0)] * 3
 
 
 def two_models(seed=0, sizes=((300, 40), (300,), (7, 3))):

@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 
 from titan_hydra import data
 from titan_hydra.base.errors import CheckpointError
+from titan_hydra.checkpoint import planner, safe
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.checkpoint.writer import Writer
+from titan_hydra.kernels import split_masters
+from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import trainer
@@ -184,6 +188,71 @@ def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
         assert [event[:2] for event in events] == [("checkpoint", 1), ("checkpoint", 2)]
 
     alone(task, f"checkpoint={name}")
+
+
+@pytest.mark.parametrize("name", ["sync", "async", "async_pinned"])
+def test_a_save_of_split_masters_joins_one_at_a_time(alone, monkeypatch, tmp_path, name):
+    """What is handed to DCP is in the weights' own memory; of what is joined for the file two are alive at most, the last and the next."""
+    joined, alive, most = [], weakref.WeakSet(), []
+
+    def join(*halves):
+        alive.add(whole := split_masters.join(*halves))
+        joined.append(whole.nbytes)
+        most.append(len(alive))
+        return whole
+
+    def saved(path, like):
+        content = {"model": {name: torch.zeros(weight.shape, dtype=like) for name, weight in whole.items()}}
+        safe.load_checkpoint(content, path)
+        return content["model"]
+
+    def task(built, checkpointer, data_state, events):
+        nonlocal whole
+        built.update(built.agree(torch.zeros(()), built.measure()))
+        parameters = dict(built.model.named_parameters())
+        whole = {name: master_of(parameter) for name, parameter in parameters.items()}
+        own = {part.data_ptr() for parameter in parameters.values() for part in (parameter, parameter.lower_half)}
+        content = checkpointer._content({"model"}, built.model)
+        assert {tensor.data_ptr() for part in content.values() for tensor in part.values()} == own
+        monkeypatch.setattr(planner, "join", join)
+        checkpointer.after_step(1, [0.0, 0.0], data_state, last=False, stop=True)
+        checkpointer.save_weights(tmp_path / "export", built.job.model, "bfloat16")
+        assert len(joined) == 2 * len(whole) and max(most) <= 2
+        step = checkpointer.folder / "step-00000001"
+        for path, dtype in ((step, torch.float32), (tmp_path / "export", torch.bfloat16)):
+            entry = safe.read_index(path).state_dict_metadata
+            assert {entry[f"model.{name}"].properties.dtype for name in whole} == {dtype}
+            assert all(torch.equal(weight, whole[name].to(dtype)) for name, weight in saved(path, dtype).items())
+        for parameter in parameters.values():
+            parameter.data.zero_()
+            parameter.lower_half.zero_()
+        checkpointer.resume()
+        assert all(torch.equal(master_of(parameter), whole[name]) for name, parameter in parameters.items())
+
+    whole = {}
+    alone(task, "precision=bf16", "optimizer.masters=split", f"checkpoint={name}")
+
+
+def test_every_save_is_copied_into_the_same_memory(alone, monkeypatch):
+    """As torch 2.11 does, the stager closes its inner one after each copy."""
+    def task(built, checkpointer, data_state, events):
+        stager, copies = checkpointer.stager, []
+        stage = stager._stage
+
+        def noted(content):
+            copies.append(stage(content))
+            stager._state_dict_stager.close()
+            return copies[-1]
+
+        monkeypatch.setattr(stager, "_stage", noted)
+        for step in (1, 2):
+            checkpointer.after_step(step, [0.0, 0.0], data_state, last=False, stop=True)
+        assert [event[:2] for event in events] == [("checkpoint", 1), ("checkpoint", 2)]
+        first, second = ({name: tensor.data_ptr() for part in ("model", "lower_halves") for name, tensor in copy[part].items()}
+                         for copy in copies)
+        assert first == second
+
+    alone(task, "checkpoint=async_pinned", "precision=bf16", "optimizer.masters=split")
 
 
 def steps(checkpointer, state, numbers, stop_at=None):

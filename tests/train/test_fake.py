@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_hydra.config import compose_job, world_size
+from titan_hydra.base.private import TorchDispatchMode
+from titan_hydra.config import compose_job, freeze, world_size
+from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.train.trainer import assemble
+from titan_hydra.verify.fake import fake_step, fake_world
 
 LAUNCH = Path(__file__).parents[2] / "launch.py"
 B8, B70, B405 = (("data=synthetic", f"model=llama3_{size}") for size in ("8b", "70b", "405b"))
@@ -91,3 +94,29 @@ def test_a_rank_that_the_world_has_not_is_refused(tmp_path):
     run = step(("gpus=8",), 8, tmp_path)
     assert run.returncode == 2
     assert "comm.rank=8: the world has 8 ranks; nearest legal: 7" in run.stderr
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_every_microbatch_gathers_the_head_once(microbatches):
+    """A prefetch of an earlier microbatch's head would gather it again, for nothing."""
+    job = freeze(compose_unchecked("debug=tiny", "data=synthetic", "precision=bf16", "parallelism=fsdp", "gpus=4", "comm=fake",
+                                   "model.vocab_size=4096", "data.local_batch=2", f"data.global_batch={8 * microbatches}"))
+    gathers = Gathers()
+    with fake_world(job):
+        fake_step(job, lambda trainer, batch: gathers)
+    head = job.model.dim * (job.model.vocab_size + 1)  # with the norm
+    assert gathers.sizes.count(head) == microbatches
+    assert len(gathers.sizes) == microbatches * (2 * job.model.n_layers + 3)  # the blocks and the embedding again in the backward
+
+
+class Gathers(TorchDispatchMode):
+    """Keeps the size of every gathered group of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if "allgather_base" in str(operator):
+            self.sizes.append(max(one.numel() for one in args if isinstance(one, torch.Tensor)))
+        return operator(*args, **(kwargs or {}))

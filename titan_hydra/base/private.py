@@ -206,9 +206,9 @@ def without_wrapper(local: Tensor) -> Tensor | None:
     return getattr(local, "_tensor", None)
 
 
-def is_spent(stager: DefaultStager) -> bool:
-    """Whether a checkpoint's stager can copy no more: torch 2.11 empties it after each copy."""
-    return not stager._state_dict_stager._deepcopy_dispatch
+def keep_staged(stager: DefaultStager) -> None:
+    """Let a checkpoint's stager copy into the same memory at every save: torch 2.11 gives it back after each, and would pin it anew."""
+    stager._state_dict_stager.close = lambda: None
 
 
 def process_of(job: LocalJob) -> subprocess.Popen:

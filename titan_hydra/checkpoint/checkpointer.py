@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from titan_hydra.base.errors import CheckpointError
-from titan_hydra.base.private import is_spent
+from titan_hydra.base.private import keep_staged
 from titan_hydra.config.schema import Checkpoint, Model
 from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints, layout
@@ -31,6 +31,7 @@ from titan_hydra.runs.run import Run
 
 from . import initial, safe, state
 from .convert import read_model_config
+from .planner import LOWER, MODEL, SavePlanner
 from .writer import Writer
 
 PARTS = {"model", "optimizer", "outer"}  # what DCP writes of a step; each rank's data state has a file of its own
@@ -76,7 +77,9 @@ class Checkpointer:
 
     def _new_stager(self) -> DefaultStager:
         pinned = self.config.name == "async_pinned" and torch.cuda.is_available()
-        return DefaultStager(StagingOptions(pinned, False, True, pinned))
+        stager = DefaultStager(StagingOptions(pinned, False, True, pinned))
+        keep_staged(stager)
+        return stager
 
     @property
     def base(self) -> nn.Module:
@@ -150,17 +153,16 @@ class Checkpointer:
         if self.stager is None:
             pending.written = Future()
             try:
-                pending.written.set_result(dcp.save(content, storage_writer=pending.writer, process_group=self.group))
+                pending.written.set_result(dcp.save(content, storage_writer=pending.writer, planner=SavePlanner(),
+                                                    process_group=self.group))
             except (Exception, CheckpointException) as error:
                 pending.written.set_exception(error)
             pending.seconds = time.perf_counter() - pending.began
             return
-        if is_spent(self.stager):
-            self.stager.close()
-            self.stager = self._new_stager()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
-        response: Any = dcp.async_save(content, storage_writer=pending.writer, process_group=self.group, async_stager=self.stager)
+        response: Any = dcp.async_save(content, storage_writer=pending.writer, planner=SavePlanner(), process_group=self.group,
+                                       async_stager=self.stager)
         pending.staged, pending.written = response.staging_completion, response.upload_completion
         pending.written.add_done_callback(lambda _: setattr(pending, "seconds", time.perf_counter() - pending.began))
 
@@ -240,12 +242,12 @@ class Checkpointer:
     def save_weights(self, path: Path, model: Model, dtype: str) -> None:
         """Write `model.*` only, with the model's configuration, in the number format `dtype`; complete or absent."""
         buffers = {clean_name(name) for name, _ in self.model.named_buffers()}  # they accumulate values too small for 16 bits
-        content = {name: weight if name in buffers else weight.to(getattr(torch, dtype))
-                   for name, weight in state.weights(self.model).items()}
+        content = self._content({MODEL}, self.model)
+        dtypes = {f"{MODEL}.{name}": getattr(torch, dtype) for name in content[MODEL] if name not in buffers}
         own = (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
         writer = Writer(path, 0, self.run.world_size, own)
         try:
-            dcp.save({"model": content}, storage_writer=writer, process_group=self.group)
+            dcp.save(content, storage_writer=writer, planner=SavePlanner(dtypes), process_group=self.group)
         except CheckpointException as error:
             if self.run.rank == 0:
                 writer.abandon()
@@ -253,7 +255,7 @@ class Checkpointer:
 
     def _content(self, parts: set[str], model: nn.Module) -> dict[str, Any]:
         """Return this rank's share of some parts of a step; `model` has the weights that are meant."""
-        content: dict[str, Any] = {"model": state.weights(model)} if "model" in parts else {}
+        content: dict[str, Any] = {MODEL: state.weights(model), LOWER: state.lower_halves(model)} if MODEL in parts else {}
         if "optimizer" in parts:
             content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
         if "outer" in parts and self.outer:
@@ -266,9 +268,8 @@ class Checkpointer:
             safe.load_checkpoint(content, path, self.group)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
-        if "model" in parts:
-            set_model_state_dict(model, content["model"])
-            state.into_masters(model, content["model"])
+        if MODEL in parts:
+            set_model_state_dict(model, content[MODEL])
         if "optimizer" in parts:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 

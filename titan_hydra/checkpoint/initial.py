@@ -6,6 +6,7 @@ from torch import nn
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.schema import Model
+from titan_hydra.kernels.split_masters import halve_into
 from titan_hydra.models.hf import hf_of, meta_state
 from titan_hydra.models.init import local_box
 from titan_hydra.parallel.mesh import local_part
@@ -45,11 +46,14 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
         there = folder.dtypes(state_of_all)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.initial_load_path={source}: {error}") from error
-    held = state.weights(model)
-    for name, tensor in held.items():
+    lower = state.lower_halves(model)
+    for name, tensor in state.weights(model).items():
         if name in there:
-            folder.read(name, tensor.shape, local_box(tensor)[0], local_part(tensor))
-    state.into_masters(model, held)
+            held = local_part(tensor)
+            whole = torch.empty_like(held, dtype=torch.float32, device="cpu") if name in lower else held
+            folder.read(name, tensor.shape, local_box(tensor)[0], whole)
+            if name in lower:
+                halve_into(whole, held, lower[name])
 
 
 def _check(ours: Model, theirs: Model) -> None:

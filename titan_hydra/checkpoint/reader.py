@@ -11,6 +11,7 @@ from titan_hydra.base.errors import CheckpointError
 
 from . import safe
 from .folder import Folder
+from .planner import LoadPlanner
 
 PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
 
@@ -26,7 +27,7 @@ class Reader:
         """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
         state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
         try:
-            dcp.load(state, storage_reader=self.reader, planner=safe.Planner(), no_dist=True)
+            dcp.load(state, storage_reader=self.reader, planner=LoadPlanner(), no_dist=True)
         except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
         return state[PREFIX + name]

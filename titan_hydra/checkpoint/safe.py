@@ -2,7 +2,6 @@
 with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything else is read with
 weights_only=True.
 """
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from titan_hydra.base.errors import CheckpointError
-from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout, set_element
+from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout
+
+from .planner import LoadPlanner
 
 CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (
     metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
@@ -49,15 +49,6 @@ class SafeReader(dcp.FileSystemReader):
         return self.index
 
 
-class Planner(dcp.DefaultLoadPlanner):
-    """DCP's planner; values that are not tensors (learning rates, flags) are read without running code."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value into the state dict."""
-        place = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
-
-
 def read_index(path: Path) -> Metadata:
     """Read a checkpoint's `.metadata`. Raises CheckpointError if it is truncated, is not DCP's, or would run code."""
     file = path / ".metadata"
@@ -76,4 +67,4 @@ def read_index(path: Path) -> Metadata:
 
 def load_checkpoint(state: dict[str, Any], path: Path, group: Any = None) -> None:
     """Load a checkpoint folder into a state dict in place, whatever layout wrote it. Raises what DCP raises."""
-    dcp.load(state, storage_reader=SafeReader(path), planner=Planner(), process_group=group)
+    dcp.load(state, storage_reader=SafeReader(path), planner=LoadPlanner(), process_group=group)

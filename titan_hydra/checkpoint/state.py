@@ -19,27 +19,21 @@ from titan_hydra.base.errors import CheckpointError
 from titan_hydra.data.loader import merge
 from titan_hydra.models.init import clean_name
 from titan_hydra.parallel import formats
-from titan_hydra.parallel.split_masters import is_split, master_of, set_master
+from titan_hydra.parallel.split_masters import is_split, lower_half
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: independent of optimizers and layout
 Optimizers = list[torch.optim.Optimizer]
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of the parameters, in the parameters' own memory; split masters are joined, in memory of their own."""
+    """Return this rank's shards of the parameters, in the parameters' own memory: of split masters the upper halves."""
     held: dict[str, Any] = get_model_state_dict(model)
-    return {name: formats.plain(weight) for name, weight in held.items()} | {
-        name: master_of(parameter) for name, parameter in _split(model)}
+    return {name: formats.plain(weight) for name, weight in held.items()}
 
 
-def into_masters(model: nn.Module, content: dict[str, torch.Tensor]) -> None:
-    """Set split masters from the shards that `weights` has returned; others are in their own memory."""
-    for name, parameter in _split(model):
-        set_master(parameter, content[name])
-
-
-def _split(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(clean_name(name), parameter) for name, parameter in model.named_parameters() if is_split(parameter)]
+def lower_halves(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's lower halves of split masters, in their own memory."""
+    return {clean_name(name): lower_half(parameter) for name, parameter in model.named_parameters() if is_split(parameter)}
 
 
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A maximum is the bit pattern of a magnitude, an integer: the order in which atom
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +15,8 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # columns of a tile that is stored transposed
+WIDEST = 16384  # elements of a row that the registers of a program hold; wider ones are read twice, in parts
+PART = 2048  # columns of a part
 
 
 @triton.jit
@@ -32,6 +35,16 @@ def _scales(bits):
 
 
 @triton.jit
+def _loaded(source, row, column, here, WIDTH, GATED):
+    # A part of a row in float32, or of SwiGLU's product of its two halves.
+    start = source + row * (2 * WIDTH if GATED else WIDTH) + column
+    y = tl.load(start, mask=here, other=0.0).to(tl.float32)
+    if GATED:
+        y = y * tl.sigmoid(y) * tl.load(start + WIDTH, mask=here, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
 def _rows(source, norm, quantized, inverses, maxima, rstds, height, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
           NORM: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr):
     column = tl.arange(0, BLOCK)
@@ -42,11 +55,7 @@ def _rows(source, norm, quantized, inverses, maxima, rstds, height, epsilon, WID
     for i in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + i
         here = column < tl.where(row < height, WIDTH, 0)
-        if GATED:
-            gate = tl.load(source + row * 2 * WIDTH + column, mask=here, other=0.0).to(tl.float32)
-            y = gate * tl.sigmoid(gate) * tl.load(source + row * 2 * WIDTH + WIDTH + column, mask=here, other=0.0).to(tl.float32)
-        else:
-            y = tl.load(source + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        y = _loaded(source, row, column, here, WIDTH, GATED)
         if NORM:
             rstd = 1.0 / tl.sqrt(tl.sum(y * y, 0) / WIDTH + epsilon)
             tl.store(rstds + row, rstd, mask=row < height)
@@ -57,6 +66,30 @@ def _rows(source, norm, quantized, inverses, maxima, rstds, height, epsilon, WID
         tl.store(quantized + row * WIDTH + column, (y * scale).to(tl.float8e4nv), mask=here)
         largest = tl.maximum(largest, bits)
     tl.atomic_max(maxima + column, largest, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _maxima(source, row_maxima, maxima, height, WIDTH: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    largest = tl.zeros([COLUMNS], tl.int32)
+    for i in range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + i
+        here = column < tl.where(row < height, WIDTH, 0)
+        bits = _bits(_loaded(source, row, column, here, WIDTH, GATED))
+        tl.atomic_max(row_maxima + row, tl.max(bits, 0), mask=row < height, sem="relaxed")
+        largest = tl.maximum(largest, bits)
+    tl.atomic_max(maxima + column, largest, mask=column < WIDTH, sem="relaxed")
+
+
+@triton.jit
+def _parts(source, row_maxima, quantized, inverses, WIDTH: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    here = column < WIDTH
+    scale, inverse = _scales(tl.load(row_maxima + row))
+    tl.store(inverses + row, inverse)  # the same from every program of this row
+    y = _loaded(source, row, column, here, WIDTH, GATED)
+    tl.store(quantized + row * WIDTH + column, (y * scale).to(tl.float8e4nv), mask=here)
 
 
 @triton.jit
@@ -164,19 +197,32 @@ def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
     """Return what the operator `float8_rows` returns, computed with kernels of Triton."""
     parts = [part.contiguous() for part in parts]
     device, width = parts[0].device, parts[0].shape[1] // (2 if gated else 1)
-    height, block = sum(map(len, parts)), triton.next_power_of_2(width)
+    height = sum(map(len, parts))
     quantized = torch.empty(height, width, dtype=E4M3, device=device)
     inverses = torch.empty(height, dtype=torch.float32, device=device)
     maxima = torch.zeros(width, dtype=torch.int32, device=device)
     rstds = torch.empty(height if norm is not None else 0, dtype=torch.float32, device=device)
     start = 0
     for part in parts:
-        count, at_once = len(part), _rows_at_once(len(part))
-        _rows[(triton.cdiv(count, at_once),)](
-            part, part if norm is None else norm, quantized[start:], inverses[start:], maxima, rstds, count, eps, WIDTH=width, BLOCK=block,
-            NORM=norm is not None, GATED=gated, ROWS=at_once, num_warps=_warps(block))
-        start += count
+        own = quantized[start:], inverses[start:]
+        if norm is None and width > WIDEST:
+            _cast_in_parts(part, *own, maxima, width, gated)
+        else:
+            at_once, block = _rows_at_once(len(part)), triton.next_power_of_2(width)
+            _rows[(triton.cdiv(len(part), at_once),)](
+                part, part if norm is None else norm, *own, maxima, rstds, len(part), eps, WIDTH=width, BLOCK=block, NORM=norm is not None,
+                GATED=gated, ROWS=at_once, num_warps=_warps(block))
+        start += len(part)
     return quantized, inverses, maxima, rstds
+
+
+def _cast_in_parts(source: Tensor, quantized: Tensor, inverses: Tensor, maxima: Tensor, width: int, gated: bool) -> None:
+    """Cast rows that are too wide for the registers of a program: a pass for their maxima, and one that casts."""
+    count, at_once, across = len(source), _rows_at_once(len(source)), triton.cdiv(width, PART)
+    row_maxima = torch.zeros(count, dtype=torch.int32, device=source.device)
+    options: dict[str, Any] = {"WIDTH": width, "GATED": gated, "COLUMNS": PART, "num_warps": 4}
+    _maxima[(triton.cdiv(count, at_once), across)](source, row_maxima, maxima, count, ROWS=at_once, **options)
+    _parts[(count, across)](source, row_maxima, quantized, inverses, **options)
 
 
 def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """float32 master weights in two halves of 16 bits: the nearest bfloat16, with which a model computes, and the rest as an int16."""
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,10 +29,16 @@ def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], **options: Any) -> None:
-    """Make torch's fused AdamW step of halved parameters, in place: of (weight, remainder, gradient, both moments) each, on this rank.
+    """Make an AdamW step of halved parameters, in place: of (weight, remainder, gradient, both moments) each, on this rank.
 
-    `options` are torch's. Each element is joined, updated by torch's kernel and halved again: its bits are those of a float32 master.
+    `options` are those of torch's fused AdamW. On a GPU with Triton one kernel of ours does it in one pass; elsewhere each element is
+    joined, updated by torch's kernel and halved again, so that its bits are those of a float32 master.
     """
+    if not parameters:
+        return
+    if parameters[0][0].is_cuda and find_spec("triton"):
+        _update_on_gpu(parameters, steps, **options)
+        return
     batch: list[list[Tensor]] = []
     for tensors, step in zip(parameters, steps, strict=True):
         flat = [tensor.view(-1) for tensor in tensors]
@@ -51,25 +56,28 @@ def _update(batch: list[list[Tensor]], options: dict[str, Any]) -> None:
     if not batch:
         return
     weights, remainders, gradients, means, squares, steps = map(list, zip(*batch, strict=True))
-    joined, halve = _on(weights[0].device.type)
-    masters = [joined(weight, remainder) for weight, remainder in zip(weights, remainders, strict=True)]
+    masters = [join(weight, remainder) for weight, remainder in zip(weights, remainders, strict=True)]
     adamw(masters, [gradient.float() for gradient in gradients], means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
           **options)
     for weight, remainder, master in zip(weights, remainders, masters, strict=True):
-        halve(master, weight, remainder)
+        halve_into(master, weight, remainder)
+
+
+def _update_on_gpu(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], *, lr: float, beta1: float, beta2: float, eps: float,
+                   weight_decay: float, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Make the step in Triton. The corrections of bias, of all parameters together, are float64: the second is a small difference."""
+    from .split_triton import update_on_gpu
+
+    skipped = torch.zeros((), device=steps[0].device) if found_inf is None else found_inf
+    divisor = torch.ones((), device=steps[0].device) if grad_scale is None else grad_scale
+    foreach_add(list(steps), [1 - skipped] * len(steps))
+    number = torch.stack(list(steps)).double()
+    rates = torch.stack([lr / (1 - beta1**number), (1 - beta2**number).sqrt()], 1).float()
+    for tensors, own in zip(parameters, rates, strict=True):
+        update_on_gpu(*(tensor.view(-1) for tensor in tensors), own, divisor, skipped, lr, beta1, beta2, eps, weight_decay)
 
 
 def halve_into(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write the halves of a master into tensors of this rank."""
     for half, new in zip((weight, remainder), halves_of(master), strict=True):
         half.copy_(new)
-
-
-@functools.cache
-def _on(device: str) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], None]]:
-    """Return `join` and `halve_into` for a type of devices: where there is Triton, kernels with the same bits."""
-    if device != "cuda" or find_spec("triton") is None:
-        return join, halve_into
-    from .split_triton import halve_on_gpu, join_on_gpu
-
-    return join_on_gpu, halve_on_gpu

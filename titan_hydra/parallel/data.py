@@ -96,7 +96,9 @@ def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module],
 
 
 def last_microbatch(module: nn.Module, last: bool) -> None:
-    """Set whether this backward is the step's last: replicas reduce their gradients only then (TorchTitan #1929)."""
+    """Set whether this backward is the step's last: replicas reduce their gradients only then (TorchTitan #1929).
+
+    FSDP itself takes every backward for the last: else it would keep the order of earlier forwards, and gather their heads again.
+    """
     if isinstance(module, FSDPModule):
-        module.set_is_last_backward(last)
         module.set_requires_all_reduce(last)

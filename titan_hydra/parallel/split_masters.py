@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from titan_hydra.base.private import keep_gradients_in
 from titan_hydra.config.rules.memory import gradient_dtype
 from titan_hydra.config.schema import Job
-from titan_hydra.kernels.split_masters import halve_into, halves_of, join
+from titan_hydra.kernels.split_masters import halves_of, join
 
 from .masters import Masters
 from .mesh import like, local_part
@@ -48,12 +48,6 @@ def master_of(parameter: nn.Parameter) -> Tensor:
     if not is_split(parameter):
         return parameter.detach()
     return like(parameter, join(local_part(parameter), lower_half(parameter)))
-
-
-@torch.no_grad()
-def set_master(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set both halves of a split parameter from this rank's shard of its float32 value."""
-    halve_into(local_part(value), local_part(parameter), lower_half(parameter))
 
 
 def lower_half(parameter: Any) -> Tensor:
