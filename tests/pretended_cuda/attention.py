@@ -5,6 +5,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 aten = torch.ops.aten
 DEFAULT = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # torch's on an H100
+UNORDERED = torch._C._get_sdp_priority_order()  # of a caller who asks for none
 plain = F.scaled_dot_product_attention
 
 
@@ -28,8 +29,8 @@ def chosen(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, 
     if not q.is_cuda:
         return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     allowed = _cur_sdpa_kernel_backends(with_priority=True)
-    order = DEFAULT if len(allowed) == len(DEFAULT) and not torch._C._get_sdp_priority_order() else allowed
-    kernel = next((kernel for kernel in order if takes(kernel, q, k, v, attn_mask)), None)
+    order = DEFAULT if torch._C._get_sdp_priority_order() == UNORDERED else allowed
+    kernel = next((kernel for kernel in order if kernel in allowed and takes(kernel, q, k, v, attn_mask)), None)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, False, scale=scale)[0]
     if kernel == SDPBackend.FLASH_ATTENTION:

@@ -39,10 +39,11 @@ def build_guard(cache: Path) -> Path | None:
 def pretend(library: Path) -> None:
     """Give this process the pretended device. Call it before torch is imported, and hide all devices that there are."""
     guard = ctypes.CDLL(str(library))
-    import streams
     import torch
     import torch.utils._device
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.pretended_cuda import streams
 
     guard.install_guard()
     cuda = {
@@ -58,6 +59,8 @@ def pretend(library: Path) -> None:
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
+    torch.version.cuda = torch.version.cuda or "13.0"
+    torch.backends.cudnn.version = lambda: 91900
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     torch.accelerator.current_stream = streams.current
     torch.Tensor.record_stream = streams.record_stream

@@ -2,21 +2,21 @@
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from functools import partial
 
-import streams
 import torch
 import torch.distributed as dist
-from streams import place
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.pretended_cuda import streams
+from tests.pretended_cuda.streams import place
+
 CUDNN_BACKWARD = ("grad_out", "query", "key", "value", "out")  # the first arguments of cuDNN's backward
 KERNELS = {  # operators that appear in the table of a layout, and their name there
     "_scaled_dot_product_cudnn_attention": "cudnn attention", "_scaled_dot_product_flash_attention": "flash attention",
-    "_scaled_dot_product_efficient_attention": "efficient attention", "_scaled_dot_product_attention_math": "math attention",
+    "_scaled_dot_product_efficient_attention": "efficient attention", "_safe_softmax": "math attention",
     "attend_documents": "flash attention of documents", "_grouped_mm": "grouped_mm", "_scaled_mm": "scaled_mm",
     "_scaled_grouped_mm": "scaled_grouped_mm"}
 DYNAMIC = ("nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount")  # the host needs a size
@@ -37,11 +37,11 @@ class Record:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operator on plain tensors. `answers` gives what the host reads from the device at a place."""
+    """Sees every operator on plain tensors. `answers` has what the host reads from the device at a place."""
 
     def __init__(self, names, answers=()):
         super().__init__()
-        self.record, self.names, self.answers, self.inside = Record(), names, dict(answers), []
+        self.record, self.names, self.answers, self.inside = Record(), names, {place: number for place, number, _ in answers}, []
         self.memory = streams.Memory(self.record.faults)
 
     def __enter__(self):
@@ -84,6 +84,11 @@ class Recorder(TorchDispatchMode):
             changed = [x for x in changed_by(op, args) if x.is_cuda]
             self.memory.kernel(op, on_device, [*changed, *(x for x in outputs if x.is_cuda and not any(x is y for y in inputs))])
         return out
+
+    def state(self, tensors):
+        """Note parameters and buffers that are not on the device."""
+        self.record.faults += [f"a parameter or buffer of shape {list(tensor.shape)} is on the {tensor.device}" for tensor in tensors
+                               if tensor.device.type != "cuda"]
 
     def layer(self):
         """Return the innermost module that runs, with * for the number of its block."""
@@ -194,34 +199,3 @@ def group_of(leaf):
 def short(dtype):
     """Return the name of a dtype as the tables have it."""
     return str(dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float", "fp").replace("fp8_e", "e")
-
-
-def disagreements(records: dict[int, Record]) -> list[str]:
-    """Return where ranks of a group issue other collectives, and where what is sent is not what is received."""
-    faults, groups = [], defaultdict(dict)
-    for rank, record in records.items():
-        for group, sequence in record.collectives.items():
-            groups[group][rank] = sequence
-    for group, sequences in groups.items():
-        first, expected = next(iter(sequences.items()))
-        members = [rank for rank in records if rank in eval(group.partition(" of ")[2])]
-        for rank in members:
-            faults += partial(_differs, group, first, expected)(rank, sequences.get(rank, []))
-    return faults + _messages(records)
-
-
-def _differs(group, first, expected, rank, found):
-    for number, (a, b) in enumerate(zip([*expected, "nothing"], [*found, "nothing"], strict=False)):
-        if a != b:
-            return [f"collective {number} of group {group}: {a} on rank {first}, {b} on rank {rank}"]
-    return []
-
-
-def _messages(records):
-    sides = defaultdict(dict)
-    for record in records.values():
-        for way, tensors in record.messages.items():
-            pair, _, side = way.partition(" ")
-            sides[pair][side] = tensors
-    return [f"messages {pair}: {both.get('sent')} sent, {both.get('received')} received" for pair, both in sides.items()
-            if both.get("sent") != both.get("received") and all(int(rank) in records for rank in pair.split(">"))]

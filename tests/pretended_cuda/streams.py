@@ -6,10 +6,12 @@ another stream wrote, or overwrites what another stream still reads, without hav
 import itertools
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+PACKAGE = f"{Path(__file__).parents[2]}/titan_hydra/"
 RECORDED: set[int] = set()  # storages that outlive the work of other streams: Tensor.record_stream
 WAITS: list[tuple[str, str]] = []  # (what, place): each time that the host waited for the device
 
@@ -103,8 +105,8 @@ def place():
     """Return the innermost place in the package that is running: its file and function."""
     frame = sys._getframe(1)
     while frame is not None:
-        _, found, path = frame.f_code.co_filename.rpartition("/titan_hydra/")
-        if found and not path.startswith("verify/"):
+        path = frame.f_code.co_filename.removeprefix(PACKAGE)
+        if path != frame.f_code.co_filename and not path.startswith("verify/"):
             return f"{path} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return "outside"
