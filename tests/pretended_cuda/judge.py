@@ -20,7 +20,8 @@ def faults(records: Records, waits: dict[str, int], gathers: int | None = None) 
         found += [f"rank {rank}: {place}: the host waits {record['waits'].get(place, 0)} times, not {expected.get(place, 0)}"
                   for place in record["waits"].keys() | expected.keys() if record["waits"].get(place, 0) != expected.get(place, 0)]
         found += [f"rank {rank}: a copy {place}" for place in record["copies"].keys() - COPIES]
-        count = sum(1 for sequence in record["collectives"].values() for one in sequence if one.startswith(("_allgather_base_", "all_gather")))
+        issued = [one for sequence in record["collectives"].values() for one in sequence]
+        count = sum(one.startswith(("_allgather_base_", "all_gather")) for one in issued)
         if gathers not in (None, count):
             found.append(f"rank {rank}: {count} gathers, not {gathers}")
     return [*found, *mixed_strides(records), *disagreements(records), *lost_messages(records)]
@@ -64,13 +65,10 @@ def lost_messages(records: Records) -> Iterator[str]:
             yield f"messages {pair}: {both.get('sent')} are sent, {both.get('received')} received"
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """Return which kernels and casts each layer of each layout takes in its forward, one line a layer."""
-    lines = []
-    for name, result in results.items():
-        layers = defaultdict(set)
-        for record in result["ranks"].values():
-            for layer, found in record["kernels"].items():
-                layers[layer].update(found)
-        lines += [f"[{name}]", *(f"{layer:36} {', '.join(sorted(found))}" for layer, found in sorted(layers.items()) if layer != "-"), ""]
-    return "\n".join(lines)
+def table(records: Records) -> str:
+    """Return which kernels and casts each layer takes in its forward on any of the ranks, one line a layer."""
+    layers = defaultdict(set)
+    for record in records.values():
+        for layer, found in record["kernels"].items():
+            layers[layer].update(found)
+    return "\n".join(f"{layer:36} {', '.join(sorted(found))}" for layer, found in sorted(layers.items()) if layer != "-")

@@ -61,12 +61,18 @@ LAYOUTS = {
 
 
 def of_matrix() -> dict[str, Layout]:
-    """Return the layouts of the acceptance matrix, in bfloat16 unless they have a number format."""
+    """Return the layouts of the acceptance matrix as they run on a GPU: in bfloat16, Float8 not emulated. Experts are balanced: what the
+    host would read of the others is not known.
+    """
+    from titan_hydra.verify.matrix import BASE as SIZES
     from titan_hydra.verify.matrix import MATRIX
-    from titan_hydra.verify.matrix import BASE as base
 
-    def overrides(case):
-        chosen = (*BASE, *base, "precision=bf16", *case.base, *case.overrides, "precision.compute_dtype=bfloat16")
-        return {override.partition("=")[0]: override for override in chosen if override != "precision.emulate=true"}
-
-    return {case.name: Layout(tuple(overrides(case).values()), case.ranks) for case in MATRIX}
+    found = {}
+    for case in MATRIX:
+        chosen = (*BASE, *SIZES, "precision=bf16", "debug.balance_experts=true", *case.base, *case.overrides)
+        by_key = {override.partition("=")[0]: override for override in chosen}
+        by_key["precision"] = by_key["precision"].replace("fp32", "bf16").replace("float8_emulate", "float8_rowwise")
+        for key in ("precision.emulate", "precision.compute_dtype"):
+            by_key.pop(key, None)
+        found[case.name] = Layout(tuple(by_key.values()), case.ranks)
+    return found

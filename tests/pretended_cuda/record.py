@@ -17,9 +17,10 @@ CUDNN_BACKWARD = ("grad_out", "query", "key", "value", "out")  # the first argum
 KERNELS = {  # operators that appear in the table of a layout, and their name there
     "_scaled_dot_product_cudnn_attention": "cudnn attention", "_scaled_dot_product_flash_attention": "flash attention",
     "_scaled_dot_product_efficient_attention": "efficient attention", "_safe_softmax": "math attention",
-    "attend_documents": "flash attention of documents", "_grouped_mm": "grouped_mm", "_scaled_mm": "scaled_mm",
-    "_scaled_grouped_mm": "scaled_grouped_mm"}
-DYNAMIC = ("nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount")  # the host needs a size
+    "attend_documents": "flash attention of documents", "_grouped_mm": "grouped_mm", "grouped_matmul": "grouped_mm",
+    "_scaled_mm": "scaled_mm", "_scaled_grouped_mm": "scaled_grouped_mm"}
+# Operators for whose answer, or the size of it, the host waits.
+DYNAMIC = ("nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount")
 COLLECTIVE = re.compile(r"^(c10d|_c10d_functional)\.")
 
 
@@ -142,7 +143,7 @@ class Recorder(TorchDispatchMode):
             target, source, later = args[0], args[1], len(args) > 2 and args[2]
         else:
             return
-        if not (isinstance(source, torch.Tensor) and source.is_cuda != target.is_cuda and "meta" not in (source.device.type, target.device.type)):
+        if {source.device.type, target.device.type} != {"cpu", "cuda"}:
             return
         if target.is_cuda and (later and getattr(source, "pinned", False)):
             self.record.copies[f"to the device at {place()}"] += 1
