@@ -66,7 +66,8 @@ def pretend(library: Path) -> None:
     torch.Tensor.record_stream = streams.record_stream
     torch.Tensor.pin_memory = pin_memory
     torch.cuda.device = lambda device: nullcontext()
-    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # a small constant that is copied to the device has no data there
+    # A small constant that is copied to the device has no data there. The setter is for releases that set it in each mode.
+    FakeTensorMode.avoid_device_init = property(lambda mode: True, lambda mode, value: None)
     torch.utils._device._device_constructors()  # remembers torch's own function, which `with torch.device("meta")` knows
     torch.empty = without_data(torch.empty)
 

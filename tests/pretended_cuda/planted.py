@@ -106,12 +106,14 @@ def with_last_backward(set_reduce):
     return changed
 
 
-def longer(send):
-    """Return an exchange of pipeline stages that sends one element too many."""
-    def changed(tensor, *args, **kwargs):
+def longer(make):
+    """Return what makes a message between pipeline stages, with one element too many in what is sent."""
+
+    def changed(self, op, tensor, *args, **kwargs):
         import torch
 
-        return send(torch.nn.functional.pad(tensor.detach().flatten(), (0, 1)), *args, **kwargs)
+        sent = op is torch.distributed.isend
+        make(self, op, torch.nn.functional.pad(tensor.detach().flatten(), (0, 1)) if sent else tensor, *args, **kwargs)
 
     return changed
 
@@ -140,9 +142,9 @@ PLANTED = {
     "cuDNN in a ring": Plant(
         around("titan_hydra.parallel.context", "kernels", lambda kernels: lambda asked, call: kernels(asked, call._replace(ring=False))),
         "several strides", LAYOUTS["llama3, cp 2, ring by allgather"]),
-    "a collective of one rank": Plant(in_block(reduces_alone), "none on rank 0", PAIR),
+    "a collective of one rank": Plant(in_block(reduces_alone), "allreduce_ fp32[1] on rank 1", PAIR),
     "the last backward marked": Plant(
         around("torch.distributed.fsdp:FSDPModule", "set_requires_all_reduce", with_last_backward), "gathers, not 21",
         LAYOUTS["llama3, fsdp 2, three microbatches"]),
-    "a message that is too long": Plant(around("torch.distributed", "isend", longer), "messages 0>1", LAYOUTS["llama3, pp 2, zbv"]),
+    "a message that is too long": Plant(around("torch.distributed:P2POp", "__init__", longer), "messages 0>1", LAYOUTS["llama3, pp 2, zbv"]),
 }
