@@ -146,5 +146,6 @@ PLANTED = {
     "the last backward marked": Plant(
         around("torch.distributed.fsdp:FSDPModule", "set_requires_all_reduce", with_last_backward), "gathers, not 21",
         LAYOUTS["llama3, fsdp 2, three microbatches"]),
-    "a message that is too long": Plant(around("torch.distributed:P2POp", "__init__", longer), "messages 0>1", LAYOUTS["llama3, pp 2, zbv"]),
+    "a message that is too long": Plant(
+        around("torch.distributed:P2POp", "__init__", longer), "messages 0>1", LAYOUTS["llama3, pp 2, zbv"]),
 }
