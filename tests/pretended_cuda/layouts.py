@@ -69,7 +69,8 @@ def of_matrix() -> dict[str, Layout]:
 
     found = {}
     for case in MATRIX:
-        chosen = (*BASE, *SIZES, "precision=bf16", "debug.balance_experts=true", *case.base, *case.overrides)
+        sparse = any(override.startswith(("model=qwen3_moe", "model=deepseek")) for override in case.base)
+        chosen = (*BASE, *SIZES, "precision=bf16", f"debug.balance_experts={str(sparse).lower()}", *case.base, *case.overrides)
         by_key = {override.partition("=")[0]: override for override in chosen}
         by_key["precision"] = by_key["precision"].replace("fp32", "bf16").replace("float8_emulate", "float8_rowwise")
         for key in ("precision.emulate", "precision.compute_dtype"):
