@@ -123,7 +123,7 @@ def test_gloo_connects_thousands_of_ranks_in_two_groups_alone(ranks, degrees, mo
         own = [backend for backend, members in made if 0 in members]
     finally:
         dist.destroy_process_group()
-    assert set(own) <= {"nccl"} and len(own) <= 13, own
+    assert set(own) <= {"fake"} and len(own) <= 13, own  # one back end, that of the device; None would be gloo too
 
 
 def test_large_worlds_have_room_for_their_connections(monkeypatch):

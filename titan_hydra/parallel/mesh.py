@@ -112,16 +112,25 @@ def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
 
 
 def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh of named dimensions. A dimension over all ranks shares the default group; the groups of others have NCCL alone on
-    GPUs: gloo, which they would inherit, connects each rank with all others (gloo#419), and host tensors go through the default group.
+    """Return the mesh of named dimensions."""
+    alone: dict[int | str, Any] = {name: own for name, size in sizes.items() if (own := _own_backend(device_type, size))}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=alone)
+
+
+def _own_backend(device_type: str, size: int) -> str | None:
+    """Return the back end of a mesh's groups of `size` ranks; None for that of the default group.
+
+    On GPUs a group other than the default one has NCCL alone: gloo, which it would inherit, connects each rank with all others (gloo#419),
+    and host tensors go through the default group.
     """
-    nccl: dict[int | str, Any] = {name: "nccl" for name, size in sizes.items() if device_type == "cuda" and size < dist.get_world_size()}
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=nccl)
+    if device_type != "cuda" or size == dist.get_world_size():
+        return None
+    return dict(entry.split(":") for entry in dist.get_backend_config().split(","))["cuda"]
 
 
 def _flat(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the dimensions of a mesh as one, with groups as those of `_mesh`."""
-    return flatten(mesh, name, "nccl" if mesh.device_type == "cuda" and mesh.size() < dist.get_world_size() else None)
+    """Return the dimensions of a mesh as one."""
+    return flatten(mesh, name, _own_backend(mesh.device_type, mesh.size()))
 
 
 def _group(world: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup | None:
