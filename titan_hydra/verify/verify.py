@@ -378,7 +378,8 @@ def _spawn(ranks: int, function: Callable[..., Any], folder: str, jobs: list[Any
 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
     try:
         with world(from_dict(Job, jobs[0][-1]), run) as device:
