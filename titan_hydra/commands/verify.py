@@ -79,8 +79,8 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "initial weight moved to the next float32 above or below it, and with its sums in another order (the batch in several parts; for",
         "tensor parallelism each linear in parts, which are rounded before they are added). Each parameter may differ by",
         f"{MULTIPLE['weights']:.0f} times what it differs by in the farthest of these runs, loss and norm by {MULTIPLE['loss']:.0f} times.",
-        "`band` is the largest difference relative to that: above 1 a case has not passed. It is empty where no band was needed, and where the reference rounds in another way (another",
-        "number format, or float64): there the fixed upper bounds judge alone.", "",
+        "`band` is the largest difference relative to that: above 1 a case has not passed. It is empty where no band was needed, and where",
+        "the reference rounds in another way (another number format, or float64): there the fixed upper bounds judge alone.", "",
         f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
     ]
