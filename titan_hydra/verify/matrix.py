@@ -17,8 +17,9 @@ class Case:
     """A layout to be verified on `ranks` gloo ranks. `overrides` define it; `base` applies to its reference too.
 
     The reference is the same job in one process, or reference.py in float64. `uneven_mask`: labels are ignored, more in some samples and
-    steps than in others; `documents`: samples are cut into documents that are masked from each other (`verify.vary`). Tolerances are
-    relative: `gradients` for the worst parameter at the first step, `weights` at the end, relative to the distance moved.
+    steps than in others; `documents`: samples are cut into documents that are masked from each other (`verify.vary`). The bounds of the
+    differences are relative: `gradients` for the worst parameter at the first step, `weights` at the end, relative to the distance moved.
+    A band of rounding that is measured beside them (judge.py) is narrower wherever steps amplify rounding.
     """
 
     name: str
