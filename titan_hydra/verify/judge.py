@@ -20,7 +20,8 @@ TIGHT = {"loss": 1e-5, "norm": 1e-5, "weights": 1e-3}  # of the columns that a b
 # norm are single numbers, which may by chance be near in all draws.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "weights": 3.0}
 # Of each run that measures the band: the seed that disturbs its weights, if any, and into how many local batches the global one is cut.
-DRAWS = ((1, 1), (2, 4), (None, 2), (3, 2))
+# Most need one or two; a token that goes to another expert in one run of two needs more.
+DRAWS = ((1, 1), (2, 4), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 
 
 @dataclass(frozen=True, repr=False)
