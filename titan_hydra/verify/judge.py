@@ -82,10 +82,10 @@ class Outcome:
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     """Return how far a run is from its reference, judged by fixed numbers alone."""
     changed = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
-    return Outcome(case, differences(run, reference), changed, misrouted(run, reference), run.drift, run.rounded)
+    return Outcome(case, differ(run, reference), changed, misrouted(run, reference), run.drift, run.rounded)
 
 
-def differences(run: Trace, reference: Trace) -> Differences:
+def differ(run: Trace, reference: Trace) -> Differences:
     """Return the relative differences of a run from its reference."""
     steps, start = len(run.losses), reference.start
     return {

@@ -37,7 +37,7 @@ from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
-from .judge import DRAWS, Differences, Outcome, beyond, compare, differences, lost, rounds_alike, widen
+from .judge import DRAWS, Differences, Outcome, beyond, compare, differ, lost, rounds_alike, widen
 from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
 
@@ -322,7 +322,7 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
             job = from_dict(Job, config)
             job.data.local_batch = job.data.global_batch // math.gcd(job.data.global_batch, parts)
             with CutLinears(tp) if tp > 1 else contextlib.nullcontext():
-                spread = widen(spread, differences(trace(job, device, case, seed), reference))
+                spread = widen(spread, differ(trace(job, device, case, seed), reference))
             outcomes = [_read(folder, number, case) for number in numbers]
             outcomes = [dataclasses.replace(outcome, band=beyond(outcome.differences, spread)) for outcome in outcomes]
             for number, outcome in zip(numbers, outcomes, strict=True):
