@@ -1,5 +1,5 @@
-"""What the compiler makes of each family's blocks on an H100, without one: the kernels of forward and backward, what ptxas says of them, and
-the operators that are called beside them.
+"""What the compiler makes of each family's blocks on an H100, without one: the kernels of forward and backward, their registers and
+spills, and the operators that are called beside them.
 
     python tests/pretended_cuda/compiled_blocks.py                 # the table of docs/performance.md: every family in every precision
     python tests/pretended_cuda/compiled_blocks.py qwen3 fused     # only the rows with these words, and every kernel of theirs
@@ -18,19 +18,25 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 COMMON = ("data.seq_len=8192", "data.local_batch=1", "parallelism=single", "gpus=1", "comm=fake", "compile=block", "tokenizer=embedded")
-MODELS = {
-    "llama3": ("model=llama3_8b", "data=synthetic", "model.n_layers=1"),
-    "qwen3": ("model=qwen3_8b", "data=synthetic", "model.n_layers=1"),
-    "qwen3_moe": ("model=qwen3_30b_a3b", "data=synthetic", "model.n_layers=1"),
-    "deepseek_v3": ("model=deepseek_v3", "data=synthetic", "model.n_layers=2", "model.n_dense_layers=1"),
-    "image_text": ("data=synthetic_image_text", "model=llama3_8b_vision", "model.n_layers=1"),
-    "flux": ("data=synthetic_images", "model=flux_dev", "model.n_layers=2", "model.double_layers=1", "data.seq_len=4608"),
+# The parts that are compiled, in the order in which a forward meets them, and the words of a job with one block of each kind.
+MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "llama3": (("block",), ("model=llama3_8b", "data=synthetic", "model.n_layers=1")),
+    "qwen3": (("block",), ("model=qwen3_8b", "data=synthetic", "model.n_layers=1")),
+    "qwen3_moe": (("attention",), ("model=qwen3_30b_a3b", "data=synthetic", "model.n_layers=1")),
+    "deepseek_v3": (("dense block", "attention", "shared experts"),
+                    ("model=deepseek_v3", "data=synthetic", "model.n_layers=2", "model.n_dense_layers=1")),
+    "image_text": (("block",), ("data=synthetic_image_text", "model=llama3_8b_vision", "model.n_layers=1")),
+    "flux": (("double block", "single block"),
+             ("data=synthetic_images", "model=flux_dev", "model.n_layers=2", "model.double_layers=1", "data.seq_len=4608")),
 }
 PRECISIONS = {
     "bf16": ("precision=bf16",),
@@ -38,13 +44,13 @@ PRECISIONS = {
     "float8": ("precision=float8_rowwise",),
     "fused": ("precision=float8_rowwise", "precision.kernels=fused"),
 }
-CASES = {f"{model} {precision}": (*COMMON, *words, *how) for model, words in MODELS.items() for precision, how in PRECISIONS.items()}
 
 
 @dataclass
 class Kernel:
-    """A kernel of Triton. inductor chooses among a few settings of it by measuring; here it has the setting that spills least: registers,
-    and bytes spilled, of a thread.
+    """A kernel of Triton, its registers and the bytes that it spills, for each thread.
+
+    inductor chooses among a few settings by measuring; here it has the first that spills nothing or, if all do, that which spills least.
     """
 
     name: str
@@ -54,11 +60,10 @@ class Kernel:
 
 @dataclass
 class Graph:
-    """The code of one compiled part in one direction: its kernels in their order, the bytes that they read and write in total, and how often
-    which operators are called beside them.
+    """The code of one compiled part in one direction: its kernels in their order, the bytes that they read and write together, and
+    which operators are called beside them, how often.
     """
 
-    part: str
     backward: bool
     kernels: list[Kernel]
     bytes: int
@@ -78,46 +83,44 @@ class Compiler:
     def __call__(self, module: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        part = part_of(module)
-        return compile_fx(module, inputs, inner_compile=lambda *args, **options: self.write(part, *args, **options))
+        return module if of_objective(module) else compile_fx(module, inputs, inner_compile=self.write)
 
-    def write(self, part: str, module: Any, inputs: Any, **options: Any) -> Any:
+    def write(self, module: Any, inputs: Any, **options: Any) -> Any:
+        """Keep the code that inductor writes for a module; return the module."""
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.graph import GraphLowering
 
         def written(graph: Any) -> None:
-            self.graphs.append(graph_of(part, graph))
+            self.graphs.append(graph_of(graph))
             raise Written
 
         original, GraphLowering.compile_to_module = GraphLowering.compile_to_module, written
         try:
-            compile_fx_inner(copy.deepcopy(module), inputs, **options)
-        except Written:
-            pass
+            with suppress(Written):
+                compile_fx_inner(copy.deepcopy(module), inputs, **options)
         finally:
             GraphLowering.compile_to_module = original
         return module
 
 
-def part_of(module: Any) -> str:
-    """Return the function that was compiled, from what the compiler remembers of the first operator's source."""
-    traces = (re.findall(r'File "(.*?)", line \d+, in (\w+)', node.meta.get("stack_trace") or "") for node in module.graph.nodes)
-    return next((f"{Path(trace[0][0]).stem} {trace[0][1]}" for trace in traces if trace), "?")
+def of_objective(module: Any) -> bool:
+    """Whether what is compiled is the loss, from what the compiler remembers of its operators' sources."""
+    return any("/objectives/" in (node.meta.get("stack_trace") or "") for node in module.graph.nodes)
 
 
-def graph_of(part: str, graph: Any) -> Graph:
+def graph_of(graph: Any) -> Graph:
     """Return what the code of a graph calls, with its kernels assembled for sm_90."""
     code, backward = graph.codegen()[0], graph.is_backward
     code = getattr(code, "value", code)
     if folder := os.environ.get("KEEP_CODE"):
-        Path(folder, f"{part.replace(' ', '-')}-{'backward' if backward else 'forward'}-{len(code)}.py").write_text(code)
+        Path(folder, f"{'backward' if backward else 'forward'}-{len(code)}.py").write_text(code)
     body = code[code.index("def call("):code.index("\nrunner = ")]
     names = re.findall(r"(\w+)\.run\(", body)
     called = Counter(map("".join, re.findall(r"extern_kernels\.(\w+)\(|torch\.ops\.([\w.]+)\(|\.(sum)\(dim", body)))
     sources = dict(re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.M | re.S))
     kernels = {name: assembled(name, sources[name]) for name in dict.fromkeys(names)}
     read_or_written = sum(node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes if not node.is_extern())
-    return Graph(part, backward, [kernels[name] for name in names], read_or_written, dict(called))
+    return Graph(backward, [kernels[name] for name in names], read_or_written, dict(called))
 
 
 def assembled(name: str, source: str) -> Kernel:
@@ -125,13 +128,22 @@ def assembled(name: str, source: str) -> Kernel:
     import triton
     from torch._inductor.codecache import PyCodeCache
 
-    results, compile = [], triton.compile
-    triton.compile = lambda *args, **options: results.append(compile(*args, **options)) or results[-1]
+    tuner, compile, uses = getattr(PyCodeCache.load(source), name), triton.compile, []
+
+    def keep(*args: Any, **options: Any) -> Any:
+        result = compile(*args, **options)
+        uses.append(usage(result.asm["cubin"]))
+        return result
+
+    triton.compile = keep
     try:
-        getattr(PyCodeCache.load(source), name).precompile(warm_cache_only=True)
+        for setting in list(tuner.configs):
+            if not uses or uses[-1][1]:
+                tuner.configs, tuner.compile_results = [setting], []
+                tuner.precompile(warm_cache_only=True)
     finally:
         triton.compile = compile
-    return Kernel(name, *min((usage(result.asm["cubin"]) for result in results), key=lambda pair: pair[::-1]))
+    return Kernel(name, *min(uses, key=lambda use: use[1]))
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -159,10 +171,9 @@ class Driver:
         return 0
 
 
-def compile_case(words: tuple[str, ...]) -> list[Graph]:
+def compile_step(words: tuple[str, ...]) -> list[Graph]:
     """Return the graphs that a step of the job compiles on one H100."""
     import torch
-    import torch._inductor.config
     import triton
     from torch._inductor.runtime import triton_helpers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -174,7 +185,6 @@ def compile_case(words: tuple[str, ...]) -> list[Graph]:
 
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = lambda: None  # would make Triton's own, which asks the device
-    torch._inductor.config.joint_graph_constant_folding = False  # computes on the device
     torch.Tensor.pin_memory = lambda self, *_: self  # fake tensors have no such operator
     job, device, compiler = freeze(compose_unchecked(*words)), torch.device("cuda", 0), Compiler()
     job.compile.backend, job.debug.balance_experts = compiler, job.model.sparse
@@ -189,8 +199,9 @@ def compile_case(words: tuple[str, ...]) -> list[Graph]:
     return compiler.graphs
 
 
-def pretend(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run this file with arguments on the pretended device, in a process of its own, without any cache. Returns what it printed."""
+@contextmanager
+def pretended() -> Iterator[dict[str, str]]:
+    """Yield the environment of a process on the pretended device, whose compilers find nothing in any cache."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
@@ -199,10 +210,53 @@ def pretend(*arguments: str) -> subprocess.CompletedProcess[str]:
         subprocess.run(["cc", "-shared", "-fPIC", f"-Wl,-soname,{driver.name}", f"-I{headers}", HERE / "compiled_driver.c", "-o", driver],
                        check=True)
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment |= {"LD_PRELOAD": str(driver), "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        return subprocess.run([sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True)
+        yield environment | {"LD_PRELOAD": str(driver), "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
+    """Return the forward and the backward of each compiled part of a model's blocks. Raises RuntimeError if the process on the pretended
+    device fails, or compiled something else.
+    """
+    with pretended() as environment:
+        done = subprocess.run([sys.executable, __file__, "--case", model, precision], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{model}, {precision}: exit status {done.returncode}\n{done.stderr[-4000:]}")
+    graphs = [Graph(**graph | {"kernels": [Kernel(**kernel) for kernel in graph["kernels"]]}) for graph in json.loads(done.stdout)]
+    forward = [graph for graph in graphs if not graph.backward]
+    backward = [graph for graph in graphs if graph.backward][::-1]
+    parts = MODELS[model][0]
+    if not len(parts) == len(forward) == len(backward):
+        raise RuntimeError(f"{model}, {precision}: compiled {len(forward)} forwards, {len(backward)} backwards, not {parts}")
+    return list(zip(parts, forward, backward, strict=True))
+
+
+def cell(forward: Graph, backward: Graph) -> str:
+    """Return a cell of the table: kernels of forward and backward, what they read and write, what a thread spills at most."""
+    spilled = max(kernel.spilled for kernel in forward.kernels + backward.kernels)
+    return (f"{len(forward.kernels)} + {len(backward.kernels)}, {(forward.bytes + backward.bytes) / 1e9:.2f} GB"
+            + f", spills {spilled} B" * (spilled > 0))
+
+
+def show(*words: str) -> None:
+    """Print the table; with words, only rows and columns of which one is named, and below them every kernel and operator."""
+    columns = [precision for precision in PRECISIONS if precision in words] or list(PRECISIONS)
+    print(f"| torch {version('torch').split('+')[0]}: family | compiled | {' | '.join(columns)} |\n{'|---' * (len(columns) + 2)}|")
+    for model, (parts, _) in MODELS.items():
+        if model in words or not set(words) & set(MODELS):
+            found = {precision: graphs_of(model, precision) for precision in columns}
+            for number, part in enumerate(parts):
+                print(f"| {model} | {part} | {' | '.join(cell(*found[column][number][1:]) for column in columns)} |", flush=True)
+            for precision in columns if words else ():
+                for part, *both in found[precision]:
+                    for graph in both:
+                        print(f"\n{model}, {part}, {precision}, {'backward' if graph.backward else 'forward'}: {graph.called}")
+                        for kernel in graph.kernels:
+                            print(f"    {kernel.registers:>3} registers, {kernel.spilled} B spilled: {kernel.name}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--case"]:
-        print(json.dumps([asdict(graph) for graph in compile_case(CASES[sys.argv[2]])]))
+        model, precision = sys.argv[2:]
+        print(json.dumps([asdict(graph) for graph in compile_step((*COMMON, *MODELS[model][1], *PRECISIONS[precision]))]))
+    else:
+        show(*sys.argv[1:])
