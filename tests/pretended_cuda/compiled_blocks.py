@@ -174,6 +174,7 @@ class Driver:
 def compile_step(words: tuple[str, ...]) -> list[Graph]:
     """Return the graphs that a step of the job compiles on one H100."""
     import torch
+    import torch._inductor.config
     import triton
     from torch._inductor.runtime import triton_helpers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -185,6 +186,7 @@ def compile_step(words: tuple[str, ...]) -> list[Graph]:
 
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = lambda: None  # would make Triton's own, which asks the device
+    torch._inductor.config.joint_graph_constant_folding = False  # it computes on the device
     torch.Tensor.pin_memory = lambda self, *_: self  # fake tensors have no such operator
     job, device, compiler = freeze(compose_unchecked(*words)), torch.device("cuda", 0), Compiler()
     job.compile.backend, job.debug.balance_experts = compiler, job.model.sparse

@@ -1,4 +1,6 @@
-"""The code that the compiler writes for an H100 stays as well fused as docs/performance.md says. It needs no card, but torch's CUDA build."""
+"""The code that the compiler writes for an H100 stays as well fused as docs/performance.md says. No card is needed, but
+torch's CUDA build.
+"""
 import re
 import shutil
 import sys
