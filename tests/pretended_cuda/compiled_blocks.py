@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def graph_of(graph: Any) -> Graph:
     return Graph(backward, [kernels[name] for name in names], read_or_written, dict(called))
 
 
+@cache  # a kernel may be in several parts, and its module gives up its settings once they are compiled
 def assembled(name: str, source: str) -> Kernel:
     """Return a kernel as ptxas assembled it."""
     import triton
