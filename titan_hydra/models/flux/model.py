@@ -72,6 +72,8 @@ class Flux(nn.Module):
 class Embedder(nn.Module):
     """Two linears with SiLU between them, for what modulates the blocks."""
 
+    per_sample = True  # one row a sample: a number format leaves such linears as they are
+
     def __init__(self, inputs: int, dim: int):
         super().__init__()
         self.w1, self.w2 = nn.Linear(inputs, dim), nn.Linear(dim, dim)

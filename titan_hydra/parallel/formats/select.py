@@ -39,13 +39,16 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
     linear matches a name to skip.
 
     A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), if its dimensions
-    are not multiples of the format's step, or if it is the head, whose logits decide the loss.
+    are not multiples of the format's step, if it is the head, whose logits decide the loss, if it belongs to a module that is `per_sample`
+    (the matmul of its weight's gradient has a row a sample, and kernels take rows in steps too), or if its class is not nn.Linear itself,
+    as that may compute more.
     """
     step = FORMATS[precision.converter].step
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for part in precision.skip:
         if not any(part in name for name in names):
             raise ConfigError(f"precision.skip={part}: no linear's name contains it; nearest legal: {', '.join(kinds(names))}")
+    few = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "per_sample", False))
     left = {}
     for name in names:
         module = model.get_submodule(name)
@@ -55,6 +58,10 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
             left[name] = "precision.skip"
         elif module.in_features % step or module.out_features % step:
             left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
+        elif name.startswith(few):
+            left[name] = "one row a sample"
+        elif type(module) is not nn.Linear:
+            left[name] = f"a {type(module).__name__}, not just a Linear"
     chosen = [name for name in names if name not in left]
     if not chosen:
         raise ConfigError(f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16")
