@@ -120,7 +120,8 @@ def graph_of(graph: Any) -> Graph:
     called = Counter(map("".join, re.findall(r"extern_kernels\.(\w+)\(|torch\.ops\.([\w.]+)\(|\.(sum)\(dim", body)))
     sources = dict(re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.M | re.S))
     kernels = {name: assembled(name, sources[name]) for name in dict.fromkeys(names)}
-    read_or_written = sum(node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes if not node.is_extern())
+    nodes = (node for node in graph.scheduler.nodes if not node.is_extern() or "titan_hydra" in str(getattr(node.node, "op_overload", "")))
+    read_or_written = sum(node.get_read_write_buffers_sizes() for node in nodes)
     return Graph(backward, [kernels[name] for name in names], read_or_written, dict(called))
 
 

@@ -18,17 +18,19 @@ PAGE = Path(__file__).parents[2] / "docs/performance.md"
 HEAD = re.search(r"^\| torch ([\d.]+): family \| compiled \| (.*) \|\n.*\n((\|.*\n)+)", PAGE.read_text(), re.M)
 
 
-def limits() -> dict[tuple[str, str, str], tuple[int, int, float, int]]:
-    """Return of each model, part and precision what the page says: kernels of forward and backward, gigabytes, bytes spilled."""
+def limits() -> dict[tuple[str, str, str], tuple[int, int, float, int] | None]:
+    """Return by model, part and precision what the page says: kernels of forward and backward, GB, bytes spilled; None for "-"."""
     rows = [[cell.strip() for cell in row.strip("| ").split("|")] for row in HEAD[3].splitlines()]
     numbers = re.compile(r"(\d+) \+ (\d+), ([\d.]+) GB(?:, spills (\d+) B)?")
-    return {(model, part, precision): (int(found[1]), int(found[2]), float(found[3]), int(found[4] or 0))
-            for model, part, *cells in rows
-            for precision, cell in zip(HEAD[2].split(" | "), cells, strict=True) if (found := numbers.fullmatch(cell))}
+    found = {(model, part, precision): numbers.fullmatch(cell)
+             for model, part, *cells in rows for precision, cell in zip(HEAD[2].split(" | "), cells, strict=True)}
+    return {key: match and (int(match[1]), int(match[2]), float(match[3]), int(match[4] or 0)) for key, match in found.items()}
 
 
 def test_the_page_has_every_part_in_every_precision():
-    assert set(limits()) == {(model, part, precision) for model, (parts, _) in MODELS.items() for part in parts for precision in PRECISIONS}
+    known = limits()
+    assert set(known) == {(model, part, precision) for model, (parts, _) in MODELS.items() for part in parts for precision in PRECISIONS}
+    assert all(known[model, part, "bf16"] for model, (parts, _) in MODELS.items() for part in parts)
 
 
 @pytest.mark.slow
@@ -39,9 +41,9 @@ def test_the_page_has_every_part_in_every_precision():
 def test_no_block_is_compiled_into_more(model, precision):
     """A graph break or a second compilation raises. Another torch fuses otherwise: only the one of the page is held to its numbers."""
     for part, forward, backward in graphs_of(model, precision):
-        kernels, spilled = forward.kernels + backward.kernels, limits()[model, part, precision][3]
+        known = limits()[model, part, precision]
+        kernels, spilled = forward.kernels + backward.kernels, known[3] if known else 0
         assert kernels and all(kernel.spilled <= spilled for kernel in kernels), (part, kernels)
-        if torch.__version__.startswith(HEAD[1]):
+        if known and torch.__version__.startswith(HEAD[1]):
             found = len(forward.kernels), len(backward.kernels), round((forward.bytes + backward.bytes) / 1e9, 2)
-            for number, limit in zip(found, limits()[model, part, precision], strict=False):
-                assert number <= limit, (part, found, limits()[model, part, precision])
+            assert all(number <= limit for number, limit in zip(found, known, strict=False)), (part, found, known)
