@@ -111,18 +111,16 @@ def of_objective(module: Any) -> bool:
 
 def graph_of(graph: Any) -> Graph:
     """Return what the code of a graph calls, with its kernels assembled for sm_90."""
-    code, backward = graph.codegen()[0], graph.is_backward
-    code = getattr(code, "value", code)
-    if folder := os.environ.get("KEEP_CODE"):
-        Path(folder, f"{'backward' if backward else 'forward'}-{len(code)}.py").write_text(code)
+    code = graph.codegen()[0].value
     body = code[code.index("def call("):code.index("\nrunner = ")]
     names = re.findall(r"(\w+)\.run\(", body)
     called = Counter(map("".join, re.findall(r"extern_kernels\.(\w+)\(|torch\.ops\.([\w.]+)\(|\.(sum)\(dim", body)))
     sources = dict(re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.M | re.S))
     kernels = {name: assembled(name, sources[name]) for name in dict.fromkeys(names)}
-    nodes = (node for node in graph.scheduler.nodes if not node.is_extern() or "titan_hydra" in str(getattr(node.node, "op_overload", "")))
+    nodes = (node for node in graph.scheduler.nodes
+             if not node.is_extern() or re.search("titan_hydra.(float8|norm)", str(getattr(node.node, "op_overload", ""))))
     read_or_written = sum(node.get_read_write_buffers_sizes() for node in nodes)
-    return Graph(backward, [kernels[name] for name in names], read_or_written, dict(called))
+    return Graph(graph.is_backward, [kernels[name] for name in names], read_or_written, dict(called))
 
 
 @cache  # a kernel may be in several parts, and its module gives up its settings once they are compiled
