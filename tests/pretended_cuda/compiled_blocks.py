@@ -235,7 +235,7 @@ def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
 
 def cell(forward: Graph, backward: Graph) -> str:
     """Return a cell of the table: kernels of forward and backward, what they read and write, what a thread spills at most."""
-    spilled = max(kernel.spilled for kernel in forward.kernels + backward.kernels)
+    spilled = max((kernel.spilled for kernel in forward.kernels + backward.kernels), default=0)
     return (f"{len(forward.kernels)} + {len(backward.kernels)}, {(forward.bytes + backward.bytes) / 1e9:.2f} GB"
             + f", spills {spilled} B" * (spilled > 0))
 
