@@ -68,7 +68,7 @@ def test_the_head_is_never_converted(overrides):
 
 @pytest.mark.parametrize("kernels", ["torchao", "fused"])
 def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
-    """FLUX's modulations cut what they return; with its embedders they see a row a sample, too few for the matmul of a weight's gradient."""
+    """FLUX's modulations cut what they return; with its embedders they see a row a sample: too few for the matmul of its gradient."""
     model, (line, *_) = converted(compose_job("model=flux_debug", "data=synthetic_images", *EMULATED, f"precision.kernels={kernels}"))
     plain = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Modulation)}
     assert plain == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)
