@@ -191,5 +191,5 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """
     table = rotary[: x.shape[1]] if rotary.dim() == 3 else rotary
     cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = (half.float() for half in x.chunk(2, dim=-1))  # in this order no float32 gradient of the whole is written by compiled code
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)

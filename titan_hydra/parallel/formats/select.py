@@ -44,13 +44,15 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
     linear matches a name to skip.
 
     A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), if its dimensions
-    are not multiples of the format's step, if it is the head, whose logits decide the loss, or of a class with a forward of its own.
+    are not multiples of the format's step, if it is the head, whose logits decide the loss, if it belongs to a module that is `per_sample`
+    (the matmul of its weight's gradient has a row a sample, and kernels take rows in steps too), or if its class has a forward of its own.
     """
     step = FORMATS[precision.converter].step
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for part in precision.skip:
         if not any(part in name for name in names):
             raise ConfigError(f"precision.skip={part}: no linear's name contains it; nearest legal: {', '.join(kinds(names))}")
+    few = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "per_sample", False))
     left = {}
     for name in names:
         module = model.get_submodule(name)
@@ -62,6 +64,8 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
             left[name] = f"a {type(module).__name__}, with a forward of its own"
         elif module.in_features % step or module.out_features % step:
             left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
+        elif name.startswith(few):
+            left[name] = "one row a sample"
     chosen = [name for name in names if name not in left]
     if not chosen:
         raise ConfigError(f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16")
