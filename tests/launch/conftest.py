@@ -91,13 +91,13 @@ class Launcher:
     def wait_for_step(self, step: int = 20, attempt: int = 1) -> None:
         self.wait(lambda: json.loads((self.attempt(attempt) / "status.json").read_text())["step"] >= step)
 
-    def wait(self, condition, seconds: float = 180) -> float:
-        """Wait until something is so; a file or row that is not there yet means not yet. Returns how long it took."""
+    def wait(self, condition, seconds: float = 300) -> None:
+        """Wait until something is so; a file or row that is not there yet means not yet. The limit is for what never comes."""
         began = time.monotonic()
         while time.monotonic() - began < seconds:
             try:
                 if condition():
-                    return time.monotonic() - began
+                    return
             except (OSError, ValueError, IndexError):
                 pass
             time.sleep(0.05)

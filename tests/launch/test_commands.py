@@ -115,7 +115,7 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
     assert "nothing to run again" in titan("retry", "--only", "node", "--only", "interrupted")[1]
     swept.sabotage_step_3(1, MEMORY)
     done = subprocess.run([sys.executable, "-m", "titan_hydra.cli", "retry"], cwd=swept.folder, env=environment(swept), text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=300)
     assert done.returncode == 76, done.stdout + done.stderr
     cells = json.loads(titan("status", "--json")[1])["cells"]
     assert [(cell["state"], cell["attempt"]) for cell in cells] == [("done", 1), ("failed", 2)]
@@ -154,9 +154,9 @@ def test_cancel_stops_a_running_cell_as_ctrl_c_would(launcher, monkeypatch, caps
     assert "running, attempt 1" in follower.stderr.readline()
     assert cli.main(["cancel", "--yes"]) == 0
     assert "asked its launcher to save and stop" in capsys.readouterr().out
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 143 and "asking all 2 ranks" in out, err
-    out, err = follower.communicate(timeout=20)
+    out, err = follower.communicate(timeout=300)
     assert "its checkpoint is written" in out and "interrupted" in err
     assert cli.main(["status"]) == 0
     out = capsys.readouterr().out

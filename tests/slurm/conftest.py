@@ -30,7 +30,7 @@ class Cluster:
 
     def manage(self, *arguments: str) -> None:
         """Run slurm-cluster: up, down, crash NODE, boot NODE."""
-        done = subprocess.run([str(SCRIPT), *arguments], env=self.env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([str(SCRIPT), *arguments], env=self.env, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise RuntimeError(f"slurm-cluster {' '.join(arguments)}: {done.stderr}")
 
@@ -39,7 +39,7 @@ class Cluster:
         self.manage("up", str(NODES), str(GPUS))
 
     def status(self) -> subprocess.CompletedProcess:
-        return subprocess.run([str(SCRIPT), "status"], env=self.env, capture_output=True, text=True, timeout=60)
+        return subprocess.run([str(SCRIPT), "status"], env=self.env, capture_output=True, text=True, timeout=300)
 
     def down(self) -> None:
         self.manage("down")
@@ -47,7 +47,7 @@ class Cluster:
 
     def call(self, *command: str) -> str:
         """Output of a SLURM command."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 
@@ -93,7 +93,7 @@ class Cluster:
         """Kill all jobs, bring every node back, and wait until nothing runs."""
         self.up()
         self.call("scancel", "--state=PENDING", "--user=root")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while self.active():
             assert time.monotonic() < deadline, self.jobs()
             self.call("scancel", "--signal=KILL", "--full", "--user=root")

@@ -89,7 +89,7 @@ def test_two_people_submit_the_same_sweep(submit):
     line = submit.line("-m", "gpus=1", "seed=1,2,3")
     with submit.cluster.closed():
         both = [submit.start(*line) for _ in range(2)]
-        texts = [process.communicate(timeout=120) for process in both]
+        texts = [process.communicate(timeout=300) for process in both]
         assert [process.returncode for process in both] == [0, 0], texts
         assert len(submit.cluster.active()) == 3, texts
     submit.settle(seconds=120)

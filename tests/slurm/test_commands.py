@@ -48,7 +48,7 @@ def test_runs_are_followed_cancelled_and_retried(submit):
     submit.cluster.up()
 
     assert submit.titan("cancel", "--yes").returncode == 0
-    out, _ = follower.communicate(timeout=60)
+    out, _ = follower.communicate(timeout=300)
     assert "--- attempt 2" in out and out.count("its checkpoint is written") == 2 and out.endswith("interrupted\n")
     again = submit.titan("retry", "--only", "interrupted", "seed=2")
     assert again.returncode == 0 and "1 queued" in again.stdout, again.stderr

@@ -59,7 +59,7 @@ def stuck(tmp_path):
     return start
 
 
-def wait_for(condition, seconds=5):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -179,7 +179,7 @@ def attempt(job: Job, directory: Path, case: Case | None = None, before: Callabl
         os.setpgid(0, 0)
         os._exit(be_parent(job, directory, place, case, before))
     _, status = os.waitpid(parent, 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while True:  # ranks that outlive a killed parent: none may
         try:
             os.killpg(parent, signal.SIGKILL)

@@ -46,18 +46,16 @@ def main(args: argparse.Namespace) -> int:
         names = [case.name for case in cases if args.ranks in (None, case.ranks)]
         raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only, names))))
     outcomes = verify(chosen, STEPS_OF_RANDOM if drawn else STEPS)
-    header = ("case", "ranks", "loss", "norm", "gradient", "weights", "start", "copies", "rounded", "passed")
+    header = ("case", "ranks", "loss", "norm", "gradient", "weights", "band", "start", "copies", "rounded", "passed")
     rows = [
         (o.case.name, str(o.case.ranks), *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
-         *map(str, (o.start, o.drift, o.rounded)), "yes" if o.passed else "NO") for o in outcomes
+         f"{o.band:.2f}" if o.band else "", *map(str, (o.start, o.drift, o.rounded)), "yes" if o.passed else "NO") for o in outcomes
     ]
     colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
     print("Largest relative differences from the reference:", *table(header, rows, header[1:-1], ("case",), colours), sep="\n")
     for outcome in outcomes:
         if not outcome.passed:
-            case = outcome.case
-            print(f"{case.name}: worst are {outcome.worst}; tolerances are loss {case.loss}, norm {case.norm}, gradients {case.gradients}, "
-                  f"weights {case.weights}; its job: {' '.join((*case.overrides, *case.base))}")
+            print(outcome)
     if chosen == MATRIX:
         _write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
@@ -65,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
     """Write the table as a page of the docs."""
+    from titan_hydra.verify.judge import DRAWS, MULTIPLE, TIGHT
+
     lines = [
         "# Acceptance", "",
         f"Largest relative differences of each layout from the same job in one process, over {steps} steps: loss, gradient norm, the",
@@ -72,7 +72,16 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "relative to how far it has moved.",
         "`start` counts initial tensors that differ in any bit, `copies` parts of weights whose copies on several ranks differ in any bit",
         "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
-        "overrides and tolerances stand in [matrix.py](../titan_hydra/verify/matrix.py).", "",
+        "overrides and upper bounds stand in [matrix.py](../titan_hydra/verify/matrix.py).", "",
+        "How far rounding takes a run in these steps depends on the processor, so it is measured where it runs. A loss or norm within",
+        f"{TIGHT['loss']:.0e} and a parameter within {TIGHT['weights']:.0e} pass at once. If one is farther, the reference is run again, "
+        f"at most {len(DRAWS)} times:",
+        "with every initial weight moved to the next float32 above or below it, and with its sums in another order (the batch in several",
+        "parts; for tensor parallelism, each linear in parts that are rounded before they are added). Each parameter may differ by",
+        f"{MULTIPLE['weights']:.0f} times what it differs by in the farthest of these runs, loss and norm by {MULTIPLE['loss']:.0f} times. "
+        "No more runs are made than are needed.",
+        "`band` is the largest difference relative to that: above 1 a case has not passed. It is empty where no band was needed, and where",
+        "the reference rounds in another way (another number format, or float64): there the fixed upper bounds judge alone.", "",
         f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
     ]

@@ -17,8 +17,9 @@ class Case:
     """A layout to be verified on `ranks` gloo ranks. `overrides` define it; `base` applies to its reference too.
 
     The reference is the same job in one process, or reference.py in float64. `uneven_mask`: labels are ignored, more in some samples and
-    steps than in others; `documents`: samples are cut into documents that are masked from each other (`verify.vary`). Tolerances are
-    relative: `gradients` for the worst parameter at the first step, `weights` at the end, relative to the distance moved.
+    steps than in others; `documents`: samples are cut into documents that are masked from each other (`verify.vary`). The bounds of the
+    differences are relative: `gradients` for the worst parameter at the first step, `weights` at the end, relative to the distance moved.
+    A band of rounding that is measured beside them (judge.py) is narrower wherever steps amplify rounding.
     """
 
     name: str
@@ -53,7 +54,7 @@ DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
 # A difference in the last bit of float32 rounds some value to the other of two neighbours in 8 bits, an eighth apart at most; it grows.
-EIGHT_BITS = {"norm": 3e-5, "weights": 2e-2}
+EIGHT_BITS = {"loss": 5e-5, "norm": 2e-4, "weights": 0.2}
 ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32"), **EIGHT_BITS}
 FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
@@ -61,7 +62,7 @@ MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.comput
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
 LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
-MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.2}  # orthogonalized in bf16, and so are its weights rounded
+MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.5}  # orthogonalized in bf16, and so are its weights rounded
 SAME = EVEN | {"norm": 1e-5}
 QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
 MOE = ("model=qwen3_moe_debug", "model.head_dim=16", "model.expert_dim=64", "model.balance_rate=1e-3")
@@ -210,7 +211,7 @@ MATRIX = [
     case("float8 rowwise, fsdp 4, accumulation 2", 4, "parallelism=fsdp", "data.local_batch=2", slow=True, **ROWWISE),
     case("float8 rowwise, simple_fsdp 2", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", **ROWWISE),
     case("float8 rowwise_with_gw_hp, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8",
-         base=(*ROWWISE["base"], "precision.recipe=rowwise_with_gw_hp")),
+         **ROWWISE | {"base": (*ROWWISE["base"], "precision.recipe=rowwise_with_gw_hp")}),
     case("float8 rowwise, pp 2", 2, "parallelism=pp", "parallelism.pp=2", "data.local_batch=8", **ROWWISE),
     case("float8 rowwise, cp 2", 2, "parallelism=cp", "parallelism.cp=2", "data.local_batch=16", **ROWWISE),
     case("float8 fused against torchao", 1, "parallelism=single", "data.local_batch=16", "precision.kernels=fused",
@@ -225,9 +226,9 @@ MATRIX = [
            **FUSED) for ac in ("none", "full", "lean")),
     case("mxfp8, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **MXFP8),
     case("float8 rowwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16",
-         **ROWWISE | {"loss": 5e-5, "norm": 2e-4, "gradients": 2e-2}),
+         **ROWWISE | {"gradients": 2e-2}),
     case("float8 rowwise, fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=8", slow=True,
-         **ROWWISE | {"loss": 5e-5, "norm": 2e-4, "gradients": 2e-2}),
+         **ROWWISE | {"gradients": 2e-2}),
     case("float8 tensorwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", norm=5e-5, gradients=1e-3,
          weights=0.1, **TENSORWISE),
     *(case(f"float8 tensorwise, fsdp 2, gathered as {format}", 2, "parallelism=fsdp", "data.local_batch=8",
@@ -340,8 +341,10 @@ MATRIX = [
          base=(*LATENT, "model.q_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
+    # Weights that are 5e-2 of their way apart send tokens to other experts: 6 to 36 loads differ, by processor.
     *(case(f"{family}, fsdp 2, ep 2, float8 {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
-           base=(*base, *format["base"])) for family, base in SPARSE for name, format in (("rowwise", ROWWISE), ("fused", FUSED))),
+           **format | {"base": (*base, *format["base"]), "routing": False})
+      for family, base in SPARSE for name, format in (("rowwise", ROWWISE), ("fused", FUSED))),
     # A token that goes to another expert changes a router's gradient of step 1 by 0.13; where none does, it is 6e-3.
     *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
            **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})

@@ -1,0 +1,27 @@
+"""What rounding moves is judged by a band that is measured where it runs, and what is more than rounding lies outside it."""
+import pytest
+
+from titan_hydra.verify.judge import MULTIPLE, TIGHT, beyond, widen
+from titan_hydra.verify.matrix import ROWWISE, case
+from titan_hydra.verify.verify import verify
+
+
+def found(**weights):
+    return {"loss": {"loss": 0.0}, "norm": {"norm": 0.0}, "gradients": {}, "weights": weights}
+
+
+def test_each_parameter_has_a_band_of_its_own():
+    spread = widen(found(a=1e-2, b=1e-5), found(a=3e-3, b=2e-5))
+    assert beyond(found(a=3e-2, b=1e-5), spread) == pytest.approx(3e-2 / (MULTIPLE["weights"] * 1e-2))
+    assert beyond(found(a=1e-5, b=3e-2), spread) == pytest.approx(3e-2 / TIGHT["weights"])  # its own draws hardly moved it
+    assert beyond(found(a=float("inf"), b=0.0), spread) == float("inf")
+
+
+def test_eight_bits_are_within_the_band_and_what_is_learned_otherwise_is_not():
+    """The second layout has another weight decay than its reference; the fixed numbers of 8 bits let that pass."""
+    single = ("parallelism=single", "data.local_batch=4")
+    cases = [case("same", 1, *single, **ROWWISE), case("other", 1, *single, "optimizer.weight_decay=0", **ROWWISE)]
+    same, other = verify(cases, steps=3)
+    assert same.passed, same
+    assert other.weights <= other.case.weights and other.gradients <= other.case.gradients
+    assert other.band > 1 and not other.passed, other

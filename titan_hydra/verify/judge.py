@@ -1,0 +1,148 @@
+"""Judge a layout: how far its run is from its reference, and how far rounding alone takes the reference from itself.
+
+Fixed numbers (`Case`) are upper bounds: how far a rounding goes depends on the processor, and grows over the steps. So what is not within
+a tight tolerance is judged by a band that is measured where it runs. The reference is run again, with the last bits of its initial weights
+disturbed and with its sums in another order (`DRAWS`); each parameter of the layout may differ by MULTIPLE times the spread of these runs.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+
+from titan_hydra.config import Job
+
+from .matrix import Case
+from .reference import Trace
+
+Differences = dict[str, dict[str, float]]  # by column and by parameter (of loss and norm: one, the largest of all steps)
+TIGHT = {"loss": 1e-5, "norm": 1e-5, "weights": 1e-3}  # of the columns that a band judges: what passes without one
+# If rounding is all, a layout differs from the reference as much as the draws do: by 0.3 to 1.3 of the widest in any parameter. Loss and
+# norm are single numbers, which may by chance be near in all draws.
+MULTIPLE = {"loss": 5.0, "norm": 5.0, "weights": 3.0}
+# Of each run that measures the band: the seed that disturbs its weights, if any, and into how many local batches the global one is cut.
+# Most need one or two; a token that goes to another expert in one run of two needs more.
+DRAWS = ((1, 1), (2, 4), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome:
+    """The differences of a layout from the reference, relative, infinite if anything is not finite; and what must not differ at all."""
+
+    case: Case
+    differences: Differences
+    start: int  # initial tensors that differ in any bit
+    routing: int  # loads of experts in a step, and biases of routers at the end, that differ
+    drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
+    rounded: int  # parameters whose summed gradient has no bit beyond bfloat16, and reductions in another dtype than the job's
+    band: float = 0.0  # the largest difference, relative to what the measured band allows; 0: fixed numbers alone judge
+    error: str = ""  # of a case that did not end
+
+    @property
+    def loss(self) -> float:
+        """The largest difference of any step."""
+        return max(self.differences["loss"].values())
+
+    @property
+    def norm(self) -> float:
+        """The largest difference of any step."""
+        return max(self.differences["norm"].values())
+
+    @property
+    def gradients(self) -> float:
+        """That of the worst parameter at the first step."""
+        return max(self.differences["gradients"].values())
+
+    @property
+    def weights(self) -> float:
+        """That of the worst parameter after the last step, less what rounding explains, relative to how far it has moved."""
+        return max(self.differences["weights"].values())
+
+    @property
+    def worst(self) -> str:
+        """The parameters that gradients and weights are of, or what the case raised."""
+        gradients, weights = (max(self.differences[column].items(), key=lambda item: item[1])[0] for column in ("gradients", "weights"))
+        return self.error or f"gradient of {gradients}, weight {weights}"
+
+    @property
+    def passed(self) -> bool:
+        """Whether all differences are within the case's fixed numbers and within the band."""
+        case = self.case
+        close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
+        routed = self.routing == 0 or not case.routing
+        return close and routed and self.band <= 1 and self.start == self.drift == self.rounded == 0
+
+    def __repr__(self) -> str:
+        case = self.case
+        return (f"{case.name}: loss {self.loss:.1e} of {case.loss}, norm {self.norm:.1e} of {case.norm}, gradients {self.gradients:.1e} of "
+                f"{case.gradients}, weights {self.weights:.1e} of {case.weights}, {self.band:.2g} of the measured band; worst are "
+                f"{self.worst}; start {self.start}, routing {self.routing}, copies {self.drift}, rounded {self.rounded}; its job: "
+                f"{' '.join((*case.overrides, *case.base))}")
+
+
+def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
+    """Return how far a run is from its reference, judged by fixed numbers alone."""
+    changed = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
+    return Outcome(case, differences(run, reference), changed, misrouted(run, reference), run.drift, run.rounded)
+
+
+def differences(run: Trace, reference: Trace) -> Differences:
+    """Return the relative differences of a run from its reference."""
+    steps, start = len(run.losses), reference.start
+    return {
+        "loss": {"loss": _largest(run.losses, reference.losses)}, "norm": {"norm": _largest(run.norms, reference.norms)},
+        "gradients": {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()},
+        "weights": {name: _moved(run.weights[name], weight, start[name], steps) for name, weight in reference.weights.items()},
+    }
+
+
+def lost(case: Case, error: str) -> Outcome:
+    """Return the outcome of a case that did not end, infinitely far from its reference."""
+    return Outcome(case, {column: {"": math.inf} for column in ("loss", "norm", "gradients", "weights")}, 0, 0, 0, 0, error=error)
+
+
+def rounds_alike(job: Job, reference: Job) -> bool:
+    """Whether a layout rounds as its reference does, but for the order of sums: then a band can be measured on the reference."""
+    return all(getattr(job.precision, name) == getattr(reference.precision, name) for name in vars(job.precision) if name !=
+               "float8_all_gather") and job.optimizer.masters == reference.optimizer.masters
+
+
+def widen(spread: Differences, draw: Differences) -> Differences:
+    """Return the larger of two differences, for each entry."""
+    return {column: {name: max(value, spread.get(column, {}).get(name, 0.0)) for name, value in values.items()}
+            for column, values in draw.items()}
+
+
+def beyond(found: Differences, spread: Differences) -> float:
+    """Return the largest difference relative to what is allowed: the column's tight tolerance or, if that is more, MULTIPLE spreads."""
+    return max(value / max(tight, MULTIPLE[column] * spread.get(column, {}).get(name, 0.0))
+               for column, tight in TIGHT.items() for name, value in found[column].items())
+
+
+def misrouted(run: Trace, reference: Trace) -> int:
+    """Count the experts that had another number of tokens in a step than in the reference, and the biases that differ at the end."""
+    steps = zip(run.loads, reference.loads, strict=False)
+    tokens = sum(one != other for ours, theirs in steps for layer in theirs for one, other in zip(ours[layer], theirs[layer], strict=True))
+    return tokens + sum(not torch.equal(run.biases[name], bias) for name, bias in reference.biases.items())
+
+
+def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
+    """Return how far a weight is from the reference's, relative to how far that one has moved.
+
+    Every update rounds a float32 weight by up to 2**-24 of it. That is not counted: SGD moves a norm's weight of 1 by little more.
+    """
+    rounding = steps * 2.0**-24 * reference.double().norm()
+    difference = (weight.double() - reference.double()).norm()
+    return _relative((difference - rounding).clamp(min=0) if difference.isfinite() else difference, reference - start)
+
+
+def _relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
+    return _finite((difference.double().norm() / reference.double().norm().clamp(min=1e-30)).item())
+
+
+def _largest(values: list[float], references: list[float]) -> float:
+    return max(_finite(abs(value - reference) / max(abs(reference), 1e-30)) for value, reference in zip(values, references, strict=True))
+
+
+def _finite(value: float) -> float:
+    """Return the value, or infinity if it is not finite: max() would drop a NaN."""
+    return value if math.isfinite(value) else math.inf
