@@ -53,9 +53,10 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """
     if job.adapter.name == "none":
         return
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(getattr(torch, job.precision.compute_dtype))
+    dtype = getattr(torch, job.precision.compute_dtype)
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):  # not by `data`, which keeps the dtype of a DTensor's own part
+            owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}
     for block in family_of(job.model).blocks(module).values():
         found = [linear for name, linear in block.named_modules() if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in wanted]

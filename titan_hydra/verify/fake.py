@@ -22,7 +22,7 @@ from titan_hydra.train.trainer import Trainer, assemble
 from titan_hydra.train.world import set_determinism
 
 Watch = Callable[[Trainer, Batch], AbstractContextManager]
-DEVICE = torch.device("cpu")  # a pretended "cuda" aborts a process whose torch has no CUDA
+CPU = torch.device("cpu")
 
 
 def train_fake(job: Job, run: Run) -> None:
@@ -52,21 +52,23 @@ def fake_world(job: Job) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def fake_step(job: Job, watch: Watch | None = None) -> Trainer:
+def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) -> Trainer:
     """Return a trainer on this rank of the fake world, after one step, inside the context that `watch` makes of it and the step's batch.
     Call it inside `fake_world`.
 
-    Settings that only choose kernels are switched off, as there are none: compilation, async TP, and hardware for number formats. Experts
-    are balanced, as no router has scores.
+    Settings that only choose kernels are switched off, as there are none: compilation, async TP and, on a CPU, hardware for number formats.
+    Experts are balanced there, as no router has scores. A CUDA `device` has to be a pretended one (tests/pretended_cuda): autograd aborts a
+    process whose torch has no CUDA, and gets no data from a real one.
     """
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp = "off", False
-    job.precision.emulate, job.debug.balance_experts = job.precision.converter is not None, job.model.sparse
-    parts = assemble(job, DEVICE)  # outside FakeTensorMode, which would make meshes fake too
+    if device.type == "cpu":
+        job.precision.emulate, job.debug.balance_experts = job.precision.converter is not None, job.model.sparse
+    parts = assemble(job, device)  # outside FakeTensorMode, which would make meshes fake too
     with FakeTensorMode(allow_non_fake_inputs=True):
         for stage in parts.stages:
-            stage.to_empty(device=DEVICE)
-        trainer = parts.trainer(DEVICE)
+            stage.to_empty(device=device)
+        trainer = parts.trainer(device)
         if isinstance(trainer.step, Pipeline):
             settle_shapes(trainer.step.schedule)
         samples = job.data.global_batch // trainer.mesh.data_ranks

@@ -1,0 +1,172 @@
+"""The order of work on a pretended device: streams, events, and what the host waited for.
+
+Each stream counts its kernels, and knows up to which kernel of each other stream it has waited: a vector clock. A kernel that reads what
+another stream wrote, or overwrites what another stream still reads, without having waited for it, is a race.
+"""
+import itertools
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+PACKAGE = f"{Path(__file__).parents[2]}/titan_hydra/"
+RECORDED: set[int] = set()  # storages that outlive the work of other streams: Tensor.record_stream
+WAITS: list[tuple[str, str]] = []  # (what, place): each time that the host waited for the device
+
+
+class Stream:
+    """A queue of kernels. `seen[id]` is the number of kernels of the stream `id` that have run before the next kernel of this one."""
+
+    numbers = itertools.count()
+
+    def __init__(self, device=None, priority=0, **_):
+        self.id, self.seen, self.device = next(self.numbers), {}, torch.device("cuda", 0)
+        self.stream_id = self.cuda_stream = self.id
+        self.device_index, self.device_type = 0, 1
+
+    def __enter__(self):
+        STACK.append(self)
+        return self
+
+    def __exit__(self, *_):
+        STACK.pop()
+
+    def kernel(self):
+        """Queue a kernel and return its number."""
+        self.seen[self.id] = self.seen.get(self.id, 0) + 1
+        return self.seen[self.id]
+
+    def waits_for(self, seen):
+        """Let the kernels to come wait for all that `seen` has."""
+        for stream, number in seen.items():
+            self.seen[stream] = max(number, self.seen.get(stream, 0))
+
+    def wait_stream(self, other):
+        self.waits_for(other.seen)
+
+    def wait_event(self, event):
+        self.waits_for(event.seen)
+
+    def record_event(self, event=None):
+        return (event or Event()).record(self)
+
+    def synchronize(self):
+        host_waits("stream.synchronize")
+
+    def query(self):
+        return True
+
+    def is_capturing(self):
+        return False
+
+
+class Event:
+    """A mark in a stream."""
+
+    def __init__(self, *_, **__):
+        self.seen = {}
+
+    def record(self, stream=None):
+        self.seen = dict((stream or current()).seen)
+        return self
+
+    def wait(self, stream=None):
+        (stream or current()).waits_for(self.seen)
+
+    def synchronize(self):
+        host_waits("event.synchronize")
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+DEFAULT = Stream()
+STACK = [DEFAULT]
+
+
+def current(device=None):
+    """Return the stream in which kernels are queued now."""
+    return STACK[-1]
+
+
+@contextmanager
+def use(stream):
+    """Queue kernels in a stream while the block runs; None changes nothing."""
+    with stream or STACK[-1]:
+        yield
+
+
+def place():
+    """Return the innermost place in the package that is running: its file and function."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename.removeprefix(PACKAGE)
+        if path != frame.f_code.co_filename and not path.startswith("verify/"):
+            return f"{path} {frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "outside"
+
+
+def host_waits(what):
+    """Record that the host waits for the device here."""
+    WAITS.append((what, place()))
+
+
+class Memory:
+    """Which stream wrote and read each storage last. What was not waited for is appended to `faults`.
+
+    Memory belongs to the stream that allocated it, whose next kernel may get it once it is freed: another stream that still uses it then is
+    a race, too, unless the tensor was given to `record_stream`.
+    """
+
+    def __init__(self, faults):
+        self.faults, self.storages, self.lent = faults, {}, {}
+
+    def kernel(self, op, inputs, outputs):
+        """Take a kernel of the current stream. `inputs` and `outputs` are its tensors on the device, `outputs` also what it changes."""
+        stream = current()
+        number = stream.kernel()
+        self.freed(stream)
+        for tensor in inputs:
+            self.settled(tensor, stream, str(op), reads=True)
+            self.state(tensor, stream)["reads"][stream.id] = number
+        for tensor in outputs:
+            self.settled(tensor, stream, str(op), reads=False)
+            state = self.state(tensor, stream)
+            state["write"], state["reads"] = (stream.id, number), {}
+
+    def state(self, tensor, stream):
+        """Return what is known of a tensor's storage. The weak reference keeps its address from being used again."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        state = self.storages.get(key)
+        if state is None:
+            state = self.storages[key] = {"ref": StorageWeakRef(storage), "owner": stream, "write": (stream.id, 0), "reads": {}}
+        if stream is not state["owner"]:
+            self.lent[key, stream.id] = (state, stream.seen[stream.id], f"{list(tensor.shape)} at {place()}")
+        return state
+
+    def settled(self, tensor, stream, op, reads):
+        """Note a race with what other streams did to this tensor."""
+        state = self.state(tensor, stream)
+        uses = [state["write"]] if reads else [state["write"], *state["reads"].items()]
+        if any(stream.seen.get(other, 0) < number for other, number in uses):
+            self.faults.append(f"{op} at {place()} does not wait for the stream that uses its tensor of shape {list(tensor.shape)}")
+
+    def freed(self, stream):
+        """Note memory that this stream may now get again, though another still uses it."""
+        for (key, user), (state, number, what) in list(self.lent.items()):
+            if state["owner"] is stream and state["ref"].expired():
+                del self.lent[key, user]
+                if stream.seen.get(user, 0) < number and key not in RECORDED:
+                    self.faults.append(f"memory is freed while a stream that was not waited for uses it: {what}")
+
+
+def record_stream(tensor, stream):
+    """Keep a tensor's memory until what `stream` has queued is done."""
+    RECORDED.add(tensor.untyped_storage()._cdata)

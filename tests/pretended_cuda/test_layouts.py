@@ -1,0 +1,71 @@
+"""Layouts of all families step on a pretended H100 (README.md): no wrong device, no wait of the host, no race, one graph for cuDNN, the
+same collectives on all ranks of a group, and the kernels and casts of kernels.txt.
+"""
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pretended_cuda.device import build_guard
+from tests.pretended_cuda.judge import faults, table
+from tests.pretended_cuda.layouts import LAYOUTS, of_matrix
+from tests.pretended_cuda.planted import NOTHING, PLANTED
+
+CANNOT = {"mxfp8": "its matmuls need a B200"}  # parts of names in the matrix, and why an H100 cannot step them
+HERE = Path(__file__).parent
+KERNELS = (HERE / "kernels.txt").read_text().strip()
+
+
+@pytest.fixture(scope="session")
+def stepped(request, tmp_path_factory):
+    """A function that returns the records of layouts of a kind, stepped in one process. Skips where there is no C++ compiler."""
+    guard = build_guard(request.config.cache.mkdir("pretended_cuda"))
+    if guard is None:
+        pytest.skip("the pretended CUDA device needs a C++ compiler (g++)")
+    known = {}
+
+    def step(kind):
+        if kind not in known:
+            wanted = [item.callspec.params for item in request.session.items if "stepped" in item.fixturenames]
+            names = [NOTHING] * (kind == "planted") + [parameters[kind] for parameters in wanted if kind in parameters]
+            out = tmp_path_factory.mktemp("pretended") / "records.json"
+            done = subprocess.run([sys.executable, "-m", "tests.pretended_cuda.step", guard, out, kind, *names], capture_output=True,
+                                  text=True, cwd=HERE.parents[1], check=False, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+            known[kind] = json.loads(out.read_text())
+        return known[kind]
+
+    return step
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_a_layout_steps_without_fault(layouts, stepped):
+    result, layout = stepped("layouts")[layouts], LAYOUTS[layouts]
+    assert result["error"] is None, result["error"]
+    assert faults(result["ranks"], layout.waits, layout.gathers) == []
+    sections = dict(section.split("\n", 1) for section in KERNELS.split("\n\n"))
+    assert table(result["ranks"]) == sections[f"[{layouts}]"], "the part of kernels.txt that is to be pasted, if the change is right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", [name for name in PLANTED if name != NOTHING])
+def test_a_planted_fault_is_found(planted, stepped):
+    results, plant = stepped("planted"), PLANTED[planted]
+    result, clean = results[planted], results[NOTHING]
+    assert clean["error"] is None and faults(clean["ranks"], {}) == []
+    found = [result["error"] or "", *faults(result["ranks"], plant.layout.waits, plant.layout.gathers)]
+    if plant.layout is PLANTED[NOTHING].layout:
+        found += difflib.unified_diff(table(clean["ranks"]).splitlines(), table(result["ranks"]).splitlines(), lineterm="", n=0)
+    assert any(plant.said in line for line in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix", [name for name in of_matrix() if not any(part in name for part in CANNOT)])
+def test_a_layout_of_the_matrix_steps_without_fault(matrix, stepped):
+    result = stepped("matrix")[matrix]
+    assert result["error"] is None, result["error"]
+    assert faults(result["ranks"], {}) == []
