@@ -124,6 +124,15 @@ FAULTS |= {f"{name}, {case}": (*fault, case) for name, fault, *cases in (  # the
         MUON, 'lerp(momentum, options["momentum"])', 'lerp(momentum, options["momentum"] if self.group is None else 1)'),
      "qwen3_moe, fsdp 2, ep 2, muon"),
 ) for case in cases}
+FAULTS |= {
+    "gradients of adapters are summed over tensor-parallel ranks in their own dtype": (
+        "parallel/lora.py", "read_whole(parameter, self.reduce_dtype, Partial())", "read_whole(parameter, parameter.dtype, Partial())",
+        "tests/parallel/test_tensor.py::test_adapters_gradients_are_summed_over_ranks_in_the_reduce_dtype"),
+    "a validation is the mean of the local batches' means": (
+        "train/trainer.py", "torch.stack([summed.double(), self.objective.count(part.tensors).double()])",
+        "torch.stack([summed.double() / self.objective.count(part.tensors), torch.ones((), dtype=torch.float64)])",
+        "tests/train/test_metrics.py::test_validation_is_the_mean_over_held_out_tokens_on_any_layout"),
+}
 # Verifies a few random jobs at a time, and ends with status 1 at the first that is wrong.
 VERIFY = """
 import sys

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -14,7 +14,7 @@ from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job
 from titan_hydra.models.init import init_weights
-from titan_hydra.parallel import build_mesh, compile, tensor
+from titan_hydra.parallel import build_mesh, compile, lora, tensor
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.train.objectives.language import cross_entropy
@@ -69,6 +69,39 @@ def test_a_norms_gradient_is_summed_over_ranks_in_the_reduce_dtype(on_ranks):
     def task(rank):
         assert (summed_norm_gradient(torch.float32) == 1 + 2.0**-7).all()
         assert (summed_norm_gradient(torch.bfloat16) == 1).any()
+
+    on_ranks(4, task)
+
+
+def summed_adapter_gradients(reduce_dtype):
+    """The gradients of the adapters' matrices that every rank holds whole, to which four ranks contribute 1, 2^-9, 2^-9 and 2^-9: A of a
+    column linear, and B of a row linear.
+    """
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    job = compose_job("adapter=lora", "adapter.rank=1", "adapter.alpha=1", "precision=bf16_full", f"precision.reduce_dtype={reduce_dtype}")
+    part = torch.full((1, 1), 1.0 if mesh.get_local_rank() == 0 else 2.0**-9, dtype=torch.bfloat16)
+    for split, name in ((0, "lora_a"), (1, "lora_b")):
+        linear = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(split)]), requires_grad=False)
+        lora._adapt(linear, job)
+        linear.to_empty(device="cpu")
+        for parameter in linear.parameters():
+            parameter.to_local().detach().fill_(1)
+        if split == 0:  # x is whole, each rank has a column of the output
+            x = DTensor.from_local(torch.ones(1, 4, dtype=torch.bfloat16), mesh, [Replicate()])
+            linear(x).to_local().backward(part)
+        else:  # each rank has a column of x, and a summand of the output
+            linear(DTensor.from_local(part, mesh, [Shard(1)])).to_local().sum(1).backward(torch.ones(1, dtype=torch.bfloat16))
+        gradient = linear.get_parameter(name).grad
+        assert gradient.placements == (Replicate(),)
+        yield gradient.to_local()
+
+
+def test_adapters_gradients_are_summed_over_ranks_in_the_reduce_dtype(on_ranks):
+    """On two ranks there would be no difference: a sum of two numbers is rounded once in either dtype."""
+    def task(rank):
+        assert all((gradient == 1 + 2.0**-7).all() for gradient in summed_adapter_gradients("float32"))
+        assert all((gradient == 1).any() for gradient in summed_adapter_gradients("bfloat16"))
 
     on_ranks(4, task)
 

@@ -4,14 +4,20 @@ import json
 import pytest
 import torch
 
-from titan_hydra import cli
+from titan_hydra import cli, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import find_checkpoint, reader_of
 from titan_hydra.checkpoint.reader import Reader
-from titan_hydra.config import Job, compose_job, from_dict, identity
+from titan_hydra.config import Job, compose_job, freeze, from_dict, identity
 from titan_hydra.models.hf import meta_state
+from titan_hydra.models.init import init_weights
+from titan_hydra.parallel import lora
+from titan_hydra.parallel.mesh import Mesh, local_part
+from titan_hydra.plan import memory
 from titan_hydra.runs.checkpoints import newest
-from titan_hydra.verify.matrix import case
+from titan_hydra.train.trainer import assemble
+from titan_hydra.verify.fake import fake_world
+from titan_hydra.verify.matrix import BF16, case
 from titan_hydra.verify.verify import verify
 
 from .steps import cut_back, tensors
@@ -25,14 +31,52 @@ LAYOUTS = {
     "checkpointed": (2, "parallelism=fsdp", "ac=full", "data.local_batch=8"),
     "compiled": (2, "parallelism=fsdp", "compile=block", "compile.backend=aot_eager", "data.local_batch=8"),
 }
+# With SGD, whose steps are as long as the gradients: those of A, which are 0 at first, show in the weights.
+SGD = (*LORA, "optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")
+
+
+def prove(cases):
+    for outcome in verify(cases, steps=3):
+        assert outcome.passed, outcome
 
 
 def test_every_layout_learns_what_one_process_learns():
-    """With SGD, whose steps are as long as the gradients: those of A, which are 0 at first, show in the weights."""
-    base = (*LORA, "optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")
-    cases = [case(name, ranks, *words, base=base, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()]
-    for outcome in verify(cases, steps=3):
-        assert outcome.passed, outcome
+    prove([case(name, ranks, *words, base=SGD, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()])
+
+
+@pytest.mark.parametrize("names", [("tp 2, whole sequences", "pp 2"), pytest.param(("fsdp 2 x tp 2",), marks=pytest.mark.slow)])
+def test_layouts_learn_the_same_in_bf16(names):
+    prove([case(f"bf16, {name}", *LAYOUTS[name], **BF16 | {"base": (*SGD, "precision=bf16"), "norm": 1e-3}) for name in names])
+
+
+@pytest.mark.parametrize("words", [
+    ("parallelism=tp", "gpus=2"), ("parallelism=fsdp_tp", "gpus=4", "parallelism.tp=2", "parallelism.dp_shard=2"),
+    ("parallelism=fsdp_tp", "gpus=8", "parallelism.tp=2", "parallelism.dp_shard=4"), ("parallelism=pp", "gpus=2"),
+    ("parallelism=pp", "gpus=4", "parallelism.tp=2"), ("parallelism=fsdp_tp", "gpus=4", "model.tie_embeddings=true"),
+], ids=" ".join)
+def test_the_base_is_held_in_the_compute_dtype_and_the_plan_counts_that(words):
+    job = freeze(compose_job("model=llama3_debug", "data=synthetic", "precision=bf16", "comm=fake", "adapter=lora", *words))
+    with fake_world(job):
+        stages = assemble(job, torch.device("cpu")).stages
+        held = [(name, parameter.requires_grad, local_part(parameter)) for stage in stages for name, parameter in stage.named_parameters()]
+    assert {part.dtype for name, _, part in held if ".lora_" not in name} == {torch.bfloat16}
+    assert {part.dtype for name, _, part in held if ".lora_" in name} == {torch.float32}
+    assert all(trained == (".lora_" in name) for name, trained, _ in held)
+    planned = next(term.bytes for term in memory.peak(job).terms if term.name == "weights")
+    assert sum(part.nbytes for *_, part in held) == pytest.approx(planned, rel=0.01)
+
+
+def test_a_starts_as_in_the_papers_code_and_b_at_zero():
+    """The paper's code and PEFT draw A as nn.Linear does its weight: kaiming_uniform with a = sqrt(5)."""
+    job = compose_job("debug=tiny", "adapter=lora", "adapter.rank=256")
+    model = models.build(job.model, job.data.seq_len)
+    lora.apply(model, Mesh(job.parallelism, None, None, None, None), job)
+    init_weights(model.to_empty(device="cpu"), job.model, job.seed)
+    adapted = [module for module in model.modules() if isinstance(module, lora.LoraLinear)]
+    assert {linear.in_features for linear in adapted} == {64, 256}
+    for linear in adapted:
+        expected = torch.nn.init.kaiming_uniform_(torch.empty_like(linear.lora_a), a=5**0.5).std().item()
+        assert linear.lora_a.std().item() == pytest.approx(expected, rel=0.03) and not linear.lora_b.any()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from titan_hydra import data
 from titan_hydra.config import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
+from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import cross_entropy
 
 from .steps import cut_back
@@ -53,19 +54,27 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
-    job = tiny("steps=1", "validation=on", "validation.steps=3", f"gpus={ranks}", "data.global_batch=4", "optimizer.lr=0")
+    """On chats, of which each local batch has another number of tokens that count: the mean of their means is another number."""
+    job = tiny("data=embedded_chat", "validation=on", "validation.steps=3", "steps=1", f"gpus={ranks}", "data.seq_len=96",
+               "data.local_batch=1", "data.global_batch=4", "optimizer.lr=0")
     directory = run_job(job)
     from titan_hydra import models
     from titan_hydra.models.init import init_weights
 
-    model = models.build(job.model, 64)
+    model = models.build(job.model, job.data.seq_len)
     init_weights(model, job.model, job.seed)
     loader = data.build(job, 0, 1, split="validation")
     batches = [loader.next() for _ in range(3)]
     loader.close()
+    objective, losses, counts = build_objective(job), [], []
     with torch.no_grad():
-        total = sum(cross_entropy(model(batch["tokens"]), batch["labels"]).item() for batch in batches)
-    assert events(directory)[0]["validation_loss"] == pytest.approx(total / (3 * 4 * 64), rel=1e-5)
+        for sample in (sample for batch in batches for sample in batch.split(1)):
+            first, others = objective.inputs(sample.tensors)
+            losses.append(cross_entropy(model(first, **others), sample["labels"]).item())
+            counts.append(objective.count(sample.tensors).item())
+    mean = sum(losses) / sum(counts)
+    assert sum(loss / count for loss, count in zip(losses, counts, strict=True)) / len(losses) != pytest.approx(mean, rel=1e-4)
+    assert json.loads((directory / "result.json").read_text())["validation_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_a_step_time_has_no_validation_or_checkpoint_in_it(monkeypatch):

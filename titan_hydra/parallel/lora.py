@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): linears whose weight stays as it is, plus the product of two thin matrices that are trained.
 
-An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal and B [outputs, rank] at zero, so the model starts
-as it was. The weight keeps its name: checkpoints, Hugging Face names and the family's plan for tensor parallelism hold as without adapters.
+An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal, with the standard deviation of the paper's code
+and PEFT, and B [outputs, rank] at zero, so the model starts as it was. The weight keeps its name: checkpoints, Hugging Face names and the
+family's plan for tensor parallelism hold as without adapters.
 """
 from typing import cast
 
@@ -76,7 +77,7 @@ def _adapt(linear: nn.Linear, job: Job) -> None:
     linear.__class__ = LoraLinear
     made = cast(LoraLinear, linear)
     made.factor, made.reduce_dtype = job.adapter.alpha / rank, getattr(torch, job.precision.reduce_dtype)
-    made.initial_std = {"lora_a": inputs**-0.5, "lora_b": 0.0}
+    made.initial_std = {"lora_a": (3 * inputs) ** -0.5, "lora_b": 0.0}
     for name, shape, split in (("lora_a", (rank, inputs), 1), ("lora_b", (outputs, rank), 0)):
         matrix = torch.empty(shape, dtype=dtype, device="meta")
         if isinstance(linear.weight, DTensor):

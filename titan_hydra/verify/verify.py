@@ -28,9 +28,10 @@ from titan_hydra import data, models
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.data.batch import Batch
+from titan_hydra.kernels.split_masters import halve_into
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.parallel.mesh import local_part
-from titan_hydra.parallel.split_masters import is_split, master_of, set_master
+from titan_hydra.parallel.split_masters import is_split, lower_half, master_of
 from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED, packed
 from titan_hydra.train.optimizer import lr_factor, set_lr
@@ -103,7 +104,7 @@ def disturb(trainer: Trainer, seed: int) -> None:
         up = torch.rand(value.shape, generator=dice).to(value.device) < 0.5
         value = torch.where(up, value.nextafter(value.new_tensor(math.inf)), value.nextafter(value.new_tensor(-math.inf)))
         if is_split(parameter):
-            set_master(parameter, value)
+            halve_into(value, parameter.data, lower_half(parameter))
         else:
             parameter.data.copy_(value)
 
