@@ -73,7 +73,7 @@ def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
     plain = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Modulation)}
     assert plain == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)
                      and ("modulation" in name or name.split(".")[0] in ("time_in", "vector_in", "guidance_in", "output"))}
-    assert "(one row a sample)" in line and "(a Modulation, not just a Linear)" in line and "layers.*.heads.wq" in line
+    assert "(one row a sample)" in line and "(a Modulation, with a forward of its own)" in line and "layers.*.heads.wq" in line
 
 
 def test_names_are_skipped_by_any_part_of_them():
