@@ -13,6 +13,7 @@ from typing import Any
 
 from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
+from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import key_of
 from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
@@ -24,7 +25,6 @@ SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are printed by t
 FEW = 10  # a rate from fewer measured steps is not reliable
 LAST, ROWS = 0.1, 5  # a mean loss is of the rows of this last share of the steps, and of so many rows at least
 BUSY = 1.25  # load per core above which other programs shared the machine
-OUTSIDE = ("name", "notes", "cluster", "launch", "paths", "sweep", "metrics", "profiling")  # groups that do not affect what is learned
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,11 @@ class ReportCell:
         last = places[self.step] / self.step if self.step else 0.0
         return [places.get(step, step * last) for step in steps]
 
+    def experiment(self, *without: str) -> str:
+        """Return the keys of the identity hash with their values, but for those `without`: equal for cells that differ in these alone."""
+        outside = {key for key, spec in known_keys().items() if not spec.metadata["identity"]}.union(without)
+        return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
+
     @property
     def gpus(self) -> int | None:
         return self.result.get("world_size") or self.config.get("gpus")
@@ -269,8 +274,7 @@ def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
     """Replace cells that differ only in the key `over` by one `Mean` cell each."""
     groups: dict[str, list[ReportCell]] = {}
     for cell in cells:
-        rest = {key: value for key, value in cell.config.items() if key != over and key.partition(".")[0] not in OUTSIDE}
-        groups.setdefault(json.dumps(rest, sort_keys=True) if rest else cell.name, []).append(cell)
+        groups.setdefault(cell.experiment(over) if cell.config else cell.name, []).append(cell)
     return [mean_of(group, over) for group in groups.values()]
 
 
