@@ -95,6 +95,13 @@ class ReportCell:
     measured = property(lambda self: self.numbers.get("measured_steps"))  # steps, or rows, behind the rate
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
+    parameters = property(lambda self: self.result.get("parameters"))
+    flops = property(lambda self: self.result.get("flops_per_token"))
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens that the run has seen."""
+        return self.result.get("tokens") or (self.rows[-1].get("tokens_seen") if self.rows else None)
 
     @property
     def busy(self) -> bool:
@@ -111,14 +118,17 @@ class ReportCell:
         return self.column("loss")
 
     @cached_property
-    def loss(self) -> float | None:
-        """The mean loss of the last rows, as the loss of a single step is noisy; None for a failed run.
+    def means(self) -> dict[int, float]:
+        """The mean loss of the steps since the row before, at each logged step; of rows of version 0.1 the loss of one step."""
+        return self.losses | self.column("loss_mean")
 
-        Rows with `loss_mean` are means over the steps since the row before; rows written by version 0.1 have only the loss of one step.
-        """
-        rows = [row for row in self.rows if row["loss"] is not None and not self.state.failure]
-        last = [row for row in rows if row["step"] > (1 - LAST) * self.step]
-        return mean([row.get("loss_mean") or row["loss"] for row in max(last, rows[-ROWS:], key=len)])
+    @cached_property
+    def loss(self) -> float | None:
+        """The mean loss of the last rows, as the loss of a single step is noisy; None for a failed run."""
+        if self.state.failure:
+            return None
+        last = [loss for step, loss in self.means.items() if step > (1 - LAST) * self.step]
+        return mean(max(last, [*self.means.values()][-ROWS:], key=len))
 
     @cached_property
     def validation(self) -> dict[int, float]:
@@ -222,7 +232,7 @@ class Mean(ReportCell):
     @property
     def errors(self) -> dict[int, float]:
         """Standard error of the mean loss of each step; {} for a single member."""
-        errors = self._merged(lambda cell: cell.losses, error_of)
+        errors = self._merged(lambda cell: cell.means, error_of)
         return {} if None in errors.values() else errors
 
     def _merged(self, curve_of: Callable[[ReportCell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:

@@ -95,7 +95,7 @@ def curves(report: Report) -> Iterator[Lines]:
     """
     learned = [difference.key for difference in report.found if difference.learning]
     unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
-    yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.losses)
+    yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.means)
     yield distances(report)
     yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
     for name, title, unit, key in ROWS:
