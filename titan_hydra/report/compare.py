@@ -5,6 +5,7 @@ activation checkpointing, compilation, the local batch.
 """
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from operator import methodcaller
 from typing import Any
 
@@ -56,7 +57,7 @@ def value_of(cell: ReportCell, key: str) -> object:
         return ((key, "{}"),)
     if key in cell.config:
         return as_typed(value) if isinstance(value, list | dict) else value
-    own = ((name, repr(value)) for name, value in cell.config.items() if name.startswith(f"{key}.") and changes_of(name)[0] == key)
+    own = ((name, repr(value)) for name, value in cell.config.items() if name.startswith(f"{key}.") and _name_of(name) == key)
     return tuple(own) or UNKNOWN
 
 
@@ -125,6 +126,12 @@ def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
     """Whether two cells agree in all of these keys, ignoring unknown values."""
     pairs = ((value_of(cell, key), value_of(baseline, key)) for key in keys)
     return all(UNKNOWN in pair or pair[0] == pair[1] for pair in pairs)
+
+
+@cache
+def _name_of(key: str) -> str:
+    """Return the name under which a key is compared: its own or its section's."""
+    return changes_of(key)[0]
 
 
 def _within(key: str, group: str) -> bool:
