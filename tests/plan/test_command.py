@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.config.family import FAMILIES
+from titan_hydra.config import compose_job
+from titan_hydra.config.family import FAMILIES, decoder_parameters
 
 ROOT = Path(__file__).parents[2]
 LINE = ["model=llama3_8b", "data=synthetic", "data.seq_len=8192", "hardware=h100_500w", "compile=block"]
@@ -87,7 +88,8 @@ def test_a_cell_that_cannot_fit_is_refused_before_anything_starts(tmp_path):
 def test_a_dry_run_shows_what_is_predicted_only_where_the_hardware_is_named(tmp_path):
     shown = launch(tmp_path, *LINE, "cluster=slurm", "gpus=8", "data.local_batch=2", "ac=op", "launch.mode=dry").stdout
     assert "predicted GiB" in shown and "+-10% of 95.0" in shown and "fits" in shown and "GPU-hours" in shown
-    assert "predicted" not in launch(tmp_path, "cluster=slurm", "gpus=8", "launch.mode=dry").stdout
+    plain = launch(tmp_path, "cluster=slurm", "gpus=8", "launch.mode=dry").stdout
+    assert "predicted" not in plain and "parameters" in plain and f" {decoder_parameters(compose_job().model):,} " in plain
 
 
 @pytest.mark.slow

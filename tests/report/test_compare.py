@@ -15,8 +15,8 @@ def test_everything_that_must_be_equal_is_named_at_once(sweep, capsys):
     status, out, err = sweep.report(capsys)
     assert (status, out) == (2, "")
     assert err.splitlines() == [
-        "data.seq_len differs: 256 (a); 4096 (b); leave cells out, or --allow data.seq_len",
         "optimizer differs: optimizer.lr=0.002 (a); optimizer.lr=1.0 (b); leave cells out, or --allow optimizer",
+        "data.seq_len differs: 256 (a); 4096 (b); leave cells out, or --allow data.seq_len",
         "device differs: H100 (a); A100 (b); leave cells out, or --allow device",
         "code differs: 0123456 (a); fedcba9 (b); leave cells out, or --allow code",
         "versions.torch differs: 2.12 (a); 2.13 (b); leave cells out, or --allow versions.torch",

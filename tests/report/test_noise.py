@@ -1,10 +1,16 @@
 """A report knows its noise: what it cannot know is marked, digits end where the noise begins, seeds are averaged with their errors."""
+import csv
+import io
 import json
 import random
 
 import pytest
 
+from titan_hydra.report.cells import gather
+from titan_hydra.report.charts import curves
 from titan_hydra.report.digits import digits_of, percent, rate, with_error
+from titan_hydra.report.table import build
+from titan_hydra.runs.find import select_runs
 
 MINUS, PM = "\N{MINUS SIGN}", "\N{PLUS-MINUS SIGN}"
 
@@ -146,3 +152,26 @@ def test_means_are_drawn_with_their_errors(sweep, capsys, tmp_path):
     assert sweep.report(capsys, "--over", "seed", "--plots", "--html", "-o", str(tmp_path))[0] == 0
     assert "(thin lines: standard errors)" in (tmp_path / "throughput.svg").read_text()
     assert '"low": [4.' in (tmp_path / "report.html").read_text()
+
+
+def test_sizes_and_tokens_are_in_the_csv_and_in_the_table_where_they_differ(sweep, capsys):
+    size = {"tokens_per_second": 100.0, "parameters": 1234567, "flops_per_token": 2.5e9}
+    sweep.cell("a", {"model.dim": 64}, result=size | {"tokens": 4096})
+    sweep.cell("b", {"model.dim": 128}, result=size | {"tokens": 8192})
+    _, out, _ = sweep.report(capsys, "--md")
+    assert "| tokens seen |" in out and "8,192 |" in out and "| parameters |" not in out
+    _, out, _ = sweep.report(capsys, "--csv")
+    first = next(csv.DictReader(io.StringIO(out)))
+    assert (first["parameters"], first["flops_per_token"], first["tokens"]) == ("1234567", "2500000000.0", "4096")
+
+
+def test_the_plot_of_losses_draws_means(sweep, capsys):
+    """One step's loss is noise: of a run that logs every tenth step, the mean of the ten is drawn; version 0.1 had no means."""
+    for name, means in (("a", True), ("b", False)):
+        directory = sweep.cell(name, result={"tokens_per_second": 100.0})
+        rows = [{"step": 10 * row, "loss": 9.0} | ({"loss_mean": 5.0 - row} if means else {}) for row in range(1, 4)]
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sweep.report(capsys)
+    selection = select_runs("table", sweep.runs)
+    loss = next(curves(build(selection, gather(selection))))
+    assert [line.y for line in loss.lines] == [[4.0, 3.0, 2.0], [9.0, 9.0, 9.0]]

@@ -17,7 +17,8 @@ from .steps import cut_back
 ROW = {"step", "loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib",
        "step_seconds", "data_seconds", "tokens_seen"}
 RESULT = {"status", "hash", "name", "overrides", "steps", "final_loss", "tokens_per_second", "tokens_per_second_iqr", "measured_steps",
-          "memory_gib", "mfu", "seconds", "gpu_hours", "world_size", "versions", "git_sha"}
+          "memory_gib", "mfu", "seconds", "gpu_hours", "world_size", "versions", "git_sha", "parameters", "flops_per_token", "tokens",
+          "lowest_validation_loss", "lowest_validation_step"}
 
 
 def events(directory):
@@ -47,6 +48,11 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
                                                                 (losses[5] + losses[6]) / 2])
     assert [(event["event"], event["step"]) for event in events(directory)] == [("validation", 3), ("validation", 6), ("checkpoint", 6)]
     assert result["validation_loss"] == events(directory)[1]["validation_loss"]
+    lowest = min(events(directory)[:2], key=lambda event: event["validation_loss"])
+    assert (result["lowest_validation_loss"], result["lowest_validation_step"]) == (lowest["validation_loss"], lowest["step"])
+    parameters = decoder_parameters(job.model)
+    assert (result["parameters"], result["tokens"]) == (parameters, 6 * 8 * 64)
+    assert result["flops_per_token"] == decoder_flops(job.model, 64, parameters)
     lines = (directory / "attempts/1/rank_0.log").read_text()
     assert "step 6/6  loss" in lines
     assert (directory / "attempts/1/rank_1.log").read_text() == "", "only rank 0 speaks"

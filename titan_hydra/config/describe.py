@@ -15,7 +15,7 @@ from typing import Any
 from .family import families
 from .fault import as_typed
 from .files import ASSETS, CONF, default_options, load_yaml
-from .load import kind_of, known_keys
+from .load import changes_of, kind_of, known_keys
 from .schema import Model, default_of
 
 PAGE_WIDTH, HELP_WIDTH = 140, 100
@@ -111,7 +111,7 @@ def _settings(group: str, file: Path) -> dict[str, Any]:
 
 def _key_item(key: str) -> str:
     spec = KEYS[key]
-    notes = [] if spec.metadata["identity"] else ["*not in the hash*"]
+    notes = [f"changes {changes_of(key)[1]}"] if spec.metadata["identity"] else ["*not in the hash*"]
     if owners := families_of(key):
         notes.append(f"of family {', '.join(owners)}")
     if spec.metadata["only"]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from .family import families, family_named, unknown_family
 from .fault import Fault, suggest
+from .field import Changes
 from .ranges import Interval, Text, range_of
 from .schema import Job, Model, default_of
 from .user_code import digest, load_user_modules, require_user_modules
@@ -186,6 +187,25 @@ def _identity_part(node: Any) -> dict:
 def known_keys() -> dict[str, dataclasses.Field]:
     """Return every dotted key of the schema with its field, in order, those of all families too. It is cached: do not change it."""
     return _keys(Job, "", model_classes())
+
+
+def changes_of(key: str) -> tuple[str, Changes]:
+    """Return what another value of a dotted key changes, and the name that says it: a section, if that says it for its keys, else the key.
+
+    A key below a name of the user's own (data.mixture.web.weight) counts as the key above. One outside the hash changes the technique,
+    unless it says something else; one that no schema knows, as of a user's family, what its section does.
+    """
+    return _changes(key, model_classes())
+
+
+@functools.cache
+def _changes(key: str, models: tuple[type[Model], ...]) -> tuple[str, Changes]:
+    known, parts = _keys(Job, "", models), key.split(".")
+    names = [name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in known] or [key]
+    if names[0] in known and not known[names[0]].metadata["identity"] and not known[names[0]].metadata["changes"]:
+        return names[0], "technique"
+    stated = next((name for name in names if name in known and known[name].metadata["changes"]), names[0])
+    return stated, known[stated].metadata["changes"] or "learning" if stated in known else "learning"
 
 
 @functools.cache

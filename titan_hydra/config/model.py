@@ -26,7 +26,7 @@ class Model:
     max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
     attention: str = key("auto", "SDPA back end; in packed documents auto and flash skip pairs that the mask hides",
-                         choices=("auto", "cudnn", "flash", "efficient", "math"))
+                         choices=("auto", "cudnn", "flash", "efficient", "math"), changes="technique")
     qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized: a family's choice
 
     @property

@@ -4,6 +4,8 @@
 choices or of type bool needs none. `only` names the options of the group that read the key: with any other it must stay at its default.
 `identity=False` marks what may change without making it another experiment (where it runs, how it is logged): such a field is left out of
 the hash that names the run directory.
+`changes` says what another value of the key changes, and so which runs may be compared: "learning", "work" (what a step computes or how
+long it takes), both, or "technique". What a section says holds for all its keys; where neither says anything, it is "learning".
 """
 from __future__ import annotations
 
@@ -109,7 +111,8 @@ class Optimizer:
     decay_matrices_only: bool = key(False, "no weight decay for norms and biases (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
     masters: str = key("whole", "the optimizer's float32 weights: whole, or split into the bfloat16 weights that the model computes with "
-                       "and 16 bits beside each, which saves up to 4 bytes per parameter", choices=("whole", "split"), late=True)
+                       "and 16 bits beside each, which saves up to 4 bytes per parameter", choices=("whole", "split"), late=True,
+                       changes="technique")
     muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE,
                          only=Names(OPTIMIZERS, "muon_lr"))
     muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "muon_momentum"))
@@ -145,7 +148,7 @@ LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside t
 
 @dataclass
 class Checkpoint:
-    name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"))
+    name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"), changes="technique")
     interval: int = key(500, "steps between checkpoints; 0: only by interval_minutes, and at the end", NATURAL, identity=False)
     interval_minutes: float | None = key(None, "save also when this many minutes have passed since the last save began, by rank 0's clock",
                                          POSITIVE, identity=False)
@@ -164,8 +167,8 @@ class Checkpoint:
 
 @dataclass
 class Validation:
-    name: str = key("off", "whether held-out loss is measured", choices=("off", "on"))
-    interval: int = key(100, "steps between validations; the last step is validated too", COUNT, only=("on",))
+    name: str = key("off", "whether held-out loss is measured", choices=("off", "on"), changes="technique")
+    interval: int = key(100, "steps between validations; the last step is validated too", COUNT, only=("on",), changes="technique")
     steps: int = key(10, "global batches of a validation", COUNT, only=("on",))
 
 
@@ -277,15 +280,15 @@ class Hardware:
 
 @dataclass
 class Debug:
-    name: str = key("off", "which option of conf/debug this is", NAME)
-    deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time")
-    anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False)
+    name: str = key("off", "which option of conf/debug this is", NAME, changes="technique")
+    deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time", changes="work")
+    anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False, changes="work")
     nan_hunt: bool = key(False, "names the first module, gradient or parameter that is not finite, with its step and rank; slow",
-                         identity=False)
+                         identity=False, changes="work")
     balance_experts: bool = key(False, "give every expert the same number of tokens, whatever the router says: for benchmarks alone",
-                                late=True)
+                                late=True, changes="learning and work")
     trace_activations: bool = key(False, "record norms and checksums of every module's inputs and outputs, for `titan compare`; very slow",
-                                  identity=False)
+                                  identity=False, changes="work")
 
 
 @dataclass
@@ -295,7 +298,7 @@ class Train:
     sources: str | None = key(None, "digest of the files of train.imports and of what they import from the same folder; filled in by "
                               "launch.py", WORD, late=True)
     objective: str = key("language", "what is learned: what a sample is, which of its elements count, and the loss", late=True,
-                         choices=Names(OBJECTIVES))
+                         choices=Names(OBJECTIVES), changes="learning and work")
     beta: float = key(0.1, "objective dpo: how strongly the model is held to its reference model", POSITIVE, late=True)
     clip: float = key(0.2, "objective policy: a token gives no gradient once its probability has changed by more than this share in the "
                       "direction of its advantage", POSITIVE, late=True)
@@ -335,27 +338,28 @@ class Job:
 
     name: str = key("run", "first half of the run directory's name; the identity hash is the other", NAME, identity=False)
     notes: str = key("", "free text kept with the run", NOTE, identity=False)
-    gpus: int | None = key(None, "ranks; null: the product of the degrees, or one node where dp_shard is -1", DEGREE)
+    gpus: int | None = key(None, "ranks; null: the product of the degrees, or one node where dp_shard is -1", DEGREE, changes="technique")
     steps: int = key(200, "optimizer steps", COUNT)
     seed: int = key(0, "seed of initial weights and data order", Interval(0, 2**63 - 1))
-    model: Model = key(Model, "the network")
-    parallelism: Parallelism = key(Parallelism, "how it is split over ranks")
-    pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work")
-    ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing")
-    precision: Precision = key(Precision, "number formats")
-    adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", late=True)
-    compile: Compile = key(Compile, "torch.compile, of each block or the whole model")
-    optimizer: Optimizer = key(Optimizer, "how gradients change the weights")
-    lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time")
-    loss: Loss = key(Loss, "what is minimized")
+    model: Model = key(Model, "the network", changes="learning and work")
+    parallelism: Parallelism = key(Parallelism, "how it is split over ranks", changes="technique")
+    pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work", changes="technique")
+    ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing", changes="technique")
+    precision: Precision = key(Precision, "number formats", changes="technique")
+    adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", late=True, changes="learning and work")
+    compile: Compile = key(Compile, "torch.compile, of each block or the whole model", changes="technique")
+    optimizer: Optimizer = key(Optimizer, "how gradients change the weights", changes="learning")
+    lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time", changes="learning")
+    loss: Loss = key(Loss, "what is minimized", changes="technique")
     data: Data = key(Data, "training data")
-    tokenizer: Tokenizer = key(Tokenizer, "text to tokens")
+    tokenizer: Tokenizer = key(Tokenizer, "text to tokens", changes="learning")
     checkpoint: Checkpoint = key(Checkpoint, "saving and loading")
     validation: Validation = key(Validation, "held-out loss")
     metrics: Metrics = key(Metrics, "what is logged and where to")
     profiling: Profiling = key(Profiling, "traces of some steps")
-    comm: Comm = key(Comm, "process groups and their time limits")
-    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which go on when one of them dies", late=True)
+    comm: Comm = key(Comm, "process groups and their time limits", changes="learning and work")
+    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which go on when one of them dies", late=True,
+                                          changes="learning")
     cluster: Cluster = key(Cluster, "where it runs")
     hardware: Hardware = key(Hardware, "the device that predictions are for: what it holds and how fast it is", late=True)
     debug: Debug = key(Debug, "checks and traces that slow a run down")

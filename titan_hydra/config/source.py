@@ -39,10 +39,11 @@ class Part(Source):
 @dataclass
 class Data(Source):
     name: str = key(..., "source of the tokens", choices=Names(DATA_SOURCES, more=("mixture",)))
-    seq_len: int = key(2048, "tokens of a sample", Interval(2, 2**31 - 1))
-    local_batch: int = key(8, "samples a data-parallel rank takes at a time; gradient accumulation makes up the rest", COUNT)
+    seq_len: int = key(2048, "tokens of a sample", Interval(2, 2**31 - 1), changes="learning and work")
+    local_batch: int = key(8, "samples a data-parallel rank takes at a time; gradient accumulation makes up the rest", COUNT,
+                           changes="technique")
     global_batch: int | None = key(None, "samples of an optimizer step over all ranks; null: local_batch on every rank once", COUNT)
-    document_mask: bool = key(False, "attention does not cross documents, and positions restart with each")
+    document_mask: bool = key(False, "attention does not cross documents, and positions restart with each", changes="learning and work")
     shuffle: bool = key(True, "visit documents or samples in an order drawn from the seed")
     prefetch: int = key(4, "batches prepared ahead of the step that takes them", Interval(1, 10_000), identity=False)
     mixture: dict[str, Part] = key(dict, "data=mixture: the sources by name, each with a weight and the keys above: "
@@ -51,8 +52,8 @@ class Data(Source):
     shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", NATURAL,
                               late=True)
     patches: int = key(1024, "image patches that a sample has room for; tensors have this size, however many there are", COUNT,
-                       only=Names(DATA_SOURCES, "patches"), late=True)
+                       only=Names(DATA_SOURCES, "patches"), late=True, changes="learning and work")
     image_patches: int = key(256, "an image with more patches is scaled down to this number; its aspect ratio stays", COUNT,
-                             only=Names(DATA_SOURCES, "patches"), late=True)
+                             only=Names(DATA_SOURCES, "patches"), late=True, changes="learning and work")
     max_bad_shards: int = key(0, "missing or damaged files or shards (of chat: rows) that may be left out, each with a warning",
                               NATURAL, identity=False)

@@ -18,20 +18,21 @@ import numpy as np
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.fault import Fault
+from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.files import expand
 
 from . import files, template
 from .conversations import Conversation, ConversationFiles, parse
 from .permutation import permute
 from .shards import UNLIMITED, BadShard, BadShards
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, load
 
 if TYPE_CHECKING:
     from . import Wanted
 
 WINDOW = 1000  # conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
 SUFFIXES = (".jsonl", ".json")
+MARK = re.compile(r"<\|?[\w-]+\|?>")  # of a template: <|im_end|>, <start_of_turn>
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,24 @@ def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFi
 
 def faults(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation. Imports no torch."""
-    return faults_of_first(key, source, job, "conversation", lambda own, line: own.spans(parse(line), source.train_on))
+    return faults_of_first(key, source, job, "conversation", lambda own, line: _try_template(key, source, job, own, line))
+
+
+def _try_template(key: str, source: schema.Source, job: schema.Job, own: template.Template, line: bytes) -> None:
+    """Apply the template to a conversation. Raises ConfigError if the tokenizer does not know one of its marks (`<|im_end|>`): what is
+    learned would mostly be the unknown token.
+    """
+    text, _ = own.spans(parse(line), source.train_on)
+    if job.tokenizer.name != "hf":
+        return  # tokens of bytes, which know everything
+    try:
+        known = load(job.tokenizer)
+    except ConfigError:
+        return  # another rule tells
+    for mark in dict.fromkeys(MARK.findall(own.source)):
+        if mark in text and (count := [token == known.unknown for token in known.locate(mark).ids].count(True)):
+            raise ConfigError(f"{key}.chat_template={source.chat_template}: its {mark} is {counted(count, 'unknown token')} of "
+                              f"{job.tokenizer.path}; take a template whose marks the tokenizer has, or add them to it")
 
 
 def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,

@@ -52,6 +52,7 @@ class Tokenizer:
     sha256: str
     locate: Callable[[str], Located]  # encodes the text of a chat template, in which names of special tokens are the tokens
     special: dict[str, int] = field(default_factory=dict)  # the ids of the special tokens by name
+    unknown: int | None = None  # the id of what has no other; None: every text has tokens of its own
 
     def document(self, text: str) -> list[int]:
         """Return a document as the model sees it: begin-of-text, the text, end-of-text."""
@@ -145,11 +146,13 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     if eos is None:
         raise ConfigError(f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
                           "and no eos_token in a tokenizer_config.json beside it")
+    model = spec["model"]
+    unknown = model["unk_id"] if model.get("unk_id") is not None else tokenizer.token_to_id(model.get("unk_token") or "")
     return Tokenizer(lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
                      lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
                      size_of_hf(spec),
                      bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
-                     eos_id=eos, sha256=hashlib.sha256(content).hexdigest(), locate=locate, special=special)
+                     eos_id=eos, sha256=hashlib.sha256(content).hexdigest(), locate=locate, special=special, unknown=unknown)
 
 
 def special_names(config: schema.Tokenizer) -> dict[str, str]:

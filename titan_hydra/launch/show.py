@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.text import table
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import counted
 from titan_hydra.plan import predict
 from titan_hydra.runs import checkpoints, layout
@@ -36,9 +37,11 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
     """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to start."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
-        rows.append([cell.directory.name, cell.name, cell.ranks, cell.nodes, state.kind, _number(cell.gpu_hours, "{:,.1f}")])
-    numbers = ("ranks", "nodes", "GPU-hours at most")
-    titles = ["run", "cell", *numbers[:2], "state", numbers[2]]
+        count = family_of(cell.job.model).parameters
+        rows.append([cell.directory.name, cell.name, _number(count and count(cell.job.model), "{:,}"), cell.ranks, cell.nodes, state.kind,
+                     _number(cell.gpu_hours, "{:,.1f}")])
+    numbers = ("parameters", "ranks", "nodes", "GPU-hours at most")
+    titles = ["run", "cell", *numbers[:3], "state", numbers[3]]
     if any(cell.prediction for cell in cells):
         titles += PREDICTED
         rows = [[*row, *(predict.line(cell.prediction) if cell.prediction else "----")] for row, cell in zip(rows, cells, strict=True)]

@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from datetime import timedelta
+from math import isfinite, nan
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.load import all_ranks
@@ -87,11 +89,12 @@ class Rows:
 class Metrics:
     """Collects the rows of a run on every rank and writes them on rank 0."""
 
-    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, flops: float | None) -> None:
+    def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, parameters: int) -> None:
         self.job, self.run, self.device, self.clock = job, run, device, Clock()
         self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
-        self.flops = flops  # of a token, forward and backward; None: the family has no formula
+        self.parameters, formula = parameters, family_of(job.model).flops
+        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None  # of a token, forward and backward
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
         self.rows: Rows | None = None  # on rank 0
@@ -152,8 +155,13 @@ class Metrics:
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
+        validations = [row for row in layout.EVENTS.rows(self.run.directory)[0] if row["event"] == "validation"]  # of earlier processes too
+        held_out = [(loss, row["step"]) for row in validations if isfinite(loss := row.get("validation_loss") or nan)]
+        lowest, lowest_step = min(held_out, default=(None, None))
         return {
-            "steps": step, "final_loss": self.mean_loss, "validation_loss": self.validation_loss, "tokens_per_second": rate,
+            "steps": step, "final_loss": self.mean_loss, "validation_loss": self.validation_loss, "lowest_validation_loss": lowest,
+            "lowest_validation_step": lowest_step, "tokens": step * self.tokens_per_step, "parameters": self.parameters,
+            "flops_per_token": self.flops, "tokens_per_second": rate,
             "tokens_per_second_iqr": quarter[2] - quarter[0] if quarter else None, "measured_steps": len(rates),
             "memory_gib": self.memory_reserved, "mfu": self._mfu(rate), "seconds": seconds,
             "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None, "world_size": self.ranks,

@@ -13,6 +13,7 @@ from typing import Any
 
 from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
+from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import key_of
 from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
@@ -24,7 +25,6 @@ SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are printed by t
 FEW = 10  # a rate from fewer measured steps is not reliable
 LAST, ROWS = 0.1, 5  # a mean loss is of the rows of this last share of the steps, and of so many rows at least
 BUSY = 1.25  # load per core above which other programs shared the machine
-OUTSIDE = ("name", "notes", "cluster", "launch", "paths", "sweep", "metrics", "profiling")  # groups that do not affect what is learned
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,13 @@ class ReportCell:
     measured = property(lambda self: self.numbers.get("measured_steps"))  # steps, or rows, behind the rate
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
+    parameters = property(lambda self: self.result.get("parameters"))
+    flops = property(lambda self: self.result.get("flops_per_token"))
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens that the run has seen."""
+        return self.result.get("tokens") or (self.rows[-1].get("tokens_seen") if self.rows else None)
 
     @property
     def busy(self) -> bool:
@@ -111,14 +118,17 @@ class ReportCell:
         return self.column("loss")
 
     @cached_property
-    def loss(self) -> float | None:
-        """The mean loss of the last rows, as the loss of a single step is noisy; None for a failed run.
+    def means(self) -> dict[int, float]:
+        """The mean loss of the steps since the row before, at each logged step; of rows of version 0.1 the loss of one step."""
+        return self.losses | self.column("loss_mean")
 
-        Rows with `loss_mean` are means over the steps since the row before; rows written by version 0.1 have only the loss of one step.
-        """
-        rows = [row for row in self.rows if row["loss"] is not None and not self.state.failure]
-        last = [row for row in rows if row["step"] > (1 - LAST) * self.step]
-        return mean([row.get("loss_mean") or row["loss"] for row in max(last, rows[-ROWS:], key=len)])
+    @cached_property
+    def loss(self) -> float | None:
+        """The mean loss of the last rows, as the loss of a single step is noisy; None for a failed run."""
+        if self.state.failure:
+            return None
+        last = [loss for step, loss in self.means.items() if step > (1 - LAST) * self.step]
+        return mean(max(last, [*self.means.values()][-ROWS:], key=len))
 
     @cached_property
     def validation(self) -> dict[int, float]:
@@ -153,6 +163,11 @@ class ReportCell:
         places = self.places(axis)
         last = places[self.step] / self.step if self.step else 0.0
         return [places.get(step, step * last) for step in steps]
+
+    def experiment(self, *without: str) -> str:
+        """Return the keys of the identity hash with their values, but for those `without`: equal for cells that differ in these alone."""
+        outside = {key for key, spec in known_keys().items() if not spec.metadata["identity"]}.union(without)
+        return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
 
     @property
     def gpus(self) -> int | None:
@@ -217,7 +232,7 @@ class Mean(ReportCell):
     @property
     def errors(self) -> dict[int, float]:
         """Standard error of the mean loss of each step; {} for a single member."""
-        errors = self._merged(lambda cell: cell.losses, error_of)
+        errors = self._merged(lambda cell: cell.means, error_of)
         return {} if None in errors.values() else errors
 
     def _merged(self, curve_of: Callable[[ReportCell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
@@ -269,8 +284,7 @@ def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
     """Replace cells that differ only in the key `over` by one `Mean` cell each."""
     groups: dict[str, list[ReportCell]] = {}
     for cell in cells:
-        rest = {key: value for key, value in cell.config.items() if key != over and key.partition(".")[0] not in OUTSIDE}
-        groups.setdefault(json.dumps(rest, sort_keys=True) if rest else cell.name, []).append(cell)
+        groups.setdefault(cell.experiment(over) if cell.config else cell.name, []).append(cell)
     return [mean_of(group, over) for group in groups.values()]
 
 

@@ -1,12 +1,11 @@
 """The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from operator import methodcaller
 
 from .band import WINDOW, coarser, off_by, tolerances
-from .cells import OUTSIDE, Mean, ReportCell, common, error_of
+from .cells import Mean, ReportCell, common, error_of
 from .digits import percent
 from .style import short
 from .table import Report, ReportRow
@@ -96,7 +95,7 @@ def curves(report: Report) -> Iterator[Lines]:
     """
     learned = [difference.key for difference in report.found if difference.learning]
     unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
-    yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.losses)
+    yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.means)
     yield distances(report)
     yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
     for name, title, unit, key in ROWS:
@@ -151,8 +150,7 @@ def scaling(report: Report) -> Lines:
     found: dict[str, list[int]] = {}
     for number, row in enumerate(report.rows):
         if row.cell.rate and row.cell.gpus:
-            rest = {key: value for key, value in row.cell.config.items() if key not in GROWS and key.partition(".")[0] not in OUTSIDE}
-            found.setdefault(json.dumps(rest, sort_keys=True), []).append(number)
+            found.setdefault(row.cell.experiment(*GROWS), []).append(number)
     lines = []
     for curve in found.values():
         rows = sorted((report.rows[number] for number in curve), key=lambda row: row.cell.gpus)

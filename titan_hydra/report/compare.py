@@ -1,27 +1,26 @@
 """Which cells may be compared: what must be equal for tokens/s, what for losses, and what a sweep varies on purpose.
 
-Techniques may always differ: how a job is split, its schedule, precision, activation checkpointing, compilation, the local batch.
+The schema says of each key what it changes (config/field.py). Techniques may always differ: how a job is split, its schedule, precision,
+activation checkpointing, compilation, the local batch.
 """
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from operator import methodcaller
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import as_typed, did_you_mean, suggest
+from titan_hydra.config.load import changes_of, kind_of, known_keys
 from titan_hydra.config.sweep import differing, key_of
 
 from .cells import ReportCell
 
-# Keys, or groups of keys, of config.json. A group that differs is named as one.
-WORK = ("model", "data.seq_len", "data.document_mask", "comm", "debug.deterministic", "debug.anomaly", "debug.nan_hunt",
-        "debug.trace_activations", "debug.balance_experts")  # what a token costs
-LEARNING = (  # what a step learns
-    "model", "data.name", "data.path", "data.subset", "data.split", "data.text_key", "data.seq_len", "data.global_batch", "data.shuffle",
-    "data.shuffle_buffer", "data.mixture", "data.document_mask", "tokenizer", "seed", "steps", "optimizer", "lr_scheduler",
-    "checkpoint.initial_load_path", "train.imports", "train.sources", "debug.balance_experts",
-)
-TECHNIQUE = ("model.attention", "comm.init_timeout_seconds", "comm.train_timeout_seconds")  # in the groups above, but free
+# Keys of config.json, or sections that are named as one, with what they change. The schema says it.
+CHANGES = {name: changes for key in known_keys() if not is_dataclass(kind_of(key)) for name, changes in [changes_of(key)]}
+WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # what a token costs
+LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]  # what a step learns
+EQUAL = [name for name, changes in CHANGES.items() if changes != "technique"]
 VERSIONS = ("torch", "torchao", "triton")
 UNKNOWN = object()  # a value that is equal to everything: no result yet, or no such file
 PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what is not in config.json
@@ -54,17 +53,18 @@ def value_of(cell: ReportCell, key: str) -> object:
     """Return a cell's value of a key; for a group, a tuple of its keys and values. UNKNOWN if there is none."""
     if key in PLACE:
         return UNKNOWN if (value := PLACE[key](cell)) is None else value
+    if (value := cell.config.get(key)) == {}:  # a table without entries, which in another cell is a group
+        return ((key, "{}"),)
     if key in cell.config:
-        value = cell.config[key]
         return as_typed(value) if isinstance(value, list | dict) else value
-    own = ((name, repr(value)) for name, value in cell.config.items() if name.startswith(f"{key}.") and name not in TECHNIQUE)
+    own = ((name, repr(value)) for name, value in cell.config.items() if name.startswith(f"{key}.") and _name_of(name) == key)
     return tuple(own) or UNKNOWN
 
 
 def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
     """Find all keys in which cells differ although they must not, including those that the sweep varies on purpose."""
     found = []
-    for key in dict.fromkeys((*WORK, *LEARNING, *PLACE)):
+    for key in (*EQUAL, *PLACE):
         values: dict[object, list[str]] = {}
         for cell, label in zip(cells, labels, strict=True):
             if (value := value_of(cell, key)) is not UNKNOWN:
@@ -106,9 +106,9 @@ def swept_keys(overrides: list[list[str]]) -> set[str]:
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
     """Raise ConfigError with one line for each difference that is neither on purpose nor in `allowed`."""
-    unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*WORK, *LEARNING, *PLACE))]
+    unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]
     if unknown:
-        known = dict.fromkeys((*WORK, *LEARNING, *PLACE, "versions"))
+        known = (*EQUAL, *PLACE, "versions")
         hint = did_you_mean(suggest(unknown[0], known), otherwise=f"; there are {', '.join(known)}")
         raise ConfigError(f"--allow {unknown[0]}: not a key that must be equal{hint}")
     lines = [f"{difference}; leave cells out, or --allow {difference.key}" for difference in found
@@ -126,6 +126,12 @@ def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
     """Whether two cells agree in all of these keys, ignoring unknown values."""
     pairs = ((value_of(cell, key), value_of(baseline, key)) for key in keys)
     return all(UNKNOWN in pair or pair[0] == pair[1] for pair in pairs)
+
+
+@cache
+def _name_of(key: str) -> str:
+    """Return the name under which a key is compared: its own or its section's."""
+    return changes_of(key)[0]
 
 
 def _within(key: str, group: str) -> bool:

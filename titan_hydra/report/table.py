@@ -89,6 +89,9 @@ COLUMNS = (
     ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
     ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
     ("MFU", "mfu", lambda row: _number(row.cell.mfu, ".1%"), lambda row: row.cell.mfu),
+    ("parameters", "parameters", lambda row: _number(row.cell.parameters, ","), lambda row: row.cell.parameters),
+    ("FLOPs of a token", "flops_per_token", lambda row: _number(row.cell.flops, ".3g"), lambda row: row.cell.flops),
+    ("tokens seen", "tokens", lambda row: _number(row.cell.tokens, ","), lambda row: row.cell.tokens),
     ("GPUs", "gpus", lambda row: _number(row.cell.gpus), lambda row: row.cell.gpus),
     ("commit", "commit", lambda row: row.cell.commit, lambda row: row.cell.commit),
     ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
@@ -103,7 +106,7 @@ PREDICTED = (  # with --predicted
      lambda row: row.prediction and row.prediction.peak.gib),
 )
 SLOW = 0.2  # share by which a run may be slower than predicted
-ALIKE = ("GPUs", "commit", "torch", "device")  # shown once, in the caption, if all cells have the same
+ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")  # no column if all cells have the same
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
 
 

@@ -1,4 +1,4 @@
-"""Find runs by what is typed: a run directory, a sweep's manifest or name, a folder of runs, or the start of a hash.
+"""Find runs by what is typed: a run directory, a sweep's manifest or name, a folder of runs, a run's name, or the start of a hash.
 
 A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells in order:
 
@@ -56,7 +56,8 @@ def select_runs(target: str, runs: Path) -> Selection:
     latest = [folder for folder in named if layout.SWEEP.read(folder).get("name") == target]
     if latest:
         return sweep(latest[-1])
-    matches = [run for run in all_runs(runs) if run.name == target or run.name.rpartition("-")[2].startswith(target)]
+    every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs)}  # the name and the hash of each
+    matches = [run for run, (name, digest) in every.items() if target in (run.name, name) or digest.startswith(target)]
     matches += [folder for folder in named if folder.name.startswith(target)]
     if len(matches) == 1:
         match = matches[0]
@@ -64,8 +65,9 @@ def select_runs(target: str, runs: Path) -> Selection:
     if matches:
         names = ", ".join(match.name for match in matches[:6])
         raise ConfigError(f"{target}: could be any of {len(matches)}: {names}{', ...' if len(matches) > 6 else ''}")
-    known = [name for run in all_runs(runs) for name in (run.name, run.name.rpartition("-")[2])]
-    close = suggest(target, known + [folder.name for folder in named])
+    known = [known for run, (name, digest) in every.items() for known in (name, digest, run.name)]
+    known += [known for folder in named for known in (folder.name, *(cell.name for cell in sweep(folder).cells))]
+    close = suggest(target, list(dict.fromkeys(known)))
     raise ConfigError(f"{target}: no such run or sweep in {runs}" + did_you_mean(close))
 
 

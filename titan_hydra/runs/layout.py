@@ -112,8 +112,10 @@ METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](me
 EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of replica groups, bad files", Fields(
     {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER}))
 RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
-    "final_loss", "validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds", "gpu_hours"), NUMBER) | {
-    "status": str, "steps": int, "measured_steps": int | None, "world_size": int, "device": str | None, "git_sha": str | None,
+    "final_loss", "validation_loss", "lowest_validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds",
+    "gpu_hours", "flops_per_token"), NUMBER) | {
+    "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None, "tokens": int, "parameters": int,
+    "world_size": int, "device": str | None, "git_sha": str | None,
     "versions": dict[str, str]}))
 CHECKPOINTS = Entry("checkpoints/", EVERY, "`step-<n>/`: weights, optimizer, each rank's data state, the manifest; "
                     "`step-<n>.damaged`: one that failed its checksums, set aside")

@@ -57,8 +57,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep, or all runs where there is none") -> None:
     """Add the argument that selects runs, and --runs."""
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="a sweep, one of its cells, a run directory, a folder of runs, or the "
-                        f"start of a hash (default: {default})")
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="a sweep, one of its cells, a run's name or directory, a folder of "
+                        f"runs, or the start of a hash (default: {default})")
     add_runs(parser)
 
 

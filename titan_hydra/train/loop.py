@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_hydra import data, models
+from titan_hydra import data
 from titan_hydra.base.errors import NotFinite, Stopped
 from titan_hydra.base.versions import versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
@@ -78,9 +78,7 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
     start, missed = groups.begin(start, loader.state()["step"], resumed=checkpointer.saved >= 0)
     if missed:
         raise Stopped("stopped before the first step")
-    formula = models.family_of(job.model).flops
-    flops = formula(job.model, job.data.seq_len, trainer.parameters) if formula else None
-    metrics = Metrics(job, run, device, start, flops)
+    metrics = Metrics(job, run, device, start, trainer.parameters)
     opened.enter_context(contextlib.closing(metrics))
     checkpointer.report = metrics.event
     groups.report_to(metrics.event)
