@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.config.compose import compose_job
+from titan_hydra.config.files import write_json
 from titan_hydra.launch import dispatch, snapshot, submit
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.submit import JobShape
@@ -89,6 +90,86 @@ def test_a_short_limit_leaves_time_to_train_before_the_warning(tmp_path):
     assert "#SBATCH --signal=USR2@120" in script(cell(tmp_path, "cluster.time_minutes=4", "cluster.stop_seconds=3000"))
 
 
+def in_bash(text: str, code: str, **variables: str) -> str:
+    """Run the functions of a batch script, and then `code`. Returns what that prints."""
+    functions = text[text.index("refuse() {"):text.index("trap : TERM")]
+    done = subprocess.run(["bash", "-c", f"{functions}\n{code}"], env={**os.environ, **variables}, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(("records", "srun", "agreed", "status"), [
+    ({0: (75, False), 1: (1, False)}, "75", False, "1"),  # a library that one node lacks; srun's status is the largest
+    ({0: (75, False), 1: (2, False)}, "143", False, "2"),
+    ({0: (75, False), 1: (None, False)}, "75", False, "1"),  # ended without a record: srun says how
+    ({0: (75, False), 1: (75, False)}, "75", False, "75"),  # preempted during the start
+    ({0: (75, False), 1: (1, True)}, "75", False, "75"),  # the same: rank 1 only lost rank 0
+    ({0: (75, False), 1: (None, False)}, "143", True, "75"),
+    ({0: (75, False), 1: (1, False)}, "75", True, "75"),  # all had agreed to stop, and saved
+    ({0: (76, False), 1: (75, False)}, "76", False, "76"),
+])
+def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed, status):
+    """Each status is what a rank's record says, and whether its error is only the loss of a peer."""
+    run, bin = tmp_path / "a run", tmp_path / "bin"
+    attempt = run / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    bin.mkdir()
+    text = script(cell(tmp_path))
+    (attempt / "attempt.json").write_text(f'{{\n  "token": "{text.split(chr(34) + "token" + chr(34) + ": " + chr(34))[1][:8]}"\n}}\n')
+    for rank, (code, secondary) in records.items():
+        write_json(attempt / f"rank_{rank}.json", {"pid": 1} if code is None else {"exit_status": code, "error": {"secondary": secondary}})
+    words = "".join(f"echo 'srun: error: node{rank}: task {rank}: Exited with exit code {code or 1}' >&2\n"
+                    for rank, (code, _) in records.items())
+    (bin / "srun").write_text(f"#!/bin/sh\n{words}{f'touch {chr(39)}{attempt}{chr(39)}/stopped' if agreed else ''}\nexit {srun}\n")
+    (bin / "srun").chmod(0o755)
+    said = in_bash(text, f"job=7; run_cell 1 2 '{run}' 1; echo $?", PATH=f"{bin}:{os.environ['PATH']}")
+    assert said == status and (attempt / "exit").read_text() == f"{status}\n"
+
+
+def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
+    """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the site's."""
+    sent = tmp_path / "sent"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho 5\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    kept = {"SBATCH_ACCOUNT", "SBATCH_QOS", "SLURM_CONF", "SBATCH_MAIL_USER"}
+    gone = {"SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE", "SBATCH_GPUS_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_ARRAY_INX",
+            "SBATCH_WAIT", "SBATCH_NO_REQUEUE", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_EXPORT",
+            "SLURM_JOB_ID"}
+    for name in kept | gone:
+        monkeypatch.setenv(name, "1")
+    one = cell(tmp_path, "cluster.partition=main", "+cluster.sbatch.mem=0")
+    (array,) = submit.arrays_of([one], packed=False, limit=9)
+    batch = submit.batch_of(array, tmp_path / "jobs", [[one.directory / "attempts" / "1"]], "name", tmp_path)
+    batch.write()
+    assert batch.submit_all() == ["5"]
+    assert {line.split("=")[0] for line in sent.read_text().splitlines()} & (kept | gone) == kept
+
+
+def test_the_ranks_get_the_environment_of_the_script(tmp_path):
+    variables = {"SRUN_EXPORT_ENV": "NONE", "SLURM_EXPORT_ENV": "NONE", "SRUN_CPUS_PER_TASK": "64"}
+    for cores, threads in (("null", ""), ("3", "3")):
+        text = script(cell(tmp_path, f"cluster.cpus_per_task={cores}"))
+        setup = "\n".join(line for line in text.split("refuse() {")[0].splitlines() if line.startswith(("export ", "unset ")))
+        print_all = 'echo "$SLURM_EXPORT_ENV ${SRUN_EXPORT_ENV-} ${SRUN_CPUS_PER_TASK-}"'
+        done = subprocess.run(["bash", "-c", f"{setup}\n{print_all}"], env={**os.environ, **variables}, capture_output=True, text=True)
+        assert done.stdout.split() == ["ALL", *threads]
+
+
+def test_functions_that_the_shell_exports_do_not_change_the_script(tmp_path):
+    attempt = tmp_path / "run" / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    text = script(cell(tmp_path))
+    token = text.split('"token": "')[1][:8]
+    write_json(attempt / "attempt.json", {"token": token})
+    exported = {f"BASH_FUNC_{name}%%": f"() {{ command {name} --color=always \"$@\"; }}" for name in ("ls", "grep")}
+    code = text[text.index("\nunset -f"):text.index("refuse() {")] if "\nunset -f" in text else ""
+    functions = text[text.index("refuse() {"):text.index("trap : TERM")]
+    done = subprocess.run(["bash", "-c", f"{code}\n{functions}\njob=7; own_attempt '{tmp_path}/run' 1"],
+                          env={**os.environ, **exported}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (attempt / "job").read_text() == "7\n"
+
+
 def test_an_array_is_throttled(tmp_path):
     cells = [cell(tmp_path, f"seed={seed}", "cluster.max_parallel=2") for seed in range(5)]
     assert "#SBATCH --array=0-4%2" in script(*cells)
@@ -122,6 +203,17 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
         assert snapshot.digest_of_code(snapshot.copied(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
     assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
+
+
+@pytest.mark.parametrize("damage", [lambda copy: (copy / "titan_hydra/a.py").unlink(), lambda copy: (copy / "titan_hydra/b.py").touch(),
+                                    lambda copy: (copy / "link").unlink()])
+def test_a_damaged_copy_is_replaced(checkout, damage):
+    """A purge of old files takes single ones, or somebody has written into the copy; jobs that run it keep what is left."""
+    runs = checkout / "runs"
+    copy = snapshot.take(runs, {})
+    damage(copy)
+    assert snapshot.take(runs, {}) == copy and snapshot.digest_of_code(snapshot.copied(copy)) == copy.name
+    assert (copy / "titan_hydra/a.py").read_text() == "a = 1\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
