@@ -231,7 +231,12 @@ def host_of_running(attempt: Path) -> str | None:
 
 def heard_lately(attempt: Path) -> bool:
     """Whether anything was written into the folder of an attempt within the last SILENCE seconds."""
-    return time.time() - max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0) < SILENCE
+    newest = 0.0
+    for file in attempt.iterdir():
+        if not file.name.startswith("."):  # in the making, by `write_json`
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, file.stat().st_mtime)
+    return time.time() - newest < SILENCE
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
