@@ -90,6 +90,9 @@ def test_a_short_limit_leaves_time_to_train_before_the_warning(tmp_path):
     assert "#SBATCH --signal=USR2@120" in script(cell(tmp_path, "cluster.time_minutes=4", "cluster.stop_seconds=3000"))
 
 
+LOST = "Timed out waiting for job step to complete"
+
+
 def in_bash(text: str, code: str, **variables: str) -> str:
     """Run the functions of a batch script, and then `code`. Returns what that prints."""
     functions = text[text.index("refuse() {"):text.index("trap : TERM")]
@@ -106,6 +109,9 @@ def in_bash(text: str, code: str, **variables: str) -> str:
     ({0: (75, False), 1: (None, False)}, "143", True, "75"),
     ({0: (75, False), 1: (1, False)}, "75", True, "75"),  # all had agreed to stop, and saved
     ({0: (76, False), 1: (75, False)}, "76", False, "76"),
+    ({0: (1, True), 1: ("lost", False)}, "1", False, "79"),  # rank 1's node does not answer
+    ({0: (76, False), 1: ("lost", False)}, "76", False, "76"),
+    ({0: (75, False), 1: ("lost", False)}, "75", True, "75"),
 ])
 def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed, status):
     """Each status is what a rank's record says, and whether its error is only the loss of a peer."""
@@ -116,13 +122,14 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed
     text = script(cell(tmp_path))
     (attempt / "attempt.json").write_text(f'{{\n  "token": "{text.split(chr(34) + "token" + chr(34) + ": " + chr(34))[1][:8]}"\n}}\n')
     for rank, (code, secondary) in records.items():
-        write_json(attempt / f"rank_{rank}.json", {"pid": 1} if code is None else {"exit_status": code, "error": {"secondary": secondary}})
-    words = "".join(f"echo 'srun: error: node{rank}: task {rank}: Exited with exit code {code or 1}' >&2\n"
+        said = {"exit_status": code, "error": {"secondary": secondary}}
+        write_json(attempt / f"rank_{rank}.json", said if isinstance(code, int) else {"pid": 1})
+    words = "".join(f"echo 'srun: error: {LOST if code == 'lost' else f'node{rank}: task {rank}: Exited with exit code {code or 1}'}' >&2\n"
                     for rank, (code, _) in records.items())
     (bin / "srun").write_text(f"#!/bin/sh\n{words}{f'touch {chr(39)}{attempt}{chr(39)}/stopped' if agreed else ''}\nexit {srun}\n")
     (bin / "srun").chmod(0o755)
-    said = in_bash(text, f"job=7; run_cell 1 2 '{run}' 1; echo $?", PATH=f"{bin}:{os.environ['PATH']}")
-    assert said == status and (attempt / "exit").read_text() == f"{status}\n"
+    said = in_bash(text, f"job=7; run_cell 1 2 '{run}' 1; echo $? $lost", PATH=f"{bin}:{os.environ['PATH']}").split()
+    assert said == [status, *(["3"] if status == "79" else ["0"])] and (attempt / "exit").read_text() == f"{status}\n"
 
 
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):

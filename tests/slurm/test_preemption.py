@@ -118,6 +118,22 @@ def test_power_cut_goes_back_to_the_newest_complete_checkpoint(submit, expected,
     assert 0 <= lost(submit, run, 1) <= 10
 
 
+@pytest.mark.slow  # srun waits for a minute
+def test_power_cut_that_slurm_notices_late(expected, tmp_path):
+    """SLURM gives up a node after 300 s by default; the other ranks have ended long before, and the job must be requeued."""
+    with running(node_timeout=300) as cluster, desk(cluster, tmp_path / "work") as submit:
+        submit.sabotage(SLOW.format(seconds=0.1))
+        submit.submit("gpus=2", f"steps={STEPS}", "checkpoint.interval=10", "cluster.gpus_per_node=1")
+        (run,) = submit.cells()
+        submit.wait(lambda: submit.step(run) >= 25)
+        submit.cluster.manage("crash", "node1")
+        submit.wait(lambda: (run / "attempts/1/exit").read_text() == "79\n", seconds=150)
+        submit.cluster.manage("boot", "node1")
+        submit.wait(lambda: submit.done(run), seconds=180)
+        assert submit.attempts(run) == [1, 2] and submit.losses(run) == expected
+        assert 0 <= lost(submit, run, 1) <= 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_jobs_lose_nothing_ten_times(submit, expected, kind):

@@ -26,6 +26,7 @@ from titan_hydra.runs import layout
 from .worker import LATE
 
 LIST = "cells.tsv"
+LOST_NODES = 3  # requeues of a job after nodes that were lost before SLURM gave them up
 # Variables of sbatch that would change what this script is, whatever the configuration says: sbatch takes them before the script's lines.
 OURS = {f"SBATCH_{name}" for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")}
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}  # variables that are not named after their flag
@@ -68,10 +69,13 @@ run_cell() {{
     srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
         {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/slurm.log" 2>&1
     rc=$?
+    lost=0
     if [ "$rc" != 0 ] && [ -e "$attempt/stopped" ]; then
         rc=75  # all had agreed to stop and saved, however they ended then
     elif [[ $rc =~ ^(75|140|143)$ ]]; then
         rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have handled yet
+    elif grep -q 'Timed out waiting for job step to complete' "$attempt/slurm.log" && [ -z "$(own_failure)" ]; then
+        rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout
     fi
     echo "$rc" >"$attempt/exit"
     return "$rc"
@@ -83,8 +87,8 @@ requeue() {{
     if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
     scontrol requeue "$job" && sleep 300
 }}
-# Whether the ranks' failure, $rc, is one of a replica group that is started again: not of its configuration, and not once too often.
-# $1 run directory, $2 its attempt at submission, $3 how often the group may be started again.
+# Whether the ranks are started again after their failure, $rc, as a replica group is, or after the loss of a node: not if it is one of
+# their configuration, and not once too often. $1 run directory, $2 its attempt at submission, $3 how often they may be started again.
 restarts() {{
     local number deaths=0
     [ "$3" -gt 0 ] && [ "$rc" != 0 ] && [ "$rc" != {config} ] && [ -e "$attempt/exit" ] || return
@@ -94,12 +98,12 @@ restarts() {{
     [ "$deaths" -le "$3" ]
 }}
 trap : TERM USR2  # this script waits for its ranks, which get the signal too
-status=0
+status=0 lost=0
 while IFS=$'\\t' read -r line nodes ranks run first allowed <&3; do
     [ ! -e {folder}/over-"$line" ] || continue
     run_cell "$nodes" "$ranks" "$run" "$first"
     rc=$?
-    if [ "$rc" = 75 ] || restarts "$run" "$first" "$allowed"; then requeue; exit "$rc"; fi
+    if [ "$rc" = 75 ] || restarts "$run" "$first" "$((allowed > lost ? allowed : lost))"; then requeue; exit "$rc"; fi
     {done}
     [ "$rc" = 0 ] || [ "$status" != 0 ] || status=$rc
 done 3< <({lines})
@@ -188,7 +192,7 @@ class SlurmBatch(SlurmExecutor):
         folder = shlex.quote(str(self.folder))
         every = f"cat {folder}/{LIST}"
         return BODY.format(
-            token=self.token, late=LATE, unhealthy=int(Exit.UNHEALTHY), config=int(Exit.CONFIG),
+            token=self.token, late=LATE, unhealthy=int(Exit.UNHEALTHY), config=int(Exit.CONFIG), lost_nodes=LOST_NODES,
             srun=shlex.join(self.cluster.srun), python=self.python, max_requeues=self.cluster.max_requeues, folder=folder,
             lines=f"sed -n \"$((SLURM_ARRAY_TASK_ID + 1))p\" {folder}/{LIST}" if self.array else every,
             done=':' if self.array or len(self.lines) == 1 else f"echo \"$rc\" >{folder}/over-\"$line\"",
