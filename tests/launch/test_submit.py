@@ -1,6 +1,7 @@
 """What is handed to SLURM, without a SLURM: shapes, batch scripts, frozen code, manifests, and states read from a queue of our making."""
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
 from titan_hydra.launch import dispatch, snapshot, submit
+from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.submit import JobShape
 from titan_hydra.runs import manifest, rundir
@@ -183,6 +185,76 @@ def test_an_array_is_throttled(tmp_path):
 
 
 @pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site whose queue takes at most `site.limit` jobs of a user, and arrays of at most three; `site.scripts` are those it took."""
+    bin, code = tmp_path / "bin", tmp_path / "code" / "abc"
+    bin.mkdir()
+    refuse = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
+    (bin / "sbatch").write_text(f"""#!/bin/bash
+n=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$2"); have=$(cat {bin}/taken-* 2>/dev/null | grep -c .)
+echo >>{bin}/calls
+if [ $((have + ${{n:-0}} + 1)) -gt $(cat {bin}/limit) ]; then echo '{refuse}' >&2; exit 1; fi
+seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l))); cp "$2" {bin}/script-$number; echo $number
+""")
+    (bin / "squeue").write_text("#!/bin/sh\n")
+    for name in ("sbatch", "squeue"):
+        (bin / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    monkeypatch.setattr(submit, "largest_array", lambda: 3)
+    monkeypatch.setattr(snapshot, "take", lambda *given: code)
+
+    class Site:
+        def submit(self, limit: int, *cells: Cell) -> int:
+            (bin / "limit").write_text(str(limit))
+            (bin / "calls").unlink(missing_ok=True)
+            states = rundir.states([one.directory for one in cells])
+            start = [(one, state) for one, state in zip(cells, states, strict=True) if one.wants(state)]
+            return submit.submit(start, tmp_path / "sweep", Interrupts())
+
+        @property
+        def scripts(self) -> dict[str, str]:
+            return {file.name[7:]: file.read_text() for file in sorted(bin.glob("script-*"))}
+
+        @property
+        def calls(self) -> int:
+            return len((bin / "calls").read_text())
+
+    return Site()
+
+
+def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, site):
+    cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "cluster.max_parallel=2", "+cluster.sbatch={dependency: 'after:5'}")
+             for gpus in (1, 2) for seed in range(7)]
+    assert site.submit(1000, *cells) == 0
+    waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
+    assert waits == [["after:5"], ["after:5,afterany:101"], ["after:5,afterany:102"],
+                     ["after:5"], ["after:5,afterany:104"], ["after:5,afterany:105"]]
+    assert all("--array=0-2%2" in site.scripts[number] for number in ("101", "102", "104", "105"))
+
+
+def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, capsys):
+    cells = [cell(tmp_path, f"seed={seed}") for seed in range(6)]
+    assert site.submit(5, *cells) == 1
+    states = rundir.states([one.directory for one in cells])
+    owners = [json.loads((one.directory / "attempts/1/attempt.json").read_text()) for one in cells]
+    assert [owner["job_id"] for owner in owners] == ["101_0", "101_1", "101_2", "102_0", "102_1", None]
+    assert [f'"token": "{owner["token"]}"' in site.scripts[owner["job_id"].split("_")[0]] for owner in owners[:5]] == [True] * 5
+    assert len({owner["token"] for owner in owners}) == 3 and site.calls == 4
+    said = capsys.readouterr().err
+    assert said.startswith("SLURM refused 1 cell: ") and "launch.packed=true" in said
+    assert states[5].kind == "not submitted" and "QOSMaxSubmitJobPerUserLimit" in states[5].refused
+    assert site.submit(6, cells[5]) == 0
+    assert json.loads((cells[5].directory / "attempts/2/attempt.json").read_text())["job_id"] == "103"
+
+
+def test_a_site_that_takes_nothing_is_not_asked_for_each_cell(tmp_path, site, capsys):
+    cells = [cell(tmp_path, f"seed={seed}") for seed in range(3)]
+    assert site.submit(0, *cells) == 1 and site.calls == 3
+    assert capsys.readouterr().err.startswith("SLURM refused 3 cells: ")
+    assert [state.kind for state in rundir.states([one.directory for one in cells])] == ["not submitted"] * 3
+
+
+@pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A git repository with a package of its own, as the code of this project."""
     root = tmp_path / "code"
@@ -294,7 +366,7 @@ def test_a_job_whose_submitter_died_is_found_by_its_token(submitted):
     assert submitted("PENDING", name="sweep-abcd1234").kind == "queued"
     assert json.loads((submitted.attempt / "attempt.json").read_text())["job_id"] == "77_1"
     (submitted.attempt / "attempt.json").write_text(json.dumps({**owner, "job_id": None, "born": "dead"}))
-    assert submitted("PENDING", name="sweep-ffffffff").kind == "interrupted", "never reached SLURM"
+    assert submitted("PENDING", name="sweep-ffffffff").kind == "not submitted"
 
 
 def test_a_claim_is_one_submitters(tmp_path):
