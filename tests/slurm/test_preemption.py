@@ -118,6 +118,21 @@ def test_power_cut_goes_back_to_the_newest_complete_checkpoint(submit, expected,
     assert 0 <= lost(submit, run, 1) <= 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["attempt.json", "rank_0.json"])
+def test_a_stop_before_training_is_requeued(submit, file):
+    """While Python starts, without a handler of ours, or while torch is loaded."""
+    with submit.cluster.closed():
+        submit.submit("gpus=2", "cluster.gpus_per_node=1", "parallelism=fsdp")
+    (run,) = submit.cells()
+    submit.wait(lambda: submit.job(run)["JobState"] == "RUNNING" and (run / "attempts/1/job").exists())
+    submit.wait(lambda: (run / "attempts/1" / file).exists(), poll=0.05)
+    submit.wait(lambda: f"{submit.job_id(run)}.0" in submit.cluster.call("squeue", "--steps", "--noheader", "--format=%i"), poll=0.05)
+    submit.cluster.signal_job(submit.job_id(run), "TERM")
+    submit.wait(lambda: submit.done(run), seconds=120)
+    assert (run / "attempts/1/exit").read_text() == "75\n" and (run / "attempts/2").exists(), submit.story()
+
+
 @pytest.mark.slow  # srun waits for a minute
 def test_power_cut_that_slurm_notices_late(expected, tmp_path):
     """SLURM gives up a node after 300 s by default; the other ranks have ended long before, and the job must be requeued."""

@@ -23,7 +23,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
     code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
     code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}
     final = layout.CODE.of(runs) / digest_of_code(code)
-    if whole(final):
+    if intact(final):
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=final.parent, ignore_cleanup_errors=True) as scratch:
@@ -31,7 +31,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, copy / name, follow_symlinks=False)
-        if not whole(final):  # still: another process may have replaced it meanwhile
+        if not intact(final):  # still: another process may have replaced it meanwhile
             with contextlib.suppress(FileNotFoundError):
                 final.rename(Path(scratch) / "damaged")
         try:
@@ -42,7 +42,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
     return final
 
 
-def whole(copy: Path) -> bool:
+def intact(copy: Path) -> bool:
     """Whether a copy of the code is there and still what its name, the hash, says."""
     return copy.is_dir() and digest_of_code(copied(copy)) == copy.name
 
