@@ -59,13 +59,13 @@ def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
     folder = Path(directory).absolute()
     place, attempt_folder = Place.find(inline), layout.ATTEMPT.of(folder, attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
-    if not inline:
-        own_process(layout.LOG.of(attempt_folder, place.rank))
     record = {**this_process(), "started": time.time(), "load": {"cores": os.cpu_count(), "start": os.getloadavg()[0]}}
     record_file = layout.RANK.of(attempt_folder, place.rank)
-    write_json(record_file, record)
     error, before = None, signal.getsignal(signal.SIGTERM)
     try:
+        if not inline:
+            own_process(layout.LOG.of(attempt_folder, place.rank))
+        write_json(record_file, record)
         _train(folder, attempt_folder, place)
         status = Exit.DONE
     except BaseException as caught:  # also SystemExit and KeyboardInterrupt: each way to end has its status
