@@ -195,6 +195,16 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
         assert failure.rank == rank and words in failure.line, (order, failure.line)
 
 
+@pytest.mark.parametrize("words", ["", "srun: error: Timed out waiting for job step to complete\n"])
+@pytest.mark.parametrize("error", [GLOO_CLOSED, GLOO_LATE])
+def test_a_node_that_slurm_has_not_given_up_yet(tmp_path, words, error):
+    """The ranks of node1 have ended no way that anybody saw, and those of node0 have noticed."""
+    log = f"srun: error: node0: tasks 0-1: Exited with exit code 1\n{words}"
+    failure = guilty(write_slurm(tmp_path, log, rank0=error, rank1=GLOO_CLOSED), "FAILED")
+    assert (failure.kind, failure.status, failure.rank, failure.host) == (Kind.NODE, 79, 2, "node1")
+    assert failure.line == "node1 is lost: rank 2 has not ended, and srun has not heard of it"
+
+
 def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
     """Its thread is frozen too, and so it has not noted that it was asked to stop."""
     (tmp_path / "beat_1.json").write_text(json.dumps(BEAT | {"count": 7, "asked": 0.0}))

@@ -120,7 +120,7 @@ def test_groups_of_another_submission_do_not_count(tmp_path):
     owner = {"executor": "slurm", "token": "0b0b0b0b", "packed": False, "job_id": None, "user": "me", "code": "", "pid": 1}
     rundir.note(rundir.claim(one.directory, 2, one.job, [], **owner), ended=1.0)
     now = rundir.state(one.directory, queue("FAILED", "FAILED", "FAILED"))
-    assert (now.kind, now.attempt, now.groups) == ("interrupted", 2, ())
+    assert (now.kind, now.attempt, now.groups) == ("not submitted", 2, ())
 
 
 def test_a_ranks_place_follows_from_its_groups_folder(tmp_path):

@@ -1,6 +1,7 @@
 """What is handed to SLURM, without a SLURM: shapes, batch scripts, frozen code, manifests, and states read from a queue of our making."""
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.config.compose import compose_job
+from titan_hydra.config.files import write_json
 from titan_hydra.launch import dispatch, snapshot, submit
+from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.submit import JobShape
 from titan_hydra.runs import manifest, rundir
@@ -89,9 +92,166 @@ def test_a_short_limit_leaves_time_to_train_before_the_warning(tmp_path):
     assert "#SBATCH --signal=USR2@120" in script(cell(tmp_path, "cluster.time_minutes=4", "cluster.stop_seconds=3000"))
 
 
+LOST = "Timed out waiting for job step to complete"
+
+
+def in_bash(text: str, code: str, **variables: str) -> str:
+    """Run the functions of a batch script, and then `code`. Returns what that prints."""
+    functions = text[text.index("refuse() {"):text.index("trap : TERM")]
+    done = subprocess.run(["bash", "-c", f"{functions}\n{code}"], env={**os.environ, **variables}, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(("records", "srun", "agreed", "status"), [
+    ({0: (75, False), 1: (1, False)}, "75", False, "1"),  # a library that one node lacks; srun's status is the largest
+    ({0: (75, False), 1: (2, False)}, "143", False, "2"),
+    ({0: (75, False), 1: (None, False)}, "75", False, "1"),  # ended without a record: srun says how
+    ({0: (75, False), 1: (75, False)}, "75", False, "75"),  # preempted during the start
+    ({0: (75, False), 1: (1, True)}, "75", False, "75"),  # the same: rank 1 only lost rank 0
+    ({0: (75, False), 1: (None, False)}, "143", True, "75"),
+    ({0: (75, False), 1: (1, False)}, "75", True, "75"),  # all had agreed to stop, and saved
+    ({0: (76, False), 1: (75, False)}, "76", False, "76"),
+    ({0: (1, True), 1: ("lost", False)}, "1", False, "79"),  # rank 1's node does not answer
+    ({0: (76, False), 1: ("lost", False)}, "76", False, "76"),
+    ({0: (75, False), 1: ("lost", False)}, "75", True, "75"),
+])
+def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed, status):
+    """Each status is what a rank's record says, and whether its error is only the loss of a peer."""
+    run, bin = tmp_path / "a run", tmp_path / "bin"
+    attempt = run / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    bin.mkdir()
+    text = script(cell(tmp_path))
+    (attempt / "attempt.json").write_text(f'{{\n  "token": "{text.split(chr(34) + "token" + chr(34) + ": " + chr(34))[1][:8]}"\n}}\n')
+    for rank, (code, secondary) in records.items():
+        said = {"exit_status": code, "error": {"secondary": secondary}}
+        write_json(attempt / f"rank_{rank}.json", said if isinstance(code, int) else {"pid": 1})
+    words = "".join(f"echo 'srun: error: {LOST if code == 'lost' else f'node{rank}: task {rank}: Exited with exit code {code or 1}'}' >&2\n"
+                    for rank, (code, _) in records.items())
+    (bin / "srun").write_text(f"#!/bin/sh\n{words}{f'touch {chr(39)}{attempt}{chr(39)}/stopped' if agreed else ''}\nexit {srun}\n")
+    (bin / "srun").chmod(0o755)
+    said = in_bash(text, f"job=7; run_cell 1 2 '{run}' 1; echo $? $lost", PATH=f"{bin}:{os.environ['PATH']}").split()
+    assert said == [status, *(["3"] if status == "79" else ["0"])] and (attempt / "exit").read_text() == f"{status}\n"
+
+
+def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
+    """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the site's."""
+    sent = tmp_path / "sent"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho 5\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    kept = {"SBATCH_ACCOUNT", "SBATCH_QOS", "SLURM_CONF", "SBATCH_MAIL_USER"}
+    gone = {"SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE", "SBATCH_GPUS_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_ARRAY_INX",
+            "SBATCH_WAIT", "SBATCH_NO_REQUEUE", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_EXPORT",
+            "SLURM_JOB_ID"}
+    for name in kept | gone:
+        monkeypatch.setenv(name, "1")
+    one = cell(tmp_path, "cluster.partition=main", "+cluster.sbatch.mem=0")
+    (array,) = submit.arrays_of([one], packed=False, limit=9)
+    batch = submit.batch_of(array, tmp_path / "jobs", [[one.directory / "attempts" / "1"]], "name", tmp_path)
+    batch.write()
+    assert batch.submit_all() == ["5"]
+    assert {line.split("=")[0] for line in sent.read_text().splitlines()} & (kept | gone) == kept
+
+
+def test_the_ranks_get_the_environment_of_the_script(tmp_path):
+    variables = {"SRUN_EXPORT_ENV": "NONE", "SLURM_EXPORT_ENV": "NONE", "SRUN_CPUS_PER_TASK": "64"}
+    for cores, threads in (("null", ""), ("3", "3")):
+        text = script(cell(tmp_path, f"cluster.cpus_per_task={cores}"))
+        setup = "\n".join(line for line in text.split("refuse() {")[0].splitlines() if line.startswith(("export ", "unset ")))
+        print_all = 'echo "$SLURM_EXPORT_ENV ${SRUN_EXPORT_ENV-} ${SRUN_CPUS_PER_TASK-}"'
+        done = subprocess.run(["bash", "-c", f"{setup}\n{print_all}"], env={**os.environ, **variables}, capture_output=True, text=True)
+        assert done.stdout.split() == ["ALL", *threads]
+
+
+def test_functions_that_the_shell_exports_do_not_change_the_script(tmp_path):
+    attempt = tmp_path / "run" / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    text = script(cell(tmp_path))
+    token = text.split('"token": "')[1][:8]
+    write_json(attempt / "attempt.json", {"token": token})
+    exported = {f"BASH_FUNC_{name}%%": f"() {{ command {name} --color=always \"$@\"; }}" for name in ("ls", "grep")}
+    code = text[text.index("\nunset -f"):text.index("refuse() {")] if "\nunset -f" in text else ""
+    functions = text[text.index("refuse() {"):text.index("trap : TERM")]
+    done = subprocess.run(["bash", "-c", f"{code}\n{functions}\njob=7; own_attempt '{tmp_path}/run' 1"],
+                          env={**os.environ, **exported}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (attempt / "job").read_text() == "7\n"
+
+
 def test_an_array_is_throttled(tmp_path):
     cells = [cell(tmp_path, f"seed={seed}", "cluster.max_parallel=2") for seed in range(5)]
     assert "#SBATCH --array=0-4%2" in script(*cells)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site whose queue takes at most `site.limit` jobs of a user, and arrays of at most three; `site.scripts` are those it took."""
+    bin, code = tmp_path / "bin", tmp_path / "code" / "abc"
+    bin.mkdir()
+    refuse = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
+    (bin / "sbatch").write_text(f"""#!/bin/bash
+n=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$2"); have=$(cat {bin}/taken-* 2>/dev/null | grep -c .)
+echo >>{bin}/calls
+if [ $((have + ${{n:-0}} + 1)) -gt $(cat {bin}/limit) ]; then echo '{refuse}' >&2; exit 1; fi
+seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l))); cp "$2" {bin}/script-$number; echo $number
+""")
+    (bin / "squeue").write_text("#!/bin/sh\n")
+    for name in ("sbatch", "squeue"):
+        (bin / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    monkeypatch.setattr(submit, "largest_array", lambda: 3)
+    monkeypatch.setattr(snapshot, "take", lambda *given: code)
+
+    class Site:
+        def submit(self, limit: int, *cells: Cell) -> int:
+            (bin / "limit").write_text(str(limit))
+            (bin / "calls").unlink(missing_ok=True)
+            states = rundir.states([one.directory for one in cells])
+            start = [(one, state) for one, state in zip(cells, states, strict=True) if one.wants(state)]
+            return submit.submit(start, tmp_path / "sweep", Interrupts())
+
+        @property
+        def scripts(self) -> dict[str, str]:
+            return {file.name[7:]: file.read_text() for file in sorted(bin.glob("script-*"))}
+
+        @property
+        def calls(self) -> int:
+            return len((bin / "calls").read_text())
+
+    return Site()
+
+
+def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, site):
+    cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "cluster.max_parallel=2", "+cluster.sbatch={dependency: 'after:5'}")
+             for gpus in (1, 2) for seed in range(7)]
+    assert site.submit(1000, *cells) == 0
+    waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
+    assert waits == [["after:5"], ["after:5,afterany:101"], ["after:5,afterany:102"],
+                     ["after:5"], ["after:5,afterany:104"], ["after:5,afterany:105"]]
+    assert all("--array=0-2%2" in site.scripts[number] for number in ("101", "102", "104", "105"))
+
+
+def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, capsys):
+    cells = [cell(tmp_path, f"seed={seed}") for seed in range(6)]
+    assert site.submit(5, *cells) == 1
+    states = rundir.states([one.directory for one in cells])
+    owners = [json.loads((one.directory / "attempts/1/attempt.json").read_text()) for one in cells]
+    assert [owner["job_id"] for owner in owners] == ["101_0", "101_1", "101_2", "102_0", "102_1", None]
+    assert [f'"token": "{owner["token"]}"' in site.scripts[owner["job_id"].split("_")[0]] for owner in owners[:5]] == [True] * 5
+    assert len({owner["token"] for owner in owners}) == 3 and site.calls == 4
+    said = capsys.readouterr().err
+    assert said.startswith("SLURM refused 1 cell: ") and "launch.packed=true" in said
+    assert states[5].kind == "not submitted" and "QOSMaxSubmitJobPerUserLimit" in states[5].refused
+    assert site.submit(6, cells[5]) == 0
+    assert json.loads((cells[5].directory / "attempts/2/attempt.json").read_text())["job_id"] == "103"
+
+
+def test_a_site_that_takes_nothing_is_not_asked_for_each_cell(tmp_path, site, capsys):
+    cells = [cell(tmp_path, f"seed={seed}") for seed in range(3)]
+    assert site.submit(0, *cells) == 1 and site.calls == 3
+    assert capsys.readouterr().err.startswith("SLURM refused 3 cells: ")
+    assert [state.kind for state in rundir.states([one.directory for one in cells])] == ["not submitted"] * 3
 
 
 @pytest.fixture
@@ -122,6 +282,17 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
         assert snapshot.digest_of_code(snapshot.copied(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
     assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
+
+
+@pytest.mark.parametrize("damage", [lambda copy: (copy / "titan_hydra/a.py").unlink(), lambda copy: (copy / "titan_hydra/b.py").touch(),
+                                    lambda copy: (copy / "link").unlink()])
+def test_a_damaged_copy_is_replaced(checkout, damage):
+    """A purge of old files takes single ones, or somebody has written into the copy; jobs that run it keep what is left."""
+    runs = checkout / "runs"
+    copy = snapshot.take(runs, {})
+    damage(copy)
+    assert snapshot.take(runs, {}) == copy and snapshot.digest_of_code(snapshot.copied(copy)) == copy.name
+    assert (copy / "titan_hydra/a.py").read_text() == "a = 1\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
@@ -195,7 +366,7 @@ def test_a_job_whose_submitter_died_is_found_by_its_token(submitted):
     assert submitted("PENDING", name="sweep-abcd1234").kind == "queued"
     assert json.loads((submitted.attempt / "attempt.json").read_text())["job_id"] == "77_1"
     (submitted.attempt / "attempt.json").write_text(json.dumps({**owner, "job_id": None, "born": "dead"}))
-    assert submitted("PENDING", name="sweep-ffffffff").kind == "interrupted", "never reached SLURM"
+    assert submitted("PENDING", name="sweep-ffffffff").kind == "not submitted"
 
 
 def test_a_claim_is_one_submitters(tmp_path):

@@ -106,3 +106,25 @@ def chosen(submit) -> list[int]:
 def ended(job: dict[str, str]) -> float:
     """When all processes of a job were gone."""
     return time.mktime(time.strptime(job["EndTime"], "%Y-%m-%dT%H:%M:%S"))
+
+
+LACKING = """
+import os
+if os.environ.get("SLURM_PROCID") == "1":
+    if os.environ["HOW"] == "raise":
+        raise ImportError("libfoo.so.3: cannot open shared object file")
+    os._exit(1)
+"""
+
+
+def test_a_rank_that_fails_before_training_fails_the_job_once(submit):
+    """srun asks the others to stop, which they do with 75: no reason to requeue the job."""
+    (submit.folder / "lacking.py").write_text(LACKING)
+    line = ("gpus=2", "cluster.gpus_per_node=1", "parallelism=fsdp", "train.imports=[lacking]")
+    for how, code, words in (("raise", 2, "libfoo.so.3"), ("exit", 1, "rank 1 ended with status 1")):
+        submit.submit(*line, f"+cluster.environment.HOW={how}", f"seed={len(how)}")
+        run = submit.cell(f"seed={len(how)}")
+        submit.settle(seconds=150)
+        cell = submit.status()[run]
+        assert (run / "attempts/1/exit").read_text() == f"{code}\n" and not (run / "attempts/2").exists(), submit.story()
+        assert cell["state"] == "failed" and words in cell["failure"]["line"], cell

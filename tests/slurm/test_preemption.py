@@ -119,6 +119,35 @@ def test_power_cut_goes_back_to_the_newest_complete_checkpoint(submit, expected,
 
 
 @pytest.mark.slow
+def test_a_stop_before_training_is_requeued(submit):
+    """The first signal may come while a rank writes its first record."""
+    with submit.cluster.closed():
+        submit.submit("gpus=2", "cluster.gpus_per_node=1", "parallelism=fsdp")
+    (run,) = submit.cells()
+    submit.wait(lambda: submit.job(run)["JobState"] == "RUNNING" and (run / "attempts/1/job").exists())
+    submit.wait(lambda: (run / "attempts/1/rank_0.json").exists(), poll=0.05)
+    submit.cluster.signal_job(submit.job_id(run), "TERM")
+    submit.wait(lambda: submit.done(run), seconds=120)
+    assert (run / "attempts/1/exit").read_text() == "75\n" and (run / "attempts/2").exists(), submit.story()
+
+
+@pytest.mark.slow  # srun waits for a minute
+def test_power_cut_that_slurm_notices_late(expected, tmp_path):
+    """SLURM gives up a node after 300 s by default; the other ranks have ended long before, and the job must be requeued."""
+    with running(node_timeout=300) as cluster, desk(cluster, tmp_path / "work") as submit:
+        submit.sabotage(SLOW.format(seconds=0.1))
+        submit.submit("gpus=2", f"steps={STEPS}", "checkpoint.interval=10", "cluster.gpus_per_node=1")
+        (run,) = submit.cells()
+        submit.wait(lambda: submit.step(run) >= 25)
+        submit.cluster.manage("crash", "node1")
+        submit.wait(lambda: (run / "attempts/1/exit").read_text() == "79\n", seconds=150)
+        submit.cluster.manage("boot", "node1")
+        submit.wait(lambda: submit.done(run), seconds=180)
+        assert submit.attempts(run) == [1, 2] and submit.losses(run) == expected
+        assert 0 <= lost(submit, run, 1) <= 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_jobs_lose_nothing_ten_times(submit, expected, kind):
     drill(submit, expected, (kind,), repeats=10, parallel=5)

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _fits(row: RunRow, words: list[str]) -> bool:
     """Whether one of these words covers the state of this run."""
-    if row.state.kind == "interrupted":
+    if row.state.kind in ("interrupted", "not submitted"):
         return "interrupted" in words
     return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in words)
 

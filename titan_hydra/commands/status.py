@@ -9,15 +9,15 @@ from pathlib import Path
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.text import table as layout
-from titan_hydra.config.fault import counted, quoted
+from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.runs.find import Selection, all_runs, runs_option
 from titan_hydra.runs.slurm import Queue
 from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
 
-COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "damaged": "red",
-           "unknown": "dim", "new": "dim"}
-ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "new")
-SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "new", "done")  # used if the terminal has too few lines
+COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "not submitted": "magenta",
+           "damaged": "red", "unknown": "dim", "new": "dim"}
+ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
+SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")  # with too few lines
 REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # of so many the reason is shown
@@ -105,6 +105,8 @@ def _note(row: RunRow) -> str:
         parts.append(str(state.failure.kind))
     if state.damage:
         parts.append(state.damage)
+    if state.refused:
+        parts.append(shown(state.refused, 60))
     if row.cancelled:
         parts.append(f"cancelled by {row.cancelled}")
     if state.kind == "queued" and job:
@@ -167,6 +169,8 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
         yield f"titan retry{runs}{target}", "run failed cells again"
     if "interrupted" in kinds:
         yield f"titan retry{runs}{target} --only interrupted", "continue from the newest checkpoints"
+    if "not submitted" in kinds:
+        yield f"titan retry{runs}{target} --only interrupted", "submit what SLURM does not have"
     if "running" in kinds:
         yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 prints"
     if kinds & {"queued", "running"}:
@@ -179,6 +183,7 @@ def _as_json(row: RunRow) -> dict:
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
         "cell": row.cell, "hash": row.hash, "directory": str(row.directory), "state": state.kind, "damage": state.damage or None,
+        "refused": state.refused or None,
         "attempt": state.attempt,
         "step": row.step, "steps": row.steps, "tokens_per_second": row.tokens_per_second, "loss": row.loss, "where": row.where,
         "seconds": row.seconds, "to_go_seconds": row.to_go, "silent_seconds": row.silent, "phase": row.phase, "cancelled_by": row.cancelled,

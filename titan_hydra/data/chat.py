@@ -231,7 +231,11 @@ def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
                     take: Callable[[template.Template, bytes], object]) -> Iterator[Fault]:
     """Yield what is wrong with the template, or with the first row, which is called `what` and which `take` tries."""
     _, path = files.path_of(key, source, "train")
-    if not path or not (found := [file for file in expand(path) if file.stat().st_size]):
+    try:
+        found = [file for file in expand(path) if file.stat().st_size] if path else []
+    except (ConfigError, OSError):
+        found = []
+    if not found:
         return  # another rule tells
     value = source.chat_template
     try:

@@ -62,7 +62,7 @@ class Cell:
         if state.active:
             return False
         again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
-        return self.job.launch.force or again or state.kind in ("new", "interrupted")
+        return self.job.launch.force or again or state.kind in ("new", "not submitted", "interrupted")
 
     @property
     def gpu_hours(self) -> float | None:

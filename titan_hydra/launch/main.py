@@ -55,6 +55,10 @@ def main() -> int:
             overrides, flags = arranged(sys.argv[1:])
             sys.argv[1:] = [*overrides, *flags]
         compose()
+        if faults:
+            print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
+            return 2
+        return dispatch(cells)
     except RunError as error:
         print(error, file=sys.stderr)
         return error.status
@@ -63,7 +67,3 @@ def main() -> int:
             raise
         print(line, file=sys.stderr)
         return 2
-    if faults:
-        print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
-        return 2
-    return dispatch(cells)

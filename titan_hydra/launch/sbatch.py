@@ -9,6 +9,7 @@ A job starts an attempt only if attempt.json has the submission's token, and onl
 file `job` owns it. A requeued job creates the next attempt; a job that finds another token or another job's id starts nothing.
 """
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,9 +26,14 @@ from titan_hydra.runs import layout
 from .worker import LATE
 
 LIST = "cells.tsv"
+LOST_NODES = 3  # requeues of a job after nodes that were lost before SLURM gave them up
+# Variables of sbatch that would change what this script is, whatever the configuration says: sbatch takes them before the script's lines.
+OURS = {f"SBATCH_{name}" for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")}
+NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}  # variables that are not named after their flag
 
 # Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.
 BODY = """
+unset -f ls grep cat sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
 refuse() {{ echo "$(date +%T) $(hostname): $1; nothing is started"; }}
 # $1 run directory, $2 its attempt at submission. Sets `attempt` to the folder of the attempt that this start of the job owns.
@@ -49,6 +55,13 @@ own_attempt() {{
             >"$mine/attempt.json" && mv -T "$mine" "$all/$((newest + 1))" || [ -e "$all/$((newest + 1))" ] || return
     done
 }}
+# Prints the status of a rank that failed by itself, while srun asked the others to stop: from its record or, if it left none, from srun.
+own_failure() {{
+    {{
+        grep -ls '"secondary": false' "$attempt"/rank_*.json | xargs -rd '\\n' grep -h '^  "exit_status": '
+        grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/slurm.log"
+    }} | grep -oE '[0-9]+' | grep -vxE '0|75' | head -n 1
+}}
 # $1 nodes, $2 ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
 # A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in slurm.log.
 run_cell() {{
@@ -56,7 +69,14 @@ run_cell() {{
     srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
         {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/slurm.log" 2>&1
     rc=$?
-    [ "$rc" = 0 ] || [ ! -e "$attempt/stopped" ] || rc=75  # all had agreed to stop and saved, however they ended then
+    lost=0
+    if [ "$rc" != 0 ] && [ -e "$attempt/stopped" ]; then
+        rc=75  # all had agreed to stop and saved, however they ended then
+    elif [[ $rc =~ ^(75|140|143)$ ]]; then
+        rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have handled yet
+    elif grep -q 'Timed out waiting for job step to complete' "$attempt/slurm.log" && [ -z "$(own_failure)" ]; then
+        rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout
+    fi
     echo "$rc" >"$attempt/exit"
     return "$rc"
 }}
@@ -67,8 +87,8 @@ requeue() {{
     if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
     scontrol requeue "$job" && sleep 300
 }}
-# Whether the ranks' failure, $rc, is one of a replica group that is started again: not of its configuration, and not once too often.
-# $1 run directory, $2 its attempt at submission, $3 how often the group may be started again.
+# Whether the ranks are started again after their failure, $rc, as a replica group is, or after the loss of a node: not if it is one of
+# their configuration, and not once too often. $1 run directory, $2 its attempt at submission, $3 how often they may be started again.
 restarts() {{
     local number deaths=0
     [ "$3" -gt 0 ] && [ "$rc" != 0 ] && [ "$rc" != {config} ] && [ -e "$attempt/exit" ] || return
@@ -78,12 +98,12 @@ restarts() {{
     [ "$deaths" -le "$3" ]
 }}
 trap : TERM USR2  # this script waits for its ranks, which get the signal too
-status=0
+status=0 lost=0
 while IFS=$'\\t' read -r line nodes ranks run first allowed <&3; do
     [ ! -e {folder}/over-"$line" ] || continue
     run_cell "$nodes" "$ranks" "$run" "$first"
     rc=$?
-    if [ "$rc" = 75 ] || restarts "$run" "$first" "$allowed"; then requeue; exit "$rc"; fi
+    if [ "$rc" = 75 ] || restarts "$run" "$first" "$((allowed > lost ? allowed : lost))"; then requeue; exit "$rc"; fi
     {done}
     [ "$rc" = 0 ] || [ "$status" != 0 ] || status=$rc
 done 3< <({lines})
@@ -156,7 +176,9 @@ class SlurmBatch(SlurmExecutor):
         paths = f"{':'.join(shlex.quote(str(path)) for path in self.paths)}${{PYTHONPATH:+:$PYTHONPATH}}"
         cores = self.cluster.cpus_per_task
         return [
-            f"export PYTHONPATH={paths} PYTHONSAFEPATH=1", *([f"export SRUN_CPUS_PER_TASK={cores}"] if cores else []),
+            # The ranks get this script's environment, also where a site exports none to the script itself.
+            "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK", f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
+            *([f"export SRUN_CPUS_PER_TASK={cores}"] if cores else []),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()), *self.cluster.setup,
         ]
 
@@ -170,7 +192,7 @@ class SlurmBatch(SlurmExecutor):
         folder = shlex.quote(str(self.folder))
         every = f"cat {folder}/{LIST}"
         return BODY.format(
-            token=self.token, late=LATE, unhealthy=int(Exit.UNHEALTHY), config=int(Exit.CONFIG),
+            token=self.token, late=LATE, unhealthy=int(Exit.UNHEALTHY), config=int(Exit.CONFIG), lost_nodes=LOST_NODES,
             srun=shlex.join(self.cluster.srun), python=self.python, max_requeues=self.cluster.max_requeues, folder=folder,
             lines=f"sed -n \"$((SLURM_ARRAY_TASK_ID + 1))p\" {folder}/{LIST}" if self.array else every,
             done=':' if self.array or len(self.lines) == 1 else f"echo \"$rc\" >{folder}/over-\"$line\"",
@@ -193,7 +215,10 @@ class SlurmBatch(SlurmExecutor):
     def submit_all(self) -> list[str]:
         """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123. Raises SubmissionError."""
         # Inside another job, its variables would be taken for this one's.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+        foreign = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
+        flags = re.findall(r"^#SBATCH --([\w-]+)", self.text, re.M)
+        set_here = {f"SBATCH_{NAMED.get(flag, flag.upper().replace('-', '_'))}" for flag in flags}
+        environment = {name: value for name, value in os.environ.items() if name not in foreign | set_here | OURS}
         try:
             command = ["sbatch", "--parsable", str(layout.SBATCH.of(Path(self.folder)))]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)

@@ -1,4 +1,5 @@
 """Copy the code of a job at submission, so that edits made while it waits in the queue do not change it."""
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,11 +16,14 @@ ROOT = Path(titan_hydra.__file__).parents[1]
 
 
 def take(runs: Path, user: dict[str, Path]) -> Path:
-    """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns that folder."""
+    """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns that folder.
+
+    A copy that was changed, or has lost files to a purge of old ones, is replaced.
+    """
     code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
     code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}
     final = layout.CODE.of(runs) / digest_of_code(code)
-    if final.is_dir():
+    if intact(final):
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=final.parent, ignore_cleanup_errors=True) as scratch:
@@ -27,12 +31,20 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, copy / name, follow_symlinks=False)
+        if not intact(final):  # still: another process may have replaced it meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                final.rename(Path(scratch) / "damaged")
         try:
             copy.rename(final)
         except OSError:  # another process has just taken the same snapshot
             if not final.is_dir():
                 raise
     return final
+
+
+def intact(copy: Path) -> bool:
+    """Whether a copy of the code is there and still what its name, the hash, says."""
+    return copy.is_dir() and digest_of_code(copied(copy)) == copy.name
 
 
 def files(root: Path) -> list[str]:

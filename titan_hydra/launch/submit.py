@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 POLL = 5  # seconds between two squeue calls with launch.wait
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # errors of sbatch after which SLURM may still have the job
+TOO_MANY = r"Submit\w*Limit|submit limit"  # errors of sbatch where a user has too many jobs, of which an array's tasks are some
 PATIENCE = 3  # seconds until squeue is asked again after such an sbatch
 
 
@@ -57,6 +58,11 @@ def _shape_of(cell: Cell) -> JobShape:
     return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
+def _kind_of(cell: Cell) -> tuple[JobShape, int, str]:
+    """Return what the cells of an array have in common."""
+    return _shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)
+
+
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
     """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks; packed: all into
     one job of the largest shape, in their order.
@@ -69,13 +75,16 @@ def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
     alike: dict[tuple[JobShape, int, str], list[Cell]] = {}
     for cell in cells:
-        alike.setdefault((_shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
+        alike.setdefault(_kind_of(cell), []).append(cell)
     return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
             for (shape, groups, _), some in alike.items() for first in range(0, len(some), max(limit // groups, 1))]
 
 
-def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path) -> SlurmBatch:
-    """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its replica groups."""
+def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path, after: str = "") -> SlurmBatch:
+    """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its replica groups.
+
+    It starts when the job `after` has ended.
+    """
     lines = []
     for cell, own in zip(array.cells, attempts, strict=True):
         shape, config = _shape_of(cell), cell.job.fault_tolerance
@@ -84,6 +93,9 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
         lines += [JobLine(shape.nodes, ranks, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
     cluster = array.cells[0].job.cluster
     cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
+    if after:
+        dependency = ",".join(filter(None, [str(cluster.sbatch.get("dependency") or ""), f"afterany:{after}"]))
+        cluster = replace(cluster, sbatch={**cluster.sbatch, "dependency": dependency})
     paths = [code, code / snapshot.USER] if any(cell.job.train.imports for cell in array.cells) else [code]
     at_once = cluster.max_parallel * array.cells[0].job.fault_tolerance.replicas
     return SlurmBatch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
@@ -146,7 +158,7 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
     modules = {module: None for cell in cells for module in cell.job.train.imports}
-    code, status = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE
+    code, status, newest = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE, {}
     for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
         if interrupts.received:
             break
@@ -162,7 +174,7 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
         if claimed:
             mine, attempts = map(list, zip(*claimed, strict=True))
             exclude = unfit_hosts([states[cell.directory] for cell in mine])
-            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code) or status
+            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, newest) or status
     return status
 
 
@@ -172,22 +184,48 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
     return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
 
 
-def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path) -> int:
-    """Call sbatch for the claimed attempts of each cell, with every file that the job needs written before. Returns the exit status."""
+def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, newest: dict[tuple, str]) -> int:
+    """Submit the claimed attempts of each cell: in one array or, where a limit of the site allows fewer jobs, in as large ones as it takes.
+
+    `newest` holds the last job of each kind of array, which the next one waits for with cluster.max_parallel. Returns the exit status.
+    """
+    first, size, status, kind = 0, len(claimed), Exit.DONE, _kind_of(array.cells[0])
+    while first < len(claimed):
+        size = min(size, len(claimed) - first)
+        some = slice(first, first + size)
+        part, attempts = replace(array, cells=array.cells[some]), [attempt for own in claimed[some] for attempt in own]
+        if size < len(claimed):
+            part = replace(part, token=secrets.token_hex(4))
+        try:
+            _sbatch(part, claimed[some], folder, code, newest.get(kind, ""))
+        except SubmissionError as error:
+            reason = str(error)
+            if size > 1 and not array.packed and re.search(TOO_MANY, reason, re.I):
+                size = (size + 1) // 2
+                continue
+            if refused := not re.search(NO_ANSWER, reason, re.I):
+                attempts = [attempt for own in claimed[first:] for attempt in own]
+            cells = counted(len(claimed[first:] if refused else claimed[some]), "cell")
+            status = after_refusal(attempts, cells, reason) or status
+            if refused:
+                break
+        if array.cells[0].job.cluster.max_parallel and (job_id := layout.CLAIM.read(attempts[0])["job_id"]):
+            newest[kind] = job_id.split("_")[0]
+        first += size
+    return status
+
+
+def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, after: str) -> None:
+    """Call sbatch, with every file that the job needs written before, and note its ids. Raises SubmissionError."""
     place = folder / array.token if folder else claimed[0][0] / "submission"
     name = folder.name if folder else array.cells[0].directory.name
-    batch, attempts = batch_of(array, place, claimed, name, code), [attempt for own in claimed for attempt in own]
+    batch, attempts = batch_of(array, place, claimed, name, code, after), [attempt for own in claimed for attempt in own]
     batch.write()
     for index, attempt in enumerate(attempts):
-        rundir.note(attempt, index=index)
+        rundir.note(attempt, index=index, token=array.token)
         shutil.copy(layout.SBATCH.of(place), layout.SBATCH.of(attempt.parents[1]))
-    try:
-        ids = batch.submit_all()
-    except SubmissionError as error:
-        return after_refusal(attempts, counted(len(claimed), "cell"), str(error))
-    for attempt, job_id in zip(attempts, ids, strict=True):
+    for attempt, job_id in zip(attempts, batch.submit_all(), strict=True):
         rundir.note(attempt, job_id=job_id)
-    return Exit.DONE
 
 
 def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
@@ -209,8 +247,10 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
         print(f"{reason}; SLURM may have the {cells} nevertheless, but squeue does not answer: the same line asks again", file=sys.stderr)
         return Exit.BUG
     for attempt in attempts:
-        rundir.end_attempt(attempt)
+        rundir.note(attempt, ended=time.time(), refused=reason)
     print(f"SLURM refused {cells}: {reason}", file=sys.stderr)
+    if re.search(TOO_MANY, reason, re.I):
+        print("  the same line submits them when others have ended; launch.packed=true is one job for all", file=sys.stderr)
     return Exit.BUG
 
 

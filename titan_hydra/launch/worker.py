@@ -59,13 +59,13 @@ def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
     folder = Path(directory).absolute()
     place, attempt_folder = Place.find(inline), layout.ATTEMPT.of(folder, attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
-    if not inline:
-        own_process(layout.LOG.of(attempt_folder, place.rank))
     record = {**this_process(), "started": time.time(), "load": {"cores": os.cpu_count(), "start": os.getloadavg()[0]}}
     record_file = layout.RANK.of(attempt_folder, place.rank)
-    write_json(record_file, record)
     error, before = None, signal.getsignal(signal.SIGTERM)
     try:
+        if not inline:
+            own_process(layout.LOG.of(attempt_folder, place.rank))
+        write_json(record_file, record)
         _train(folder, attempt_folder, place)
         status = Exit.DONE
     except BaseException as caught:  # also SystemExit and KeyboardInterrupt: each way to end has its status
@@ -76,7 +76,8 @@ def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
     with contextlib.suppress(OSError):  # a full disk: the exit status still tells the launcher the outcome
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
-    if status == Exit.REQUEUED and place.rank == 0:
+    agreed = signal.getsignal(signal.SIGTERM) is not _stop_before_training  # on a step: this rank was in the trainer
+    if status == Exit.REQUEUED and place.rank == 0 and agreed:
         layout.STOPPED.of(attempt_folder).touch()  # the batch script requeues the job, however the other ranks end now
     if inline:
         signal.signal(signal.SIGTERM, before)  # the trainer's handler would swallow it between two cells

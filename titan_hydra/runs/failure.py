@@ -205,6 +205,8 @@ class Ended:
         if self.status < 0:
             who = " (somebody's, or the kernel's when the machine ran out of memory)" if self.status == -signal.SIGKILL else ""
             return Exit.BUG, f"rank {self.rank} was killed by signal {-self.status}{who}", text, self.log
+        if self.status == Exit.UNHEALTHY:
+            return Exit.UNHEALTHY, f"{self.host} is lost: rank {self.rank} has not ended, and srun has not heard of it", text, self.log
         status = self.status if self.status in KIND_OF else Exit.BUG
         return status, f"rank {self.rank} ended with status {self.status} and without a word", text, self.log
 
@@ -221,8 +223,9 @@ class Ended:
 def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
     """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are not in order.
 
-    srun does not report ranks that ended with status 0. It ends ranks itself by SIGTERM, which they record in their beats, and then
-    SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun unless its line is the first. srun sends no other signals.
+    srun does not report ranks that ended with status 0, nor those of a lost node, of which no rank was heard. It ends ranks itself by
+    SIGTERM, which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun unless its
+    line is the first. srun sends no other signals.
     """
     deaths, hung = accounting.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
     seen = {}
@@ -231,9 +234,11 @@ def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
         killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hung or asked is None)))
         seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
     noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
+    heard = {said.get("host") for rank, said in records.items() if rank in deaths or "exit_status" in said}
     for rank, said in records.items() if deaths and noticed else ():
         if rank not in deaths and "exit_status" not in said:
-            seen[rank] = {"exit_status": 0, "ended": float("inf")}
+            lost = said.get("host") not in heard  # SLURM says so after its SlurmdTimeout, when the job has long ended
+            seen[rank] = {"exit_status": Exit.UNHEALTHY if lost else 0, "ended": float("inf")}
     return seen
 
 

@@ -94,7 +94,8 @@ PROCESS = {"pid": int, "host": str, "born": str | None}
 ENDED = {"ended": Moment, "exit_status": int | None, "host": str, "killed": bool}
 ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "secondary": bool},
                {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
-OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None})
+OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None,
+                                                      "refused": str})
 SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {"executor": str, "index": int})
 OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"

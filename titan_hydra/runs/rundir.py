@@ -41,8 +41,8 @@ SILENCE = 120  # seconds without a sign of life after which a run on another hos
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: its kind (new, queued, running, done, interrupted, failed, or unknown if SLURM does not answer), its newest
-    attempt (0: none), and its failure. `inspect` can also return the kind damaged.
+    """Where a run stands: its kind (new, not submitted, queued, running, done, interrupted, failed, or unknown if SLURM does not answer),
+    its newest attempt (0: none), and its failure. `inspect` can also return the kind damaged.
     """
 
     kind: str
@@ -51,6 +51,7 @@ class State:
     host: str | None = None  # where it runs: a host, or SLURM's list of nodes
     job: SlurmJob | None = None  # SLURM's entry of its job
     damage: str = ""  # of a damaged run: which of its files cannot be read
+    refused: str = ""  # sbatch's words, if it has refused a run that is not submitted
     groups: tuple[State, ...] = ()  # of replica groups that are SLURM jobs of their own, each with its own attempts
 
     @property
@@ -134,7 +135,7 @@ def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> Sta
         return groups[0]
     named = [replace(group, failure=group.failure and replace(group.failure, line=f"replica group {number}: {group.failure.line}"))
              for number, group in enumerate(groups)]
-    kinds = ("running", "queued", "unknown", "failed", "interrupted", "done")
+    kinds = ("running", "queued", "unknown", "failed", "interrupted", "not submitted", "done")
     first = min(named, key=lambda group: kinds.index(group.kind))
     hosts = [group.host for group in groups if group.host]
     return replace(first, attempt=attempt, host=",".join(hosts) or None, groups=tuple(named))
@@ -175,6 +176,8 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
     if "ended" not in owner:  # recorded, as SLURM forgets jobs
         with contextlib.suppress(OSError):
             note(folder, ended=time.time(), slurm_state=word)
+    if job is None and owner["job_id"] is None and not layout.RANK.all(folder):
+        return State("not submitted", attempt, refused=owner.get("refused", ""))
     ran = (owner["job_id"] or layout.RANK.all(folder)) and not (word or "").startswith("CANCELLED")
     failure = guilty(folder, word) if ran else None
     return State("failed", attempt, failure, job=job) if failure else State("interrupted", attempt, job=job)
@@ -231,7 +234,12 @@ def host_of_running(attempt: Path) -> str | None:
 
 def heard_lately(attempt: Path) -> bool:
     """Whether anything was written into the folder of an attempt within the last SILENCE seconds."""
-    return time.time() - max((file.stat().st_mtime for file in attempt.iterdir()), default=0.0) < SILENCE
+    newest = 0.0
+    for file in attempt.iterdir():
+        if not file.name.startswith("."):  # in the making, by `write_json`
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, file.stat().st_mtime)
+    return time.time() - newest < SILENCE
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
