@@ -85,7 +85,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "record_memory_history": "torch.cuda.memory:_record_memory_history", "memory_snapshot": "torch.cuda.memory:_snapshot",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
     # ... and its allocator's settings, after the process has started.
-    "set_allocator": "torch.cuda.memory:_set_allocator_settings",
+    "set_allocator": "torch:_C._accelerator_setAllocatorSettings",
     # The fake world: tensors without data, and a store that answers for all ranks.
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
@@ -186,7 +186,7 @@ def set_async_tp(on: bool) -> None:
     torch._inductor.config._micro_pipeline_tp = on
 
 
-def share_memory(group_name: str) -> None:
+def share_memory(group_name: Any) -> None:
     """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. In a release that calls the function
     deprecated every group already can.
     """

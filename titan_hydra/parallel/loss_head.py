@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ def convert(model: nn.Module, config: Loss) -> list[str]:
     The loss is part of the head, not a function after the model: so the head's weight is used only inside the forward, and FSDP need not
     keep it gathered afterwards. Raises ConfigError for a head that computes more than a matmul, which would be lost.
     """
-    head, chunk = model.output, config.chunk_tokens
+    head: Any = model.output
+    chunk = config.chunk_tokens
     if not is_plain(head) or head.bias is not None:
         raise ConfigError(f"loss={config.name}: multiplies with the head's weight itself, and this head, a {type(head).__name__}, does "
                           "more; nearest legal: cross_entropy")

@@ -34,10 +34,11 @@ class Norm(ParallelStyle):
         if type(module) is not nn.RMSNorm:
             raise ConfigError(f"parallelism.tp={mesh.size()}: the style Norm is for nn.RMSNorm itself, and a norm of this model is a "
                               f"{type(module).__name__}; nearest legal: 1, or another style in its sharding")
-        hold_whole(module, mesh)
-        module.gradient_arises, module.reduce_dtype = (Partial() if self.split else Replicate()), self.reduce_dtype
-        module.__class__ = _Norm
-        return module
+        norm: Any = module
+        hold_whole(norm, mesh)
+        norm.gradient_arises, norm.reduce_dtype = (Partial() if self.split else Replicate()), self.reduce_dtype
+        norm.__class__ = _Norm
+        return norm
 
 
 class _Norm(nn.RMSNorm):
