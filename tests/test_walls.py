@@ -23,7 +23,7 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "checkpoint": GROUND | {"models", "runs", "kernels", "parallel", "data"},
     "train": GROUND | {"models", "runs", "kernels", "parallel", "data", "observe", "checkpoint"},
     "fault_tolerance": GROUND | {"runs", "parallel", "data", "observe", "checkpoint", "train"},
-    "verify": GROUND | {"models", "runs", "parallel", "data", "train"},
+    "verify": GROUND | {"models", "runs", "kernels", "parallel", "data", "train"},
     "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},  # but runs inside the worker's rank function alone: NO_TORCH
     "report": GROUND | {"runs", "plan"},
     "commands": GROUND | {"runs", "plan", "launch", "report", "data", "observe", "checkpoint", "train", "verify"},
