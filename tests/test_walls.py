@@ -190,7 +190,7 @@ def test_public_names_are_unique():
     assert twice.keys() >= CONVENTIONS and all("config/schema.py" in twice[name] and len(twice[name]) == 2 for name in SECTIONS)
 
 
-LINES = {  # of a room, at most. A number may fall; it rises for a reason. Behind it: version 2's budget, what came since, and with parts 11, 12
+LINES = {  # of a room, at most. A number may fall; it rises for a reason: what came since version 2, and with parts 11 and 12
     "base": 538,  # 350; private names, dtypes, messages; 85: torch 2.15, what a recomputation keeps, threads of a device
     "config": 4325,  # 2,100; formats, objectives, hardware, adapters, images; 175: which attention kernel, what a key changes
     "models": 2442,  # 400 + 450 a family: six families, layers of experts
