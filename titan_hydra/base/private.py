@@ -171,6 +171,16 @@ def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], Non
     return lambda: setattr(ShardingPropagator, original.__name__, original)
 
 
+def forget_forward(stage: Any, microbatch: int) -> None:
+    """Drop what torch's pipeline stage keeps of a forward that no backward follows. torch 2.15 keeps it under another name."""
+    if hasattr(stage, "fwd_cache"):
+        stage.fwd_cache[microbatch] = ((), [])
+        return
+    kept = stage._forward_chunk_states[microbatch]
+    kept.live_outputs.clear()
+    kept.input_values.clear()
+
+
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let the compiler call a function once, while it traces, and take the result for a constant. As torch.compiler.assume_constant_result,
     which imports the compiler: a second of each start, where nothing is compiled.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from titan_hydra.base.private import Action, ComputationType, PipelineSchedule, PipelineScheduleRuntime, load_csv
+from titan_hydra.base.private import Action, ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, load_csv
 from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
@@ -41,7 +41,7 @@ class Stage(PipelineStage):
         first, others = self.inputs(self.newest)
         output = super().forward_one_chunk(number, (first,), others, **options)
         if self.is_last and not self.has_backward:
-            self.fwd_cache[number] = ((), [])  # else it would hold the logits of all microbatches until the next step
+            forget_forward(self, number)  # else it would hold the logits of all microbatches until the next step
         return output
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
