@@ -71,7 +71,7 @@ def test_dry_shows_cells_and_writes_nothing(launcher):
     done = launcher.run("-m", *launcher.TINY, "gpus=1,2", "launch.mode=dry", "cluster.time_minutes=30")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if "gpus=" in line]
-    assert [row[2:] for row in rows] == [["1", "1", "new", "0.5"], ["2", "1", "new", "1.0"]]
+    assert [row[2:] for row in rows] == [["647,488", "1", "1", "new", "0.5"], ["647,488", "2", "1", "new", "1.0"]]
     assert written(launcher) == []
 
 
