@@ -47,4 +47,4 @@ def test_what_the_command_line_takes_from_cells_is_told(launcher):
 
 def test_help_of_one_key(launcher):
     text = launcher.run("--help", "data.seq_len").stdout
-    assert text.startswith("- `data.seq_len`: int, at least 2; `256` by data=embedded, else `2048`.")
+    assert text.startswith("- `data.seq_len`: int, at least 2; `256` by data=embedded, else `2048`; changes learning and work.")
