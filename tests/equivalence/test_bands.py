@@ -1,8 +1,10 @@
 """What rounding moves is judged by a band that is measured where it runs, and what is more than rounding lies outside it."""
 import pytest
+import torch
 
-from titan_hydra.verify.judge import MULTIPLE, TIGHT, beyond, widen
+from titan_hydra.verify.judge import MULTIPLE, TIGHT, beyond, flips, widen
 from titan_hydra.verify.matrix import ROWWISE, case
+from titan_hydra.verify.reference import Trace
 from titan_hydra.verify.verify import verify
 
 
@@ -12,9 +14,18 @@ def found(**weights):
 
 def test_each_parameter_has_a_band_of_its_own():
     spread = widen(found(a=1e-2, b=1e-5), found(a=3e-3, b=2e-5))
-    assert beyond(found(a=3e-2, b=1e-5), spread) == pytest.approx(3e-2 / (MULTIPLE["weights"] * 1e-2))
-    assert beyond(found(a=1e-5, b=3e-2), spread) == pytest.approx(3e-2 / TIGHT["weights"])  # its own draws hardly moved it
-    assert beyond(found(a=float("inf"), b=0.0), spread) == float("inf")
+    assert beyond(found(a=3e-2, b=1e-5), spread, {}) == pytest.approx(3e-2 / (MULTIPLE["weights"] * 1e-2))
+    assert beyond(found(a=1e-5, b=3e-2), spread, {}) == pytest.approx(3e-2 / TIGHT["weights"])  # its own draws hardly moved it
+    assert beyond(found(a=float("inf"), b=0.0), spread, {}) == float("inf")
+
+
+def test_a_band_has_room_for_one_element_that_adamw_moved_the_other_way():
+    start, moved = torch.zeros(64), torch.full((64,), 3e-3)  # three steps with a learning rate of 1e-3
+    other = moved.clone()
+    other[0] -= 2e-3
+    once = flips(Trace([0.0] * 3, [0.0] * 3, {}, {"norm": start}, {"norm": moved}, [], {}))
+    assert once["norm"] == pytest.approx(((other - moved).norm() / moved.norm()).item())
+    assert beyond(found(norm=once["norm"]), found(norm=1e-2), once) < 1 < beyond(found(norm=2 * once["norm"]), found(norm=1e-2), once)
 
 
 def test_eight_bits_are_within_the_band_and_what_is_learned_otherwise_is_not():

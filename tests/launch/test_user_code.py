@@ -62,8 +62,8 @@ def test_the_snapshot_holds_the_modules_and_jobs_import_them_from_there(launcher
     (project / "helper.py").write_text("SCALE = 2\n")
     assert snapshot.take(tmp_path / "runs", sources(["mine"])) != code != snapshot.take(tmp_path / "runs", {})
     slurm, copy = ("cluster=slurm", "cluster.gpus_per_node=1", "launch.mode=dry"), f"{launcher.folder}/runs/_code/HASH"
-    assert f"export PYTHONPATH={copy}:{copy}/{snapshot.USER}${{PYTHONPATH" in start(launcher, project, *slurm).stdout
-    assert f"export PYTHONPATH={copy}${{PYTHONPATH" in launcher.run(*launcher.TINY, *slurm).stdout
+    assert f" PYTHONPATH={copy}:{copy}/{snapshot.USER}${{PYTHONPATH" in start(launcher, project, *slurm).stdout
+    assert f" PYTHONPATH={copy}${{PYTHONPATH" in launcher.run(*launcher.TINY, *slurm).stdout
 
 
 def test_a_rank_imports_from_the_snapshot_first(tmp_path, project):

@@ -38,7 +38,7 @@ from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
-from .judge import DRAWS, Differences, Outcome, beyond, compare, differ, lost, rounds_alike, widen
+from .judge import DRAWS, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
 from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
 
@@ -248,7 +248,7 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
             case, alone = references[_key(outcome.case)]
             job = job_of(outcome.case, steps)
             alike = case.reference == "process" and rounds_alike(job, alone)
-            if not outcome.error and alike and beyond(outcome.differences, {}) > 1:
+            if not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
                 judged[_key(case), job.parallelism.tp].append(number)
         if judged:
             _spawn(1, _run_draws, folder, [(numbers, tp, cases[numbers[0]], to_dict(references[key][1]))
@@ -319,13 +319,14 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{_key(case)}.pt"))
         spread: Differences = {}
+        once = flips(reference)
         for seed, parts in DRAWS:
             job = from_dict(Job, config)
             job.data.local_batch = job.data.global_batch // math.gcd(job.data.global_batch, parts)
             with CutLinears(tp) if tp > 1 else contextlib.nullcontext():
                 spread = widen(spread, differ(trace(job, device, case, seed), reference))
             outcomes = [_read(folder, number, case) for number in numbers]
-            outcomes = [dataclasses.replace(outcome, band=beyond(outcome.differences, spread)) for outcome in outcomes]
+            outcomes = [dataclasses.replace(outcome, band=beyond(outcome.differences, spread, once)) for outcome in outcomes]
             for number, outcome in zip(numbers, outcomes, strict=True):
                 _write(folder, number, outcome)
             _tell(f"band of {case.name}, tp {tp}: {' '.join(f'{outcome.band:.2g}' for outcome in outcomes)}")
