@@ -57,7 +57,7 @@ def test_cells_keep_their_own_cluster_settings(tmp_path):
 ])
 def test_what_holds_for_a_whole_line_is_one_value(launcher, line, key):
     refused = launcher.run("-m", *SLURM, "seed=1,2", *line)
-    assert refused.returncode == 2 and refused.stderr.startswith(f"{key}="), refused.stderr
+    assert refused.returncode == 2 and f"\n{key}=" in f"\n{refused.stderr}", refused.stderr
     assert len(refused.stderr.splitlines()) == 1 and not (launcher.folder / "runs").exists()
 
 
@@ -150,7 +150,7 @@ def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
     (array,) = submit.arrays_of([one], packed=False, limit=9)
     batch = submit.batch_of(array, tmp_path / "jobs", [[one.directory / "attempts" / "1"]], "name", tmp_path)
     batch.write()
-    assert batch.submit_all() == ["5"]
+    assert batch.submit_all() == (["5"], "")
     assert {line.split("=")[0] for line in sent.read_text().splitlines()} & (kept | gone) == kept
 
 
@@ -209,7 +209,7 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
             (bin / "calls").unlink(missing_ok=True)
             states = rundir.states([one.directory for one in cells])
             start = [(one, state) for one, state in zip(cells, states, strict=True) if one.wants(state)]
-            return submit.submit(start, tmp_path / "sweep", Interrupts())
+            return submit.submit(start, tmp_path / "sweep", Interrupts(), submit.Turns(states))
 
         @property
         def scripts(self) -> dict[str, str]:
@@ -227,9 +227,20 @@ def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, s
              for gpus in (1, 2) for seed in range(7)]
     assert site.submit(1000, *cells) == 0
     waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
-    assert waits == [["after:5"], ["after:5,afterany:101"], ["after:5,afterany:102"],
-                     ["after:5"], ["after:5,afterany:104"], ["after:5,afterany:105"]]
+    assert waits == [["after:5"], *([f"after:5,afterany:{number}"] for number in (101, 102, 103, 104, 105))]
     assert all("--array=0-2%2" in site.scripts[number] for number in ("101", "102", "104", "105"))
+
+
+def test_arrays_that_max_parallel_has_room_for_run_beside_each_other(tmp_path, site):
+    """Four cells may run at once: the shapes of 1, 2 and 4 devices have 1, 2 and 3 cells; later one more is added to the line."""
+    cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "data.global_batch=8", "cluster.max_parallel=4")
+             for gpus, many in ((1, 1), (2, 2), (4, 3)) for seed in range(many)]
+    assert site.submit(1000, *cells) == 0
+    waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
+    assert waits == [[], [], ["afterany:101:102"]]
+    active = [rundir.State("running", job=SlurmJob("101", "RUNNING")), *(
+        rundir.State("queued", job=SlurmJob(f"103_{task}", "PENDING")) for task in range(3)), rundir.State("done")]
+    assert (submit.Turns(active).after(1, 4), submit.Turns(active).after(1, 5), submit.Turns(active).after(2, 0)) == ("101:103", "", "")
 
 
 def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, capsys):

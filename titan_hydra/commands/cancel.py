@@ -76,7 +76,9 @@ def cancel_slurm(rows: list[RunRow]) -> Iterable[str]:
     jobs: list[str] = []  # packed cells share theirs, and replica groups have one each
     for row in rows:
         owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
-        if any(state.job is None for _, _, state in live):
+        if cluster := slurm.elsewhere(owner):
+            yield f"{row.cell}: is a job of the cluster {cluster}; cancel it there"
+        elif any(state.job is None for _, _, state in live):
             yield f"{row.cell}: is being submitted right now; try again"
         elif others := sharing(owner, row, rows) if owner.get("packed") else []:
             yield (f"{row.cell}: shares the packed job {row.state.job.id} with {counted(len(others), 'other cell')} "

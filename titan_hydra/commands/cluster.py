@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
     found = list(partitions(listing))
     chosen = choose_partition(found, args.partition)
-    cluster = cluster_name()
+    cluster = slurm.setting("ClusterName") or "mysite"
     name = args.name or re.sub(r"\W+", "_", cluster)
     if not re.fullmatch(r"\w[\w-]*", name):
         raise ConfigError(f"{name}: cannot be typed as cluster=NAME; letters, digits, _ and - can")
@@ -145,9 +145,3 @@ def file_text(partition: Partition, name: str, cluster: str) -> str:
         hardware=hardware(partition.kind),
         memory=int(0.95 * partition.memory_mib / partition.gpus), minutes="null" if partition.minutes is None else partition.minutes,
     ).replace("  GPU", " GPU")
-
-
-def cluster_name() -> str:
-    """Return SLURM's name of the cluster, "mysite" if it is unknown."""
-    found = re.search(r"ClusterName\s*=\s*(\S+)", slurm.call("scontrol", "show", "config") or "")
-    return found[1] if found else "mysite"

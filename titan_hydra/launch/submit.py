@@ -6,7 +6,6 @@ another token; and ranks of an attempt that is not the newest stop.
 """
 from __future__ import annotations
 
-import functools
 import getpass
 import math
 import re
@@ -49,6 +48,27 @@ class Array:
     cells: list[Cell]
     packed: bool = False
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
+
+
+class Turns:
+    """Which jobs an array waits for, so that at most cluster.max_parallel cells of a command line run at once, whatever their shapes."""
+
+    def __init__(self, states: list[State]) -> None:
+        """Count the cells of the line that are queued or running already."""
+        active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
+        self.before: list[str] = []  # jobs that must have ended
+        self.now, self.used = list(dict.fromkeys(active)), len(active)  # jobs after these, and how many cells of them may run at once
+
+    def after(self, count: int, limit: int) -> str:
+        """Return the jobs that an array of `count` cells waits for, as SLURM's dependencies name them; limit 0 is none."""
+        if limit and self.now and self.used + min(count, limit) > limit:
+            self.before, self.now, self.used = self.now, [], 0
+        return ":".join(self.before) if limit else ""
+
+    def submitted(self, job_id: str, count: int, limit: int) -> None:
+        """Count the cells of a job that SLURM has taken."""
+        self.now.append(job_id.split("_")[0])
+        self.used += min(count, limit or count)
 
 
 def _shape_of(cell: Cell) -> JobShape:
@@ -101,11 +121,9 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
     return SlurmBatch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
 
 
-@functools.cache
 def largest_array() -> int:
     """Return the number of tasks that the cluster allows in an array."""
-    found = re.search(r"MaxArraySize\s*=\s*(\d+)", slurm.call("scontrol", "show", "config") or "")
-    return max(int(found[1]) - 1, 1) if found else 1000
+    return max(int(slurm.setting("MaxArraySize") or 1001) - 1, 1)
 
 
 def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
@@ -128,7 +146,7 @@ def run(cells: list[Cell], folder: Path | None) -> int:
     with interrupts.counted():
         if start and cells[0].job.launch.packed:
             start = with_repeated_baseline(start, folder)
-        status = submit(start, folder, interrupts) if start else Exit.DONE
+        status = submit(start, folder, interrupts, Turns(states)) if start else Exit.DONE
         states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
     show.submitted(cells, states, folder)
     for state in states:
@@ -153,17 +171,17 @@ def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None)
     return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
 
 
-def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts) -> int:
+def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts, turns: Turns) -> int:
     """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
     modules = {module: None for cell in cells for module in cell.job.train.imports}
-    code, status, newest = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE, {}
+    code, status = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE
     for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
         if interrupts.received:
             break
         owner = {"executor": "slurm", "token": array.token, "packed": array.packed, "job_id": None, "user": getpass.getuser(),
-                 "code": code.name}
+                 "code": code.name, "cluster": slurm.setting("ClusterName")}
         claimed = []
         for cell in array.cells:
             number = states[cell.directory].attempt + 1
@@ -174,7 +192,7 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
         if claimed:
             mine, attempts = map(list, zip(*claimed, strict=True))
             exclude = unfit_hosts([states[cell.directory] for cell in mine])
-            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, newest) or status
+            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, turns) or status
     return status
 
 
@@ -184,12 +202,12 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
     return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
 
 
-def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, newest: dict[tuple, str]) -> int:
+def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, turns: Turns) -> int:
     """Submit the claimed attempts of each cell: in one array or, where a limit of the site allows fewer jobs, in as large ones as it takes.
 
-    `newest` holds the last job of each kind of array, which the next one waits for with cluster.max_parallel. Returns the exit status.
+    Returns the exit status.
     """
-    first, size, status, kind = 0, len(claimed), Exit.DONE, _kind_of(array.cells[0])
+    first, size, status, limit = 0, len(claimed), Exit.DONE, array.cells[0].job.cluster.max_parallel
     while first < len(claimed):
         size = min(size, len(claimed) - first)
         some = slice(first, first + size)
@@ -197,7 +215,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
         if size < len(claimed):
             part = replace(part, token=secrets.token_hex(4))
         try:
-            _sbatch(part, claimed[some], folder, code, newest.get(kind, ""))
+            _sbatch(part, claimed[some], folder, code, turns.after(1 if array.packed else size, limit))
         except SubmissionError as error:
             reason = str(error)
             if size > 1 and not array.packed and re.search(TOO_MANY, reason, re.I):
@@ -209,8 +227,8 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
             status = after_refusal(attempts, cells, reason) or status
             if refused:
                 break
-        if array.cells[0].job.cluster.max_parallel and (job_id := layout.CLAIM.read(attempts[0])["job_id"]):
-            newest[kind] = job_id.split("_")[0]
+        if job_id := layout.CLAIM.read(attempts[0])["job_id"]:
+            turns.submitted(job_id, 1 if array.packed else size, limit)
         first += size
     return status
 
@@ -224,8 +242,9 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index, token=array.token)
         shutil.copy(layout.SBATCH.of(place), layout.SBATCH.of(attempt.parents[1]))
-    for attempt, job_id in zip(attempts, batch.submit_all(), strict=True):
-        rundir.note(attempt, job_id=job_id)
+    job_ids, cluster = batch.submit_all()
+    for attempt, job_id in zip(attempts, job_ids, strict=True):
+        rundir.note(attempt, job_id=job_id, **({"cluster": cluster} if cluster else {}))
 
 
 def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:

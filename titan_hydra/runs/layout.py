@@ -96,7 +96,8 @@ ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "
                {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
 OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None,
                                                       "refused": str})
-SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {"executor": str, "index": int})
+SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {
+    "executor": str, "index": int, "cluster": str})
 OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
