@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from titan_hydra.commands.cancel import ranges
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
-from titan_hydra.launch import dispatch, snapshot, submit
+from titan_hydra.launch import dispatch, limits, snapshot, submit
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.submit import JobShape
-from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs import manifest, rundir, slurm
 from titan_hydra.runs.slurm import Queue, SlurmJob
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "cluster.time_minutes=30")
@@ -265,6 +266,45 @@ def test_a_site_that_takes_nothing_is_not_asked_for_each_cell(tmp_path, site, ca
     assert [state.kind for state in rundir.states([one.directory for one in cells])] == ["not submitted"] * 3
 
 
+PARTITIONS = """\
+PartitionName=gpu Default=YES QoS=gpu_qos MaxNodes=2 MaxTime=1-00:00:00 State=UP
+PartitionName=long Default=NO QoS=N/A MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP
+"""
+ACCOUNTS = {"user": "lab|lab||normal|12:00:00|\nlab|lab|long|normal||gres/gpu=32\nlab|other||normal|00:20:00|\n",
+            "qos": "normal||\ngpu_qos|02:00:00|gres/gpu=6,node=9\nshort|00:15:00|\n"}
+
+
+@pytest.mark.parametrize(("overrides", "enforced", "words"), [
+    ((), "limits", []),
+    (("cluster.time_minutes=2000",), "none",
+     ["cluster.time_minutes=2000: 2,000 minutes, and partition gpu allows 1,440; nearest legal: 1440"]),
+    (("cluster.time_minutes=150",), "none", []),
+    (("cluster.time_minutes=150",), "associations,limits",
+     ["cluster.time_minutes=150: 150 minutes, and QOS gpu_qos allows 120; nearest legal: 120"]),
+    (("cluster.account=other",), "limits",
+     ["cluster.time_minutes=30: 30 minutes, and your association with account other allows 20; nearest legal: 20"]),
+    (("cluster.qos=short", "cluster.partition=long"), "safe",
+     ["cluster.time_minutes=30: 30 minutes, and QOS short allows 15; nearest legal: 15"]),
+    (("gpus=12",), "limits",
+     ["gpus=12: 3 nodes for a job, and partition gpu allows 2", "gpus=12: 12 GPUs for a job, and QOS gpu_qos allows 6"]),
+    (("gpus=36", "cluster.partition=long"), "limits", ["gpus=36: 36 GPUs for a job, and your association with account lab allows 32"]),
+    (("cluster.time_minutes=2000", "cluster.partition='gpu,long'"), "none", []),
+    (("cluster.time_minutes=2000", "cluster.partition=unknown"), "none", []),
+])
+def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, overrides, enforced, words):
+    """SLURM would hold them for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
+    answers = {"scontrol": PARTITIONS, **ACCOUNTS}
+    monkeypatch.setattr(slurm, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
+    monkeypatch.setattr(slurm, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
+    cells = [cell(tmp_path, "data.global_batch=72", f"seed={seed}", *overrides) for seed in range(3)]
+    found = [str(fault) for fault in limits.faults(submit.planned(cells))]
+    assert found == words * 2, found  # of two arrays
+    line = ("launch.packed=true", "cluster.time_minutes=600", "cluster.partition=gpu")
+    packed = [cell(tmp_path, f"seed={seed}", *line) for seed in range(3)]
+    assert [str(fault) for fault in limits.faults(submit.planned(packed))][:1] == [
+        "cluster.time_minutes=600: 4 cells in one job take 2,400 minutes, and partition gpu allows 1,440; nearest legal: 360"]
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A git repository with a package of its own, as the code of this project."""
@@ -404,3 +444,10 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(launcher):
     done = launcher.run("-m", *SLURM, "gpus=4,8", "launch.mode=dry")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("#!/bin/bash") == 2 and not (launcher.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("jobs", "shown"), [
+    (["7"], ["7"]), (["7_3"], ["7_3"]), (["7_0", "7_2", "7_1", "7_5", "7_5"], ["7_[0-2,5]"]), (["9", "8", "11", "10"], ["8-11"]),
+    (["7_0", "7_1", "9", "8_4"], ["7_[0-1]", "9", "8_4"])])
+def test_cancelled_jobs_are_shown_as_ranges(jobs, shown):
+    assert ranges(jobs) == shown

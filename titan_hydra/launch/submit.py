@@ -78,11 +78,6 @@ def _shape_of(cell: Cell) -> JobShape:
     return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
-def _kind_of(cell: Cell) -> tuple[JobShape, int, str]:
-    """Return what the cells of an array have in common."""
-    return _shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)
-
-
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
     """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks; packed: all into
     one job of the largest shape, in their order.
@@ -95,7 +90,7 @@ def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
     alike: dict[tuple[JobShape, int, str], list[Cell]] = {}
     for cell in cells:
-        alike.setdefault(_kind_of(cell), []).append(cell)
+        alike.setdefault((_shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
     return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
             for (shape, groups, _), some in alike.items() for first in range(0, len(some), max(limit // groups, 1))]
 
@@ -126,12 +121,16 @@ def largest_array() -> int:
     return max(int(slurm.setting("MaxArraySize") or 1001) - 1, 1)
 
 
+def planned(cells: list[Cell]) -> list[Array]:
+    """Return the arrays that these cells would be submitted in. Needs no SLURM."""
+    packed, baseline = cells[0].job.launch.packed, baseline_of(cells)
+    return arrays_of([*cells, baseline] if packed and len(cells) > 1 and baseline else cells, packed, largest_array())
+
+
 def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
     """Yield the batch scripts that these cells would be submitted with. Needs no SLURM and writes nothing."""
-    runs, baseline = cells[0].runs, baseline_of(cells)
-    if cells[0].job.launch.packed and len(cells) > 1 and baseline:
-        cells = [*cells, baseline]
-    for array in arrays_of(cells, cells[0].job.launch.packed, 1000):
+    runs = cells[0].runs
+    for array in planned(cells):
         folder = layout.SWEEPS.of(runs) / "NAME-TIME" / array.token
         homes = [homes_of(cell.directory, cell.job.fault_tolerance.replicas) for cell in array.cells]
         attempts = [[layout.ATTEMPT.of(home, 1) for home in own] for own in homes]

@@ -107,6 +107,14 @@ def elsewhere(owner: dict) -> str:
     return owner["cluster"] if own and own != owner["cluster"] else ""
 
 
+def minutes_of(limit: str) -> int | None:
+    """Convert SLURM's [days-]hours:minutes:seconds, or minutes:seconds, to minutes; None for no limit."""
+    if not (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
+        return None
+    days, hours, minutes, _ = (int(part or 0) for part in match.groups())
+    return (days * 24 + hours) * 60 + minutes
+
+
 def call(*command: str) -> str | None:
     """Return the output of a SLURM command; None if it is not installed, fails, or does not answer."""
     if shutil.which(command[0]) is None:
