@@ -68,8 +68,7 @@ def test_a_large_sweep_has_a_small_page_and_takes_little_memory(sweep, capsys, t
     curve = [3 + math.exp(-step / 10) + math.sin(step) / 7 for step in range(400)]
     for seed in range(120):
         more_columns(sweep.cell(f"seed={seed}", {"seed": seed}, losses=curve, result=RESULT))
-    status, out, _ = sweep.report(capsys, "--html", "-o", str(tmp_path))
-    assert status == 0
+    assert sweep.report(capsys, "--html", "-o", str(tmp_path))[0] == 0
     page = (tmp_path / "report.html").read_text()
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
     assert len(data["runs"]) == 100 and data["runs"][0]["baseline"] and "the diagrams show 100 of 120 rows" in page

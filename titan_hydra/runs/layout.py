@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.text import printable
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.schema import Job
 
@@ -84,7 +85,7 @@ def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
-            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:])
+            return printable("\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:]))
     except OSError:
         return ""
 
