@@ -65,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.status
+    except PermissionError as error:  # in the folder of another user
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return Exit.CONFIG
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it

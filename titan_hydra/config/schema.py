@@ -235,7 +235,7 @@ class Cluster:
                         identity=False, choices=("inline", "local", "slurm"))
     gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", Interval(1, 1024), identity=False)
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
-    max_parallel: int = key(0, "cells of one shape that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
+    max_parallel: int = key(0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
     time_minutes: int | None = key(None, "time limit of a job", COUNT, identity=False)
     partition: str | None = key(None, "SLURM partition", WORD, identity=False)
     account: str | None = key(None, "SLURM account", WORD, identity=False)

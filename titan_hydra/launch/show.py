@@ -95,7 +95,7 @@ def where(cell: Cell) -> str:
 def waiting(state: State) -> str:
     """Explain why a run is not running yet, with SLURM's reason."""
     if state.kind == "unknown":
-        return "unknown: SLURM does not answer; nothing was started"
+        return f"unknown (on {state.host}); nothing was started" if state.host else "unknown: SLURM does not answer; nothing was started"
     reason = state.job.reason if state.job else ""
     start = state.job.start if state.job and state.job.start not in ("", "N/A", "Unknown") else ""
     return "queued" + (f" ({reason})" if reason not in ("", "None") else "") + (f", expected to start {start}" if start else "")

@@ -1,6 +1,6 @@
 """The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes below it."""
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import hypot
 
@@ -105,6 +105,7 @@ PREDICTED = (  # with --predicted
     ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
      lambda row: row.prediction and row.prediction.peak.gib),
 )
+DRAWN = 100  # rows that the diagrams show; more cannot be told apart, nor drawn by a browser
 SLOW = 0.2  # share by which a run may be slower than predicted
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")  # no column if all cells have the same
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
@@ -125,6 +126,19 @@ class Report:
     @property
     def baseline(self) -> ReportRow:
         return next(row for row in self.rows if row.baseline)
+
+    @property
+    def drawn(self) -> "Report":
+        """The part of the report that diagrams show: the first rows, and the baseline."""
+        first = self.rows[:DRAWN]
+        return replace(self, rows=first if any(row.baseline for row in first) else [self.baseline, *first[:-1]])
+
+    @property
+    def left_out(self) -> str:
+        """What diagrams do not show, in a sentence; "" if they show all rows."""
+        if len(self.rows) <= DRAWN:
+            return ""
+        return f"the diagrams show {DRAWN} of {len(self.rows)} rows: --over KEY averages those that differ in one key, as seed"
 
     @cached_property
     def columns(self) -> list[tuple]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.text import printable
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.schema import Job
 
@@ -84,7 +85,7 @@ def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
-            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:])
+            return printable("\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:]))
     except OSError:
         return ""
 
@@ -96,7 +97,8 @@ ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "
                {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
 OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None,
                                                       "refused": str})
-SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {"executor": str, "index": int})
+SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {
+    "executor": str, "index": int, "cluster": str})
 OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
