@@ -2,8 +2,9 @@
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
-from titan_hydra.base.errors import Exit, RunError
+from titan_hydra.base.errors import Exit, RunError, denied
 from titan_hydra.config.fault import did_you_mean, shown, suggest
 
 from . import __version__
@@ -65,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.status
-    except PermissionError as error:  # in the folder of another user
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+    except PermissionError as error:  # a colleague's runs
+        print(denied(error, "--runs", getattr(args, "runs", None) or Path()), file=sys.stderr)
         return Exit.CONFIG
     except KeyboardInterrupt:
         return 130

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import convert as convert_command
 from titan_hydra.config import compose_job, from_dict, identity, to_dict
@@ -18,8 +19,9 @@ from titan_hydra.config.registry import register
 from titan_hydra.config.schema import Job
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
-from titan_hydra.verify.matrix import case
-from titan_hydra.verify.verify import verify
+from titan_hydra.verify.coverage import covered
+from titan_hydra.verify.matrix import MATRIX, case
+from titan_hydra.verify.verify import job_of, verify
 
 ROOT = Path(__file__).parents[2]
 OF_SQUARED = ("train.imports=[squared]", "model=qwen3_debug", "model.family=squared")
@@ -56,6 +58,41 @@ class Windowed(Decoder):
     def documents(self, ends, h):
         return document_mask(ends, self.seq_len)
 '''
+# As Window, with a key; and one that is wrong on several ranks, which shows only where the window hides something.
+KEYED = '''"""Attention of a sliding window that is a key."""
+from dataclasses import dataclass
+import torch
+from titan_hydra.config.field import key
+from titan_hydra.config.model import Model
+from titan_hydra.models import Family, register
+from titan_hydra.models.layers import SDPA, Decoder
+
+
+@dataclass
+class KeyedConfig(Model):
+    sliding_window: int = key(64, "tokens that attention sees")
+    wrong: bool = key(False, "a window on one rank alone")
+
+
+register(Family("keyed", KeyedConfig, model="keyed:Keyed"))
+
+
+class Window(SDPA):
+    def forward(self, q, k, v, documents=None):
+        near = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        if not self.wrong or torch.distributed.get_world_size() == 1:
+            near = near.triu(1 - self.width)
+        return super().forward(q, k, v, near[None, None])
+
+
+class Keyed(Decoder):
+    def __init__(self, config, seq_len):
+        super().__init__(config, seq_len)
+        for block in self.layers.values():
+            block.attention.sdpa = Window(config.attention)
+            block.attention.sdpa.width, block.attention.sdpa.wrong = config.sliding_window, config.wrong
+'''
+OF_KEYED = ("train.imports=[keyed]", "model=qwen3_debug", "model.family=keyed", "model.n_layers=2")
 OF_WINDOWED = ("train.imports=[windowed]", "model=qwen3_debug", "model.family=windowed", "model.n_layers=2")
 LAYOUTS = {
     "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"), "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
@@ -72,7 +109,7 @@ def folder(user_modules):
     text = (ROOT / "docs" / "extend.md").read_text()
     blocks = re.findall(r"`(squared/\w+\.py)`.*?```python\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [f"squared/{part}.py" for part in ("__init__", "model", "sharding", "hf")]
-    return user_modules({**dict(blocks), "bare.py": BARE, "windowed.py": WINDOWED})
+    return user_modules({**dict(blocks), "bare.py": BARE, "windowed.py": WINDOWED, "keyed.py": KEYED})
 
 
 def launched(folder, *words):
@@ -155,6 +192,39 @@ def test_a_kernel_of_ones_own_learns_under_ulysses_what_one_process_learns(folde
     documents = case("windowed, cp 2, ulysses, documents", 2, *ulysses, base=(*OF_WINDOWED, *packed))
     for outcome in verify([plain, documents], steps=2):
         assert outcome.passed, outcome
+
+
+def test_cases_that_a_family_cannot_run_are_counted(folder):
+    """Those of experts have keys that it has not, float64 knows the package's families, and it has no tensor parallelism."""
+    names = ("qwen3_moe, fsdp 2, ep 2, ac op", "deepseek_v3, single, accumulation 4", "qwen3, single, against float64", "tp 2, ac op",
+             "fsdp 2", "cp 2, ulysses, document mask", "fsdp 4, tp 2, muon")
+    found = covered([case for case in MATRIX if case.name in names or case.name.startswith("tp 2, ac op")], OF_KEYED, None, 2)
+    assert [case.name for case in found.cases] == ["fsdp 2", "cp 2, ulysses, document mask"]
+    assert [job_of(case).data.seq_len for case in found.cases] == [32 + 128, 256], "twice the window, and more"
+    assert found.lines(2, 365) == [
+        "covers 2 of the 7 chosen of 365 cases; 5 left out: 2 have keys that the model has not, 3 are refused; sequences are longer than "
+        "twice model.sliding_window=64",
+        "     2  parallelism.tp=2: family keyed has no tensor-parallel sharding",
+        "     1  model.family=keyed: only the package's own families are there in float64",
+        "     1  model.q_rank=24: no such key", "     1  model.expert_dim=64: no such key"]
+    with pytest.raises(ConfigError, match=r"^model.sliding_window=400: hides nothing .*; nearest legal: 256"):
+        covered(MATRIX[:1], (*OF_KEYED, "model.sliding_window=400"), None, 2)
+    with pytest.raises(ConfigError, match=r"^none of 1 case can run: model.sliding_widow=8: no such key$"):
+        covered(MATRIX[:1], (*OF_KEYED, "model.sliding_widow=8"), None, 2)
+
+
+def test_a_window_that_only_one_process_has_is_found(folder, capsys, monkeypatch):
+    """With sequences shorter than the window nothing would differ. A ring refuses the kernel on the ranks, which is counted too."""
+    monkeypatch.setattr("titan_hydra.verify.verify.STEPS", 2)
+    words = ["verify", *OF_KEYED, "--ranks", "2", "--only"]
+    assert cli.main([*words, "in order, sequence 16", "--list"]) == 0
+    assert capsys.readouterr().out == "  2  cp 2, allgather in order, sequence 16\n  2  cp 2, alltoall in order, sequence 16\n"
+    assert cli.main([*words, "alltoall in order, sequence 16"]) == 2
+    shown = capsys.readouterr()
+    assert "covers 0 of the 1 chosen of 365 cases; 1 left out: 0 have keys that the model has not, 1 are refused; " in shown.out
+    assert "a ring replaces the attention kernel of keyed, a Window, by torch's\n" in shown.out and "Traceback" not in shown.err
+    assert cli.main([*words, "ulysses, sequence 16", "model.wrong=true"]) == 1
+    assert re.search(r"^cp 2, ulysses, sequence 16 .* NO$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow

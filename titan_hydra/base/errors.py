@@ -1,5 +1,9 @@
-"""The exit statuses of a run, the classes of failure, and the errors that carry them."""
+"""The exit statuses of a run, the classes of failure, the errors that carry them, and whose a file is that may not be used."""
+import grp
+import pwd
+import stat
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Any
 
 LAST_WORDS = "--- this rank ends with exit status"  # printed by a rank before the reason; the launcher stops echoing its log here
@@ -76,3 +80,24 @@ class Unhealthy(RunError):
     """A node is not fit for training: a device is in use, computes wrong results, or does not respond. The message names the host."""
 
     status = Exit.UNHEALTHY
+
+
+def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
+    """Return a line that names the file or folder that is closed, its owner and its mode; also `key` if it is in that key's `folder`."""
+    path = Path(error.filename or ".").absolute()
+    where = f"{key}={folder}: " if key and path.is_relative_to(folder.absolute()) else ""
+    for place in (path, *path.parents):
+        try:
+            found = place.stat()
+        except OSError:  # behind what is closed, or not there yet
+            continue
+        owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
+        return f"{where}{path}: {error.strerror}: {place} belongs to {owner}:{group}, {stat.filemode(found.st_mode)}"
+    return f"{where}{path}: {error.strerror}"
+
+
+def _name(known: Any, number: int) -> str:
+    try:
+        return known(number)[0]
+    except KeyError:
+        return str(number)

@@ -13,7 +13,7 @@ from titan_hydra.base.text import COLOURS, table
 from titan_hydra.config import Fault, Job, check, freeze
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.registry import DATA_SOURCES, resolve
-from titan_hydra.config.rules.data import data_sources
+from titan_hydra.config.rules.data import data_sources, sources_find_little_wrong
 from titan_hydra.data import Wanted
 from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
@@ -96,6 +96,7 @@ def show_rows(args: argparse.Namespace) -> int:
     wanted = Wanted(job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards))
     for key, source in found.items():
         _show(resolve(DATA_SOURCES[source.name].build)(key, source, wanted, job.seed), job, args.row)
+    print(*(f"\nwarning: {warning}" for warning in sources_find_little_wrong(job)), sep="", end="\n")
     return Exit.DONE
 
 
@@ -144,7 +145,9 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     tokens, trained = (sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True))
     windows = [short[begin:begin + WINDOW] for begin in range(0, len(short), WINDOW)]
     packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
-    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned"
+    unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
+    lost = f", {unknown / tokens:.1%} unknown to the tokenizer" if unknown else ""
+    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{lost}"
     steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
     yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
     columns = {"tokens": [len(one.tokens) for one in turns], "learned, %": [100 * one.trained.mean() for one in turns]}

@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
 
 def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
     """Return (time started, name, states of the cells) of every sweep, and of every run in no sweep."""
-    sweeps = {folder: find.sweep(folder).cells if layout.SWEEP.read(folder) else [] for folder in find.sweeps(runs)}
+    sweeps = {folder: find.sweep(folder).cells if find.manifest_of(folder) else [] for folder in find.sweeps(runs)}
     swept = [cell.directory for cells in sweeps.values() for cell in cells]
     directories = list(dict.fromkeys([*find.all_runs(runs), *swept]))
     states = dict(zip(directories, rundir.inspect_all(directories), strict=True))
@@ -48,7 +48,7 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
              for folder, cells in sweeps.items()]
     for directory in directories:
         if directory not in set(swept):
-            owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))
+            owner = {} if states[directory].damage else layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))
             found.append((owner.get("started", directory.stat().st_mtime), directory.name, [states[directory]]))
     return found
 

@@ -83,14 +83,15 @@ def encode(args: argparse.Namespace) -> int:
     tokenizer = tokenizers_of_jobs.load(config)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     header, partial = Path(f"{args.out}.json"), Path(f"{args.out}.partial")
-    documents = tokens = 0
+    documents = tokens = unknown = 0
     texts = _texts(args)
     try:
         with open(partial, "wb") as stream, _progress() as progress:
             row = progress.add_task("encoding", documents=0, tokens=0)
             for encoded, count in _encode_in_order(config, texts, dtype, args.workers):
                 stream.write(encoded)
-                documents, tokens = documents + count, tokens + len(encoded) // np.dtype(dtype).itemsize
+                ids = np.frombuffer(encoded, dtype)
+                documents, tokens, unknown = documents + count, tokens + len(ids), unknown + int((ids == tokenizer.unknown).sum())
                 progress.update(row, documents=documents, tokens=tokens)
         if not tokens:
             raise ConfigError(f"{' '.join(args.files)}: no text")
@@ -101,7 +102,8 @@ def encode(args: argparse.Namespace) -> int:
     _write(header, json.dumps({
         "dtype": dtype, "tokens": tokens, "documents": documents, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id, "tokenizer_sha256": tokenizer.sha256}, indent=2).encode() + b"\n")
-    print(f"{args.out}: {documents} documents, {tokens} tokens, {dtype}")
+    lost = f"; {unknown / tokens:.1%} of them are unknown to the tokenizer" if unknown else ""
+    print(f"{args.out}: {documents} documents, {tokens} tokens, {dtype}{lost}")
     return Exit.DONE
 
 

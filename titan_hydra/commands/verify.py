@@ -1,7 +1,6 @@
 """`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes docs/acceptance.md."""
 import argparse
 import os
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from titan_hydra.base.versions import versions
 from titan_hydra.config import Fault
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.fault import suggest
-from titan_hydra.verify.matrix import MATRIX
+from titan_hydra.verify.matrix import MATRIX, Case
 
 STEPS_OF_RANDOM = 4
 
@@ -22,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
     parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the random jobs (default: 0)")
     docs = CONF.parent / "docs"  # of a checkout
@@ -33,19 +33,25 @@ def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
+    from titan_hydra.verify.coverage import Coverage, covered
     from titan_hydra.verify.sampler import draw_jobs
     from titan_hydra.verify.verify import STEPS, verify
 
     drawn = args.random is not None
+    steps = STEPS_OF_RANDOM if drawn else STEPS
     cases = list(draw_jobs(args.random, args.seed)) if drawn else MATRIX
-    if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
-        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
-    cases = [replace(case, base=(*case.base, *args.overrides), config_dir=args.config_dir) for case in cases]
-    chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
-    if not chosen:
-        names = [case.name for case in cases if args.ranks in (None, case.ranks)]
-        raise ConfigError(str(Fault("--only", args.only, "no such case", legal=suggest(args.only, names))))
-    outcomes = verify(chosen, STEPS_OF_RANDOM if drawn else STEPS)
+    chosen = _chosen(args, cases)
+    if args.list:
+        print(*(f"{case.ranks:>3}  {case.name}" for case in chosen), sep="\n")
+        return Exit.DONE
+    own = bool(args.overrides or args.config_dir)
+    coverage = covered(chosen, tuple(args.overrides), args.config_dir, steps) if own else Coverage(chosen)
+    outcomes = verify(coverage.cases, steps)
+    if own:
+        outcomes = coverage.without_refused(outcomes)
+        print(*coverage.lines(len(outcomes), len(cases)), "", sep="\n")
+        if not outcomes:
+            return Exit.CONFIG
     header = ("case", "ranks", "loss", "norm", "gradient", "weights", "band", "start", "copies", "rounded", "passed")
     rows = [
         (o.case.name, str(o.case.ranks), *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
@@ -56,9 +62,20 @@ def main(args: argparse.Namespace) -> int:
     for outcome in outcomes:
         if not outcome.passed:
             print(outcome)
-    if chosen == MATRIX:
+    if coverage.cases == MATRIX:
         _write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
+
+
+def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
+    """Return the cases that --only and --ranks choose. Raises ConfigError if there are none."""
+    if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
+        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
+    chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
+    if not chosen:
+        names = [case.name for case in cases if args.ranks in (None, case.ranks)]
+        raise ConfigError(str(Fault("--only", args.only, "no such case; --list names them", legal=suggest(args.only, names))))
+    return chosen
 
 
 def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:

@@ -34,6 +34,7 @@ class DataSourceKind:
     gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
     encodes: bool = False  # the job's tokenizer encodes its text, as it does all documents
     faults: Reference | None = None  # (key, Source, Job): yields what is wrong with its files, on the launcher; imports no torch
+    warnings: Reference | None = None  # as `faults`, of what is legal and probably a mistake
 
 
 @dataclass(frozen=True)
@@ -197,27 +198,29 @@ PIPELINE_SCHEDULES = Registry(
     PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
 )
 CHAT, POLICY, IMAGE_TEXT = "titan_hydra.data.chat", "titan_hydra.data.policy", "titan_hydra.data.image_text"
+UNKNOWN = "titan_hydra.data.unknown"
 TURNS = ("tokens", "trained", "documents")
 PICTURES = ("patches", "cells", "images", "places")
 IMAGES = "titan_hydra.data.images"
 NOISY = ("latents", "noise", "time", "text", "pooled")
 DATA_SOURCES = Registry(
     "data.name",
-    DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
+    DataSourceKind("embedded", "titan_hydra.data:open_embedded", warnings=f"{UNKNOWN}:in_embedded"),
     DataSourceKind("text_files", "titan_hydra.data:open_text_files", reads=("path", "text_key", "validation_path"), needs_path=True,
-                   suffixes=(".txt", ".md", ".jsonl", ".json", ".parquet")),
+                   suffixes=(".txt", ".md", ".jsonl", ".json", ".parquet"), warnings=f"{UNKNOWN}:in_files"),
     DataSourceKind("tokens", "titan_hydra.data:open_tokens", documents=False, reads=("path", "validation_path"), needs_path=True,
                    suffixes=(".bin",)),
     DataSourceKind("c4", "titan_hydra.data:open_hub", reads=HUB),
     DataSourceKind("hf", "titan_hydra.data:open_hub", reads=HUB, needs_path=True),
     DataSourceKind("synthetic", "titan_hydra.data:draw_tokens", documents=False),
     DataSourceKind("chat", f"{CHAT}:open_chat", documents=False, reads=("path", "validation_path", "chat_template", "train_on"),
-                   needs_path=True, suffixes=(".jsonl", ".json"), gives=TURNS, encodes=True, faults=f"{CHAT}:faults"),
+                   needs_path=True, suffixes=(".jsonl", ".json"), gives=TURNS, encodes=True, faults=f"{CHAT}:faults",
+                   warnings=f"{CHAT}:warnings_of_chat"),
     DataSourceKind("embedded_chat", f"{CHAT}:open_chat", documents=False, reads=("chat_template", "train_on"), gives=TURNS, encodes=True,
-                   faults=f"{CHAT}:faults"),
+                   faults=f"{CHAT}:faults", warnings=f"{CHAT}:warnings_of_chat"),
     DataSourceKind("preference", f"{POLICY}:open_preference", documents=False, reads=("path", "validation_path", "chat_template"),
                    needs_path=True, suffixes=(".jsonl", ".json"), gives=(*TURNS, "reference"), encodes=True,
-                   faults=f"{POLICY}:faults_of_pairs"),
+                   faults=f"{POLICY}:faults_of_pairs", warnings=f"{POLICY}:warnings_of_pairs"),
     DataSourceKind("rollouts", f"{POLICY}:open_rollouts", documents=False, reads=("path", "validation_path"), needs_path=True,
                    suffixes=(".jsonl", ".json"), gives=(*TURNS, "old_logprobs", "advantages"), encodes=True),
     DataSourceKind("image_text", f"{IMAGE_TEXT}:open_image_text", documents=False, reads=("path", "validation_path", "patches"),

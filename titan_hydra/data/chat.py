@@ -7,11 +7,13 @@ how long they are.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +23,11 @@ from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.files import expand
 
-from . import files, template
+from . import files, template, unknown
 from .conversations import Conversation, ConversationFiles, parse
 from .permutation import permute
 from .shards import UNLIMITED, BadShard, BadShards
-from .tokenizer import Tokenizer, load
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from . import Wanted
@@ -207,29 +209,23 @@ def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFi
 
 def faults(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation. Imports no torch."""
-    return faults_of_first(key, source, job, "conversation", lambda own, line: _try_template(key, source, job, own, line))
+    return faults_of_first(key, source, job, "conversation", _texts)
 
 
-def _try_template(key: str, source: schema.Source, job: schema.Job, own: template.Template, line: bytes) -> None:
-    """Apply the template to a conversation. Raises ConfigError if the tokenizer does not know one of its marks (`<|im_end|>`): what is
-    learned would mostly be the unknown token.
-    """
-    text, _ = own.spans(parse(line), source.train_on)
-    if job.tokenizer.name != "hf":
-        return  # tokens of bytes, which know everything
-    try:
-        known = load(job.tokenizer)
-    except ConfigError:
-        return  # another rule tells
-    for mark in dict.fromkeys(MARK.findall(own.source)):
-        if mark in text and (count := [token == known.unknown for token in known.locate(mark).ids].count(True)):
-            raise ConfigError(f"{key}.chat_template={source.chat_template}: its {mark} is {counted(count, 'unknown token')} of "
-                              f"{job.tokenizer.path}; take a template whose marks the tokenizer has, or add them to it")
+def warnings_of_chat(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning about what the tokenizer does not know."""
+    return warnings_of_first(key, source, job, _texts)
 
 
-def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
-                    take: Callable[[template.Template, bytes], object]) -> Iterator[Fault]:
-    """Yield what is wrong with the template, or with the first row, which is called `what` and which `take` tries."""
+def _texts(own: template.Template, source: schema.Source, line: bytes) -> list[str]:
+    return [own.spans(parse(line), source.train_on)[0]]
+
+
+Texts = Callable[[template.Template, schema.Source, bytes], list[str]]
+
+
+def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
+    """Yield what is wrong with the template, or with the first row, which is called `what`. `texts` applies the template to a row."""
     _, path = files.path_of(key, source, "train")
     try:
         found = [file for file in expand(path) if file.stat().st_size] if path else []
@@ -240,9 +236,11 @@ def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
     value = source.chat_template
     try:
         own = template.load_template(key, source, job.tokenizer)
-        lines = ConversationFiles(found[:1], BadShards(job.data.max_bad_shards))
+        bad = BadShards(job.data.max_bad_shards)
+        lines = ConversationFiles(found[:1], bad, unknown.ROWS)
+        lines = lines if len(lines) else ConversationFiles(found[:1], bad)  # it begins with blank lines
         if len(lines):
-            take(own, lines.row(0)[1])
+            _refuse_unknown_marks(key, source, job, own, texts(own, source, lines.row(0)[1]))
         elif len(found) == 1:
             yield Fault(f"{key}.path", path, "no row in it")
     except ConfigError as error:
@@ -250,3 +248,33 @@ def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
     except ValueError as error:
         if not job.data.max_bad_shards:
             yield Fault(f"{key}.path", path, f"its first {what}: {error}")
+
+
+def _refuse_unknown_marks(key: str, source: schema.Source, job: schema.Job, own: template.Template, texts: list[str]) -> None:
+    """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`): what is learned would mostly be the unknown
+    token.
+    """
+    if job.tokenizer.name != "hf":
+        return  # tokens of bytes, which know everything
+    try:
+        known = unknown.tokenizer_at(job.tokenizer.path or "")
+    except ConfigError:
+        return  # another rule tells
+    for mark in dict.fromkeys(MARK.findall(own.source)):
+        if mark in known.special or not any(mark in text for text in texts):
+            continue
+        if count := [token == known.unknown for token in known.locate(mark).ids].count(True):
+            raise ConfigError(f"{key}.chat_template={source.chat_template}: its {mark} is {counted(count, 'unknown token')} of "
+                              f"{job.tokenizer.path}; take a template whose marks the tokenizer has, or add them to it")
+
+
+def warnings_of_first(key: str, source: schema.Source, job: schema.Job, texts: Texts) -> Iterator[Fault]:
+    """Yield a warning if the tokenizer does not know much of the first rows. Rows that cannot be used are left out."""
+    def of_file(file: Path) -> Iterator[str]:
+        own, lines = template.load_template(key, source, job.tokenizer), ConversationFiles([file], BadShards(1), unknown.ROWS)
+        for number in range(len(lines)):
+            with contextlib.suppress(ValueError):
+                yield from texts(own, source, lines.row(number)[1])
+
+    where, path = files.path_of(key, source, "train")
+    return unknown.warning(where, path, job, lambda: unknown.of_some(path, of_file))

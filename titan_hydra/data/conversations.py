@@ -5,7 +5,7 @@ import json
 import mmap
 import zlib
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,16 @@ class Conversation:
 
 
 class ConversationFiles:
-    """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, one in .gz is unpacked."""
+    """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, one in .gz is unpacked.
 
-    def __init__(self, files: list[Path], bad: BadShards):
+    With `most`, only so many lines of each file are read.
+    """
+
+    def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
         self.files, self.contents, self.starts, self.numbers = files, [], [], []
         for file in files:
             try:
-                content, ends = _open(file)
+                content, ends = _open(file, most)
             except (OSError, EOFError, zlib.error) as error:  # EOFError: a truncated .gz
                 bad.add(BadShard(file, f"{file}: cannot be read: {error}"))
                 content, ends = b"", np.zeros(1, dtype=np.int64)
@@ -59,13 +62,13 @@ class ConversationFiles:
         return f"{self.files[file]}:{line + 1}", self.contents[file][start:end]
 
 
-def _open(file: Path) -> tuple[bytes | mmap.mmap, np.ndarray]:
+def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
     """Return the content of a file, and where its lines begin, with the end of the last."""
     with (gzip.open(file) if file.suffix == ".gz" else open(file, "rb")) as stream:
-        ends = np.fromiter(accumulate(map(len, stream), initial=0), dtype=np.int64)
+        ends = np.fromiter(accumulate(map(len, islice(stream, most)), initial=0), dtype=np.int64)
         if file.suffix == ".gz":
             stream.seek(0)
-            return stream.read(), ends
+            return stream.read(ends[-1]), ends
         return (mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if ends[-1] else b""), ends
 
 

@@ -102,6 +102,21 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
         raise BadShard(file, f"{file}: not a Parquet file: {error}") from error
 
 
+def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[str]:
+    """Yield the first texts of a file, or of a .txt the first characters; a large file is not read as a whole."""
+    if kind(file) in (".txt", ".md"):
+        with _open(file) as stream:
+            yield stream.read(length).decode(errors="ignore")
+    elif kind(file) == ".parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)  # else a whole row group is read
+        for batch in islice(table.iter_batches(number, columns=[text_key]), 1):
+            yield from batch[text_key].to_pylist()
+    else:
+        yield from (text for _, text in islice(rows(file, text_key), number))
+
+
 READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
     ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".parquet": _parquet}
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes

@@ -13,7 +13,7 @@ import numpy as np
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 
-from .chat import Chat, ConversationReader, Turns, faults_of_first, open_rows
+from .chat import Chat, ConversationReader, Turns, faults_of_first, open_rows, warnings_of_first
 from .conversations import Conversation, ConversationFiles, conversation, record_of
 from .template import Template, load_template
 from .tokenizer import Tokenizer
@@ -119,10 +119,18 @@ def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) ->
 
 def faults_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template or with the first pair. Imports no torch."""
-    def take(template: Template, line: bytes) -> None:
-        row = record_of(line)
-        template.spans(pair_of(row)[0], "last")
+    def scored(template: Template, source: schema.Source, line: bytes) -> list[str]:
         for column in REFERENCE:
-            _number(row, column)
+            _number(record_of(line), column)
+        return _texts(template, source, line)
 
-    return faults_of_first(key, source, job, "row", take)
+    return faults_of_first(key, source, job, "row", scored)
+
+
+def warnings_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning about what the tokenizer does not know."""
+    return warnings_of_first(key, source, job, _texts)
+
+
+def _texts(template: Template, source: schema.Source, line: bytes) -> list[str]:
+    return [template.spans(side, "last")[0] for side in pair_of(record_of(line))]

@@ -8,7 +8,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from titan_hydra.base.errors import RunError
+from titan_hydra.base.errors import RunError, denied
 from titan_hydra.config import explain, register_schema
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.describe import help_text
@@ -62,6 +62,9 @@ def main() -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.status
+    except PermissionError as error:  # a colleague's runs
+        print(denied(error, "paths.runs", Path(cells[0][0].paths.runs).expanduser() if cells else Path()), file=sys.stderr)
+        return 2
     except Exception as error:
         if full_error or not (line := explain(error)):
             raise

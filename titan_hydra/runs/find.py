@@ -7,6 +7,7 @@ A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells 
 
 A cell with "repeat": true is the baseline run again at the end of a packed job.
 """
+import contextlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -88,8 +89,10 @@ def folder_of_runs(runs: Path) -> Selection:
 
 def run_cell(directory: Path) -> RunCell:
     """Return a single run as a cell."""
-    file = layout.OVERRIDES.of(directory)
-    return RunCell(directory.name, directory, file.read_text(errors="replace").splitlines() if file.is_file() else [])
+    typed = ""
+    with contextlib.suppress(OSError):  # not there, or a colleague's
+        typed = layout.OVERRIDES.of(directory).read_text(errors="replace")
+    return RunCell(directory.name, directory, typed.splitlines())
 
 
 def all_runs(runs: Path) -> list[Path]:
@@ -109,7 +112,15 @@ def written(folder: Path) -> float:
 
 def readable(runs: Path) -> list[Path]:
     """Return the sweeps whose manifests can be read."""
-    return [folder for folder in sweeps(runs) if layout.SWEEP.read(folder)]
+    return [folder for folder in sweeps(runs) if manifest_of(folder)]
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """Return the content of a sweep's manifest; {} if it is damaged or may not be read."""
+    try:
+        return layout.SWEEP.read(folder)
+    except PermissionError:
+        return {}
 
 
 def runs_option(folder: Path) -> str:
@@ -119,5 +130,9 @@ def runs_option(folder: Path) -> str:
 
 def is_run(path: Path) -> bool:
     """Whether a folder is a run directory: it has config.json or attempts/, even if its other files are missing or damaged."""
-    ours = path.name.isprintable() and not path.name.startswith((".", "_"))
-    return ours and (layout.CONFIG.of(path).is_file() or layout.ATTEMPT.of(path).parent.is_dir())
+    if not path.name.isprintable() or path.name.startswith((".", "_")):
+        return False
+    try:
+        return layout.CONFIG.of(path).is_file() or layout.ATTEMPT.of(path).parent.is_dir()
+    except PermissionError:
+        return path.is_dir()  # a colleague's: its state names the owner

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 import titan_hydra
-from titan_hydra.base.errors import Exit
+from titan_hydra.base.errors import Exit, denied
 from titan_hydra.base.redact import redact
 from titan_hydra.base.versions import versions
 from titan_hydra.config import Job, identity, to_dict
@@ -101,7 +101,9 @@ def inspect(directory: Path, queue: Queue | None = None) -> State:
     try:
         now = state(directory, queue)
         damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
-    except OSError as error:  # no permission, a broken disk
+    except PermissionError as error:
+        now, damage = State("unknown"), denied(error)
+    except OSError as error:  # a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
 
@@ -211,9 +213,10 @@ def queue_of(directories: list[Path]) -> Queue:
     """Ask SLURM about the newest attempts of these runs: one squeue call for all, none if no run was submitted to SLURM."""
     owners = []
     for directory in directories:
-        owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
-        if owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
-            owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
+        with contextlib.suppress(PermissionError):  # `inspect` names it
+            owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
+            if owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
+                owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
     return slurm.ask_queue(owners)
 
 

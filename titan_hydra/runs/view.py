@@ -79,15 +79,19 @@ def choose(target: str | None, runs: Path) -> Selection:
             if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
                 return Selection(target, named)
     selection = find.select_runs(target, runs)
+    for cell in selection.cells if len(selection.cells) == 1 and selection.cells[0].directory.is_dir() else ():
+        next(cell.directory.iterdir(), None)  # raises PermissionError for a colleague's
     if selection.manifest or len(selection.cells) < 2:
         return selection
     return replace(selection, cells=sorted(selection.cells, key=lambda cell: begun(cell.directory), reverse=True))
 
 
 def begun(directory: Path) -> float:
-    """Return when the newest attempt was claimed."""
-    attempts = layout.ATTEMPT.of(directory).parent
-    return attempts.stat().st_mtime if attempts.is_dir() else 0.0
+    """Return when the newest attempt was claimed; 0 if there is none, or none that may be read."""
+    try:
+        return layout.ATTEMPT.of(directory).parent.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def choose_one(target: str, runs: Path) -> RunCell:

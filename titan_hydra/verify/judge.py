@@ -20,6 +20,7 @@ TIGHT = {"loss": 1e-5, "norm": 1e-5, "weights": 1e-3}  # of the columns that a b
 # If rounding is all, a layout differs from the reference as much as the draws do: by 0.3 to 1.3 of the widest in any parameter. Loss and
 # norm are single numbers, which may by chance be near in all draws.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "weights": 3.0}
+REFUSED = "titan_hydra.base.errors.ConfigError: "  # begins the error of a case that ranks refuse, as a ring does a kernel of one's own
 # Of each run that measures the band: the seed that disturbs its weights, if any, and into how many local batches the global one is cut.
 # Most need one or two; a token that goes to another expert in one run of two needs more.
 DRAWS = ((1, 1), (2, 4), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))

@@ -38,7 +38,7 @@ from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
-from .judge import DRAWS, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
+from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
 from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
 
@@ -235,7 +235,8 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     references: dict[str, tuple[Case, Job]] = {}
     by_ranks: dict[int, list[tuple[int, Job]]] = defaultdict(list)
     for number, case in enumerate(cases):
-        references.setdefault(_key(case), (case, reference_of(case, steps)))
+        if _key(case) not in references:
+            references[_key(case)] = case, reference_of(case, steps)
         job = job_of(case, steps)
         by_ranks[case.ranks].append((number, job))
     with tempfile.TemporaryDirectory() as folder:
@@ -264,7 +265,8 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             _spawn(ranks, _run_cases, folder, jobs)
             return
         except (Raised, Crashed) as error:
-            _tell(str(error))
+            lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
+            _tell(lines[-1] if lines[-1].startswith(REFUSED) else str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
                 raise
@@ -273,7 +275,6 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
                 crashed = number
                 continue
             jobs = jobs[1:]
-            lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
             _write(folder, number, lost(case, lines[-1]))
 
 

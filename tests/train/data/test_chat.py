@@ -260,15 +260,18 @@ def test_conversations_of_several_sources_are_mixed(talk, tmp_path):
     assert batch["tokens"].shape == (8, 256) and (batch["labels"] != IGNORED).any()
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(("added", "said"), [([], "its <|im_start|> is 12 unknown tokens of "), (["<|im_start|>", "<|im_end|>"], None)])
-def test_a_mark_that_the_tokenizer_does_not_know_is_a_fault(tmp_path, added, said):
+def test_a_mark_that_the_tokenizer_does_not_know_is_a_fault(tmp_path, added, said, pairs):
     """As with one token a letter: what is learned would mostly be the unknown tokens of `<|im_end|>`."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "A": 2, "C": 3}, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     words.add_special_tokens(["</s>", *added])
     words.save(str(tmp_path / "tokenizer.json"))
-    file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "C"}]}) + "\n")
-    found = faults("data=chat", f"data.path={file}", "data.chat_template=chatml", "tokenizer=hf",
+    file = tmp_path / "rows.jsonl"
+    talk = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "C"}]}
+    pair = {"prompt": "A", "chosen": "C", "rejected": "A", "ref_chosen_logps": -1.0, "ref_rejected_logps": -1.0}
+    file.write_text("\n" * 40 + json.dumps(pair if pairs else talk) + "\n")  # behind more blank lines than are looked at first
+    found = faults(f"data={'preference' if pairs else 'chat'}", f"data.path={file}", "data.chat_template=chatml", "tokenizer=hf",
                    f"tokenizer.path={tmp_path / 'tokenizer.json'}")
     assert [fault.startswith(f"data.chat_template=chatml: {said}") for fault in found] == [True] * bool(said), found

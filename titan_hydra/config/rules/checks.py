@@ -382,3 +382,4 @@ def warnings(job: Job) -> Iterator[Fault]:
         yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps,
                     f"more than steps={job.steps}: optimizer.lr is never reached")
     yield from data.corpus_fills_a_step(job)
+    yield from data.sources_find_little_wrong(job)

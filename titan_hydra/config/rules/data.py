@@ -121,5 +121,12 @@ def sources_find_nothing_wrong(job: Job) -> Iterator[Fault]:
             yield from record_faults(key, source, job)
 
 
+def sources_find_little_wrong(job: Job) -> Iterator[Fault]:
+    """Sources with warnings of their own give none, as text that the tokenizer does not know."""
+    for key, source in data_sources(job.data).items():
+        if record_warnings := resolve(DATA_SOURCES[source.name].warnings):
+            yield from record_warnings(key, source, job)
+
+
 VALUES = [mixture_has_weighted_sources, shuffle_buffer_shuffles]
 PLACE = [data_files_are_there, tokenizer_fits_the_vocabulary, sources_find_nothing_wrong]

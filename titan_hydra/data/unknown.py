@@ -1,0 +1,91 @@
+"""Text that a tokenizer does not know: the launcher counts it in the first documents of a source. Imports no torch."""
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+from titan_hydra.config import schema
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import expand
+
+from . import files
+from .embedded import Embedded
+from .tokenizer import Tokenizer, load
+
+FILES, ROWS, LENGTH = 8, 32, 10_000  # files that are looked at, rows of each, characters of a row
+SHARE = 0.01  # of tokens or characters: more unknown ones are a warning
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many tokens and characters texts have, how many of them are unknown, and how often each unknown text occurs."""
+
+    tokens: int
+    characters: int
+    unknown: int
+    texts: Counter[str]
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The shares of tokens and characters that are unknown. A tokenizer may make one unknown token of many characters."""
+        lost = sum(len(text) * times for text, times in self.texts.items())
+        return self.unknown / max(1, self.tokens), lost / max(1, self.characters)
+
+
+@functools.lru_cache(8)  # the cells of a sweep have the same data
+def count(path: str, texts: tuple[str, ...]) -> Count:
+    """Count what the tokenizer.json at `path` does not know. Raises ConfigError if it cannot be read."""
+    known = tokenizer_at(path)
+    tokens = unknown = 0
+    lost = Counter[str]()
+    for text in texts if known.unknown is not None else ():
+        found = known.locate(text)
+        places = [place for place, token in enumerate(found.ids) if token == known.unknown]
+        tokens, unknown = tokens + len(found.ids), unknown + len(places)
+        lost.update(text[found.begins[place]:found.ends[place]] for place in places)
+    return Count(tokens, sum(map(len, texts)), unknown, lost)
+
+
+@functools.lru_cache(2)
+def tokenizer_at(path: str) -> Tokenizer:
+    """Load a tokenizer.json once."""
+    return load(schema.Tokenizer(name="hf", path=path))
+
+
+def warning(key: str, value: str | None, job: schema.Job, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
+    """Yield a warning if more than SHARE of what `read` returns is unknown to the job's tokenizer. What cannot be read gives none: another
+    rule names it.
+    """
+    path = job.tokenizer.path
+    if job.tokenizer.name != "hf" or not path:
+        return  # tokens of bytes, which know everything
+    try:
+        found = count(path, tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)))
+    except Exception:  # files can be damaged in any way
+        return
+    if max(found.shares) > SHARE:
+        tokens, characters = found.shares
+        most = ", ".join(repr(text[:20]) for text, _ in found.texts.most_common(8))
+        yield Fault(key, value, f"{tokens:.1%} of the tokens and {characters:.1%} of the characters of its first documents are unknown to "
+                    f"tokenizer.path={path}, most often {most}")
+
+
+def of_some(path: str | None, texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
+    """Return the texts of some files of a source, from its first to its last. `texts` reads the first ones of a file."""
+    found = [file for file in expand(path or "") if file.stat().st_size]
+    return chain.from_iterable(map(texts, found[::-(-len(found) // FILES) or 1]))
+
+
+def in_files(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning about files of text."""
+    yield from warning(f"{key}.path", source.path, job,
+                       lambda: of_some(source.path, lambda file: files.beginnings(file, source.text_key, ROWS, LENGTH)))
+
+
+def in_embedded(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning about the embedded corpus."""
+    yield from warning(f"{key}.name", source.name, job, lambda: Embedded().pieces)

@@ -1,0 +1,82 @@
+"""Which cases a model of the user's own can run, with sequences that are long enough for its window."""
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import Fault
+from titan_hydra.config.family import family_of
+from titan_hydra.config.fault import counted
+from titan_hydra.config.model import Model
+
+from .judge import REFUSED, Outcome
+from .matrix import Case
+from .verify import job_of, reference_of
+
+LONGEST = 512  # tokens that sequences are lengthened by at most
+
+
+@dataclass
+class Coverage:
+    """The cases to run, and the others by the reason that the job was refused for."""
+
+    cases: list[Case] = field(default_factory=list)
+    windows: dict[str, int] = field(default_factory=dict)  # the model's, by key
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def without_refused(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Return the outcomes of the cases that ran, and count those that ranks have refused among the others."""
+        self.left_out.update(_reason(outcome.error) for outcome in outcomes if outcome.error.startswith(REFUSED))
+        return [outcome for outcome in outcomes if not outcome.error.startswith(REFUSED)]
+
+    def lines(self, ran: int, whole: int) -> list[str]:
+        """Return what is covered: how many cases ran of the `whole` matrix, how many were left out, and below why."""
+        out = self.left_out.total()
+        keys = sum(number for reason, number in self.left_out.items() if reason.endswith("no such key"))
+        chosen = f"the {whole} cases" if ran + out == whole else f"the {ran + out} chosen of {whole} cases"
+        why = f"; {out} left out: {keys} have keys that the model has not, {out - keys} are refused" if out else ""
+        longer = "".join(f"; sequences are longer than twice {key}={width}" for key, width in self.windows.items())
+        return [f"covers {ran} of {chosen}{why}{longer}", *(f"  {number:>4}  {reason}" for reason, number in self.left_out.most_common())]
+
+
+def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path | None, steps: int) -> Coverage:
+    """Return the cases with a user's overrides, for them and their references. Raises ConfigError if none can run, or if the model has a
+    window that no case would show.
+    """
+    found = Coverage()
+    for case in cases:
+        own = replace(case, base=(*case.base, *overrides), config_dir=config_dir)
+        try:
+            job = job_of(own, steps)
+            if case.reference == "float64" and not str(family_of(job.model).model).startswith("titan_hydra.models."):
+                raise ConfigError(f"model.family={job.model.family}: only the package's own families are there in float64")
+            reference_of(own, steps)
+        except ConfigError as error:
+            found.left_out[_reason(str(error))] += 1
+            continue
+        found.windows |= windows_of(job.model)
+        found.cases.append(replace(own, base=(*own.base, *_lengthened(job.data.seq_len, windows_of(job.model)))))
+    if not found.cases:
+        raise ConfigError(f"none of {counted(found.left_out.total(), 'case')} can run: {found.left_out.most_common(1)[0][0]}")
+    return found
+
+
+def windows_of(model: Model) -> dict[str, int]:
+    """Return how many tokens attention sees, by key: the numbers of a family's own keys with `window` in their names."""
+    values = {f"model.{own.name}": getattr(model, own.name) for own in fields(model) if "window" in own.name}
+    return {key: value for key, value in values.items() if type(value) is int and value}
+
+
+def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
+    """Return the override of sequences in which windows hide something. Raises ConfigError for one that is too wide to be tried."""
+    key, width = max(windows.items(), key=lambda item: item[1], default=("", 0))
+    more = -(-2 * width // 16) * 16
+    if more > LONGEST:
+        raise ConfigError(str(Fault(key, width, f"hides nothing from sequences of {LONGEST} tokens; a narrower one proves the same code",
+                                    legal=(LONGEST // 2,))))
+    return [f"data.seq_len={seq_len + more}"] if seq_len < 2 * width else []
+
+
+def _reason(message: str) -> str:
+    return message.removeprefix(REFUSED).splitlines()[0].partition("; nearest legal")[0]
