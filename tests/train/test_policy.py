@@ -82,8 +82,8 @@ def test_policies_are_the_same_on_every_layout(rollouts):
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layouts_learn_the_same_in_bf16(pairs, rollouts, slow):
-    cases = [*in_bf16("dpo", *base("preference", pairs, 96)), *in_bf16("policy", *base("rollouts", rollouts, 48), loss=1e-3)]
-    for outcome in verify([one for one in cases if one.slow is slow], steps=3):
+    cases = [*in_bf16("dpo", *base("preference", pairs, 64)), *in_bf16("policy", *base("rollouts", rollouts, 32), loss=1e-3)]
+    for outcome in verify([one for one in cases if one.slow is slow], steps=2):
         assert outcome.passed, outcome
 
 

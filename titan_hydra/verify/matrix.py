@@ -260,6 +260,8 @@ MATRIX = [
                                     ("float8_tensorwise", ("precision.emulate=true",), 0.25))),
     case("float8 fused against fp32", 2, "parallelism=fsdp", "data.local_batch=8", "precision=float8_emulate", "precision.kernels=fused",
          loss=1e-2, norm=1e-2, gradients=0.15, weights=0.5),
+    case("bf16 linear_cross_entropy against fp32", 2, "parallelism=fsdp", "data.local_batch=8", "precision=bf16", *LINEAR, loss=1e-2,
+         norm=1e-2, gradients=0.03, weights=0.5),
     case("bf16 against fp32, one process", 1, "parallelism=single", "data.local_batch=16", "precision=bf16", loss=1e-3, norm=5e-3,
          gradients=0.03, weights=0.1),
 
