@@ -121,6 +121,5 @@ def operators(names: Iterable[str]) -> set[OpOverload]:
             known = [known.replace("::", ".") for known in operator_names()]
             raise ConfigError(f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
                               f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}")
-        # Not those that write into a given tensor, as a part of a block calls them that is compiled by itself: what is saved would change.
-        found |= {getattr(packet, name) for name in overload or packet.overloads() if not name.endswith("out")}
+        found |= {getattr(packet, name) for name in overload or packet.overloads()}
     return found

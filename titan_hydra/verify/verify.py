@@ -320,7 +320,7 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{_key(case)}.pt"))
         spread: Differences = {}
-        once = flips(reference)
+        once = flips(reference, config["optimizer"]["name"])
         for seed, parts in DRAWS:
             job = from_dict(Job, config)
             job.data.local_batch = job.data.global_batch // math.gcd(job.data.global_batch, parts)
