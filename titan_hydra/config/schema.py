@@ -5,7 +5,8 @@ choices or of type bool needs none. `only` names the options of the group that r
 `identity=False` marks what may change without making it another experiment (where it runs, how it is logged): such a field is left out of
 the hash that names the run directory.
 `changes` says what another value of the key changes, and so which runs may be compared: "learning", "work" (what a step computes or how
-long it takes), both, or "technique". What a section says holds for all its keys; where neither says anything, it is "learning".
+long it takes), both, "held-out loss" (the samples that it is measured on, and nothing of the training), or "technique". What a section
+says holds for all its keys; where neither says anything, it is "learning".
 """
 from __future__ import annotations
 
@@ -167,9 +168,10 @@ class Checkpoint:
 
 @dataclass
 class Validation:
-    name: str = key("off", "whether held-out loss is measured", choices=("off", "on"), changes="technique")
-    interval: int = key(100, "steps between validations; the last step is validated too", COUNT, only=("on",), changes="technique")
-    steps: int = key(10, "global batches of a validation", COUNT, only=("on",))
+    name: str = key("off", "whether held-out loss is measured", identity=False, choices=("off", "on"))
+    interval: int = key(0, "steps between validations; 0: a tenth of the run's steps. The last step is validated too", NATURAL,
+                        only=("on",), identity=False)
+    steps: int = key(10, "global batches of a validation", COUNT, only=("on",), identity=False, changes="held-out loss")
 
 
 @dataclass

@@ -165,8 +165,11 @@ class ReportCell:
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return the keys of the identity hash with their values, but for those `without`: equal for cells that differ in these alone."""
-        outside = {key for key, spec in known_keys().items() if not spec.metadata["identity"]}.union(without)
+        """Return the keys of the identity hash, and what the held-out loss is a loss of, with their values, but for those `without`: equal
+        for cells that differ in these alone.
+        """
+        outside = {key for key, spec in known_keys().items()
+                   if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss"}.union(without)
         return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
 
     @property

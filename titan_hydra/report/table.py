@@ -226,13 +226,14 @@ class Report:
     def _mixed(self) -> list[str]:
         notes = []
         for difference in self.found:
-            leave = "on purpose" if difference.purpose else "allowed"
+            leave = " (on purpose)" if difference.purpose else "" if difference.key in compare.HELD_OUT else " (allowed)"
             lost = [name for name, without in (
                 ("no difference in tokens/s", difference.work and not compare.is_allowed(difference.key, self.allowed)),
-                ("losses are not compared", difference.learning)) if without]
+                ("losses are not compared", difference.learning),
+                ("held-out losses are not compared", difference.key in compare.HELD_OUT)) if without]
             values = "; ".join(f"{value} ({', '.join(of)})" for value, of in difference.values.items())
             if lost or not difference.purpose:
-                notes.append(f"{difference.key} differs ({leave}): {values}" + (f": {', '.join(lost)}" if lost else ""))
+                notes.append(f"{difference.key} differs{leave}: {values}" + (f": {', '.join(lost)}" if lost else ""))
         return notes
 
 
@@ -296,13 +297,14 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
     """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference; None if either is not a
     `Mean`.
 
-    The loss is the held-out one if all members have it. If both are means over the same values (the same seeds), the differences are
-    paired.
+    The loss is the held-out one if all members have it, over the same samples. If both are means over the same values (the same seeds), the
+    differences are paired.
     """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None
     every = [*cell.members.values(), *baseline.members.values()]
-    name = "held_out" if all(one.held_out is not None for one in every) else "loss"
+    alike = all(one.held_out is not None and compare.same(one, every[0], compare.HELD_OUT) for one in every)
+    name = "held_out" if alike else "loss"
     a, b = ({value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None} for side in (cell, baseline))
     if not a or not b:
         return None

@@ -155,7 +155,8 @@ class Loop:
     def validate(self, step: int) -> None:
         """Measure held-out loss if it is due, always on the same samples, and record it with its own duration."""
         config = self.job.validation
-        if self.held_out is None or (step % config.interval and step != self.job.steps):
+        every = config.interval or math.ceil(self.job.steps / 10)
+        if self.held_out is None or (step % every and step != self.job.steps):
             return
         self.watch.at("validation")
         began = time.perf_counter()
