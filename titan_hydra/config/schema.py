@@ -155,6 +155,8 @@ class Checkpoint:
                                          POSITIVE, identity=False)
     keep_latest_k: int = key(2, "how many of the newest checkpoints to keep; 0 keeps all", NATURAL, identity=False)
     keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", NATURAL, identity=False)
+    keep_best: bool = key(False, "save whenever a validation gives the lowest held-out loss so far, and never delete that checkpoint",
+                          only=("sync", "async", "async_pinned"), identity=False, late=True)
     first_step: bool = key(False, "save step 1 too: shows at once whether checkpoints can be written", identity=False)
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
     export_dtype: str | None = key(None, "at the end write the weights alone to RUN/export, in this number format", identity=False,

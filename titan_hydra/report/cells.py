@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -142,6 +142,11 @@ class ReportCell:
         if self.state.failure:
             return None
         return self.result.get("validation_loss") or next(reversed(self.validation.values()), None)
+
+    @property
+    def lowest(self) -> tuple[float, int] | None:
+        """The lowest held-out loss and its step; None for a failed run."""
+        return None if self.state.failure else min(((loss, step) for step, loss in self.validation.items() if isfinite(loss)), default=None)
 
     @property
     def step(self) -> int:

@@ -85,6 +85,7 @@ COLUMNS = (
     ("difference", "difference_percent", lambda row: row.told, lambda row: truncated_percent(row.difference)),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
+    ("lowest held out", "lowest_held_out_loss", lambda row: _lowest(row), lambda row: row.cell.lowest and row.cell.lowest[0]),
     ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
     ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
     ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
@@ -313,6 +314,14 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
         return mean(pairs), error_of(pairs)
     errors = [error_of(list(side.values())) for side in (a, b)]
     return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
+
+
+def _lowest(row: ReportRow) -> str | None:
+    """Format the lowest held-out loss, if it is not the last, with its step and whether its checkpoint was kept."""
+    if row.cell.lowest is None or row.cell.lowest[1] == max(row.cell.validation):
+        return None
+    kept = ", kept" if row.cell.result.get("best_checkpoint") else ""
+    return f"{row.cell.lowest[0]:.4f} (step {row.cell.lowest[1]}{kept})"
 
 
 def _change(row: ReportRow) -> str | None:
