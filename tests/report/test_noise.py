@@ -97,7 +97,7 @@ def test_a_busy_machine_is_told(sweep, capsys):
     out = sweep.report(capsys, "--md")[1]
     assert "- loud: the machine was busy with more than this (load 14.2 on 2 cores)" in out and "- quiet" not in out
     lines = sweep.report(capsys, "--csv")[1].splitlines()
-    assert lines[2].endswith(",14.25,2") and "load,cores" in lines[0]
+    assert lines[2].endswith(",14.25,2,,") and "load,cores" in lines[0]
 
 
 def seeds(sweep, changes, offset, rates, held_out=None):

@@ -212,7 +212,8 @@ def load_job(directory: Path) -> Job:
         raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
     expected = directory.name.rpartition("-")[2]
     if identity(job) != expected:
-        raise ConfigError(f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it was submitted")
+        raise ConfigError(f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it "
+                          "was submitted, or another version of titan_hydra has written it")
     return job
 
 

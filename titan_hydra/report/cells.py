@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -150,6 +150,11 @@ class ReportCell:
         return self.result.get("validation_loss") or next(reversed(self.validation.values()), None)
 
     @property
+    def lowest(self) -> tuple[float, int] | None:
+        """The lowest held-out loss and its step; None for a failed run."""
+        return None if self.state.failure else min(((loss, step) for step, loss in self.validation.items() if isfinite(loss)), default=None)
+
+    @property
     def step(self) -> int:
         """The last logged step."""
         return self.columns["step"].steps[-1] if self.columns.get("step") else 0
@@ -172,8 +177,11 @@ class ReportCell:
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return the keys of the identity hash with their values, but for those `without`: equal for cells that differ in these alone."""
-        outside = {key for key, spec in known_keys().items() if not spec.metadata["identity"]}.union(without)
+        """Return the keys of the identity hash, and what the held-out loss is a loss of, with their values, but for those `without`: equal
+        for cells that differ in these alone.
+        """
+        outside = {key for key, spec in known_keys().items()
+                   if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss"}.union(without)
         return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
 
     @property

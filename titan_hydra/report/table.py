@@ -85,6 +85,7 @@ COLUMNS = (
     ("difference", "difference_percent", lambda row: row.told, lambda row: truncated_percent(row.difference)),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
+    ("lowest held out", "lowest_held_out_loss", lambda row: _lowest(row), lambda row: row.cell.lowest and row.cell.lowest[0]),
     ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
     ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
     ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
@@ -240,13 +241,14 @@ class Report:
     def _mixed(self) -> list[str]:
         notes = []
         for difference in self.found:
-            leave = "on purpose" if difference.purpose else "allowed"
+            leave = " (on purpose)" if difference.purpose else "" if difference.key in compare.HELD_OUT else " (allowed)"
             lost = [name for name, without in (
                 ("no difference in tokens/s", difference.work and not compare.is_allowed(difference.key, self.allowed)),
-                ("losses are not compared", difference.learning)) if without]
+                ("losses are not compared", difference.learning),
+                ("held-out losses are not compared", difference.key in compare.HELD_OUT)) if without]
             values = "; ".join(f"{value} ({', '.join(of)})" for value, of in difference.values.items())
             if lost or not difference.purpose:
-                notes.append(f"{difference.key} differs ({leave}): {values}" + (f": {', '.join(lost)}" if lost else ""))
+                notes.append(f"{difference.key} differs{leave}: {values}" + (f": {', '.join(lost)}" if lost else ""))
         return notes
 
 
@@ -310,13 +312,14 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
     """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference; None if either is not a
     `Mean`.
 
-    The loss is the held-out one if all members have it. If both are means over the same values (the same seeds), the differences are
-    paired.
+    The loss is the held-out one if all members have it, over the same samples. If both are means over the same values (the same seeds), the
+    differences are paired.
     """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None
     every = [*cell.members.values(), *baseline.members.values()]
-    name = "held_out" if all(one.held_out is not None for one in every) else "loss"
+    alike = all(one.held_out is not None and compare.same(one, every[0], compare.HELD_OUT) for one in every)
+    name = "held_out" if alike else "loss"
     a, b = ({value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None} for side in (cell, baseline))
     if not a or not b:
         return None
@@ -325,6 +328,14 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
         return mean(pairs), error_of(pairs)
     errors = [error_of(list(side.values())) for side in (a, b)]
     return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
+
+
+def _lowest(row: ReportRow) -> str | None:
+    """Format the lowest held-out loss, if it is not the last, with its step and whether its checkpoint was kept."""
+    if row.cell.lowest is None or row.cell.lowest[1] == max(row.cell.validation):
+        return None
+    kept = ", kept" if row.cell.result.get("best_checkpoint") else ""
+    return f"{row.cell.lowest[0]:.4f} (step {row.cell.lowest[1]}{kept})"
 
 
 def _change(row: ReportRow) -> str | None:

@@ -117,13 +117,15 @@ EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of repl
 RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
     "final_loss", "validation_loss", "lowest_validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds",
     "gpu_hours", "flops_per_token"), NUMBER) | {
-    "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None, "tokens": int, "parameters": int,
+    "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None,
+    "best_checkpoint": str | None, "tokens": int, "parameters": int,
     "world_size": int, "device": str | None, "git_sha": str | None,
     "versions": dict[str, str]}))
 CHECKPOINTS = Entry("checkpoints/", EVERY, "`step-<n>/`: weights, optimizer, each rank's data state, the manifest; "
                     "`step-<n>.damaged`: one that failed its checksums, set aside")
 MANIFEST = Entry("manifest.json", FIRST, "in a step of `checkpoints/`: every other file with its size and checksum", Fields(
-    {"step": int, "world_size": int, "time": Moment, "files": Each(Fields({"bytes": int, "crc32": str}), named=True)}))
+    {"step": int, "world_size": int, "time": Moment, "files": Each(Fields({"bytes": int, "crc32": str}), named=True)},
+    {"validation_loss": NUMBER}))
 SCHEDULE = Entry("schedule.json", FIRST, "what each pipeline rank computes, in order", Fields(
     {"ranks": Each(Each(Fields({"stage": int, "kind": str, "microbatch": int})))}))
 EXPORT = Entry("export/", EVERY, "the last weights alone (`checkpoint.export_dtype`)")

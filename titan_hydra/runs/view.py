@@ -15,7 +15,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import differing, key_of
 
-from . import find, layout, rundir
+from . import checkpoints, find, layout, rundir
 from .find import RunCell, Selection
 from .run import homes_of
 from .rundir import State
@@ -44,6 +44,7 @@ class RunRow:
     silent: float | None = None  # seconds since its last step, when that is longer than can be expected
     phase: str | None = None  # what a running one does: start, checkpoint, ..., or a part of a step
     cancelled: str | None = None  # by whom
+    best: str | None = None  # of checkpoint.keep_best: the step that is kept, and its held-out loss
 
     @property
     def hash(self) -> str:
@@ -175,6 +176,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         cell, directory, state, steps, step, result.get("tokens_per_second", last.get("tokens_per_second")),
         result.get("final_loss") or last.get("loss"), _where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
         phase, layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
+        _best(home) if config.get("checkpoint", {}).get("keep_best") else None,
     )
 
 
@@ -184,6 +186,11 @@ def modified(file: Path) -> float:
         return file.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _best(home: Path) -> str | None:
+    found = checkpoints.best(layout.CHECKPOINTS.of(home))
+    return found and f"best: step {checkpoints.step_of(found)}, held out {checkpoints.held_out_loss(found):.4f}"
 
 
 def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:
