@@ -210,7 +210,7 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
             (bin / "calls").unlink(missing_ok=True)
             states = rundir.states([one.directory for one in cells])
             start = [(one, state) for one, state in zip(cells, states, strict=True) if one.wants(state)]
-            return submit.submit(start, tmp_path / "sweep", Interrupts(), submit.Turns(states))
+            return submit.submit(start, tmp_path / "sweep", Interrupts(), submit.ArrayOrder(states))
 
         @property
         def scripts(self) -> dict[str, str]:
@@ -241,7 +241,8 @@ def test_arrays_that_max_parallel_has_room_for_run_beside_each_other(tmp_path, s
     assert waits == [[], [], ["afterany:101:102"]]
     active = [rundir.State("running", job=SlurmJob("101", "RUNNING")), *(
         rundir.State("queued", job=SlurmJob(f"103_{task}", "PENDING")) for task in range(3)), rundir.State("done")]
-    assert (submit.Turns(active).after(1, 4), submit.Turns(active).after(1, 5), submit.Turns(active).after(2, 0)) == ("101:103", "", "")
+    waits = [submit.ArrayOrder(active).after(count, limit) for count, limit in ((1, 4), (1, 5), (2, 0))]
+    assert waits == ["101:103", "", ""]
 
 
 def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, capsys):
