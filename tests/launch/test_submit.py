@@ -138,7 +138,7 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
     """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the site's."""
     sent = tmp_path / "sent"
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho "5;other"\n")
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho '5;other'\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     kept = {"SBATCH_ACCOUNT", "SBATCH_QOS", "SLURM_CONF", "SBATCH_MAIL_USER"}
