@@ -1,5 +1,5 @@
 """The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from operator import methodcaller
@@ -111,7 +111,7 @@ def drawn(report: Report) -> list[Lines]:
     return [chart for chart in curves(report) if chart.lines]
 
 
-def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], dict]) -> Lines:
+def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], Mapping[int, float]]) -> Lines:
     """Build a line chart with one line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
