@@ -139,7 +139,7 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
     """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the site's."""
     sent = tmp_path / "sent"
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho 5\n")
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho '5;other'\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     kept = {"SBATCH_ACCOUNT", "SBATCH_QOS", "SLURM_CONF", "SBATCH_MAIL_USER"}
@@ -152,7 +152,7 @@ def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
     (array,) = submit.arrays_of([one], packed=False, limit=9)
     batch = submit.batch_of(array, tmp_path / "jobs", [[one.directory / "attempts" / "1"]], "name", tmp_path)
     batch.write()
-    assert batch.submit_all() == (["5"], "")
+    assert batch.submit_all() == (["5"], "other"), "the cluster that sbatch's flag chose"
     assert {line.split("=")[0] for line in sent.read_text().splitlines()} & (kept | gone) == kept
 
 
@@ -211,7 +211,7 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
             (bin / "calls").unlink(missing_ok=True)
             states = rundir.states([one.directory for one in cells])
             start = [(one, state) for one, state in zip(cells, states, strict=True) if one.wants(state)]
-            return submit.submit(start, tmp_path / "sweep", Interrupts(), submit.Precedence(states))
+            return submit.submit(start, tmp_path / "sweep", Interrupts(), submit.ArrayOrder(states))
 
         @property
         def scripts(self) -> dict[str, str]:
@@ -242,7 +242,8 @@ def test_arrays_that_max_parallel_has_room_for_run_beside_each_other(tmp_path, s
     assert waits == [[], [], ["afterany:101:102"]]
     active = [rundir.State("running", job=SlurmJob("101", "RUNNING")), *(
         rundir.State("queued", job=SlurmJob(f"103_{task}", "PENDING")) for task in range(3)), rundir.State("done")]
-    assert [submit.Precedence(active).after(*asked) for asked in ((1, 4), (1, 5), (2, 0))] == ["101:103", "", ""]
+    waits = [submit.ArrayOrder(active).after(count, limit) for count, limit in ((1, 4), (1, 5), (2, 0))]
+    assert waits == ["101:103", "", ""]
 
 
 def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, capsys):

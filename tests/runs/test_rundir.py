@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from titan_hydra.runs import layout, rundir, view
+from titan_hydra.runs import layout, rundir, slurm, view
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.slurm import Queue
 
@@ -53,3 +53,15 @@ def test_a_hosts_clock_may_be_wrong(tmp_path, monkeypatch, ahead):
     assert row.silent is None and row.to_go == 12.0 and 95 < row.seconds < 105, row
     os.utime(layout.BEAT.of(attempt), (time.time() - 90,) * 2)
     assert 85 < view.look([RunCell("a", tmp_path, [])])[0][0].silent < 95
+
+
+def test_a_controller_that_is_down_is_asked_once(monkeypatch):
+    """Each question may take half a minute, and a thousand runs ask which cluster this is."""
+    calls, answers = [], [None, None, "ClusterName  = here\n"]
+    monkeypatch.setattr(slurm, "call", lambda *command: calls.append(command) or answers[len(calls) - 1])
+    monkeypatch.setattr(slurm, "SETTINGS", [])
+    owner = {"cluster": "there"}
+    assert {slurm.elsewhere(owner) for _ in range(9)} == {""} and len(calls) == 1
+    monkeypatch.setattr(slurm, "LIMIT", -1)
+    assert [slurm.elsewhere(owner) for _ in range(9)] == ["", *["there"] * 8] and len(calls) == 3
+    assert slurm.elsewhere({"cluster": "here"}) == slurm.elsewhere({}) == ""

@@ -50,7 +50,7 @@ class Array:
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
 
 
-class Precedence:
+class ArrayOrder:
     """Which jobs an array waits for, so that at most cluster.max_parallel cells of a command line run at once, whatever their shapes."""
 
     def __init__(self, states: list[State]) -> None:
@@ -145,7 +145,7 @@ def run(cells: list[Cell], folder: Path | None) -> int:
     with interrupts.counted():
         if start and cells[0].job.launch.packed:
             start = with_repeated_baseline(start, folder)
-        status = submit(start, folder, interrupts, Precedence(states)) if start else Exit.DONE
+        status = submit(start, folder, interrupts, ArrayOrder(states)) if start else Exit.DONE
         states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
     show.submitted(cells, states, folder)
     for state in states:
@@ -170,7 +170,7 @@ def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None)
     return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
 
 
-def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts, turns: Precedence) -> int:
+def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts, order: ArrayOrder) -> int:
     """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
@@ -191,7 +191,7 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
         if claimed:
             mine, attempts = map(list, zip(*claimed, strict=True))
             exclude = unfit_hosts([states[cell.directory] for cell in mine])
-            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, turns) or status
+            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, order) or status
     return status
 
 
@@ -201,7 +201,7 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
     return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
 
 
-def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, turns: Precedence) -> int:
+def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, order: ArrayOrder) -> int:
     """Submit the claimed attempts of each cell: in one array or, where a limit of the site allows fewer jobs, in as large ones as it takes.
 
     Returns the exit status.
@@ -214,7 +214,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
         if size < len(claimed):
             part = replace(part, token=secrets.token_hex(4))
         try:
-            _sbatch(part, claimed[some], folder, code, turns.after(1 if array.packed else size, limit))
+            _sbatch(part, claimed[some], folder, code, order.after(1 if array.packed else size, limit))
         except SubmissionError as error:
             reason = str(error)
             if size > 1 and not array.packed and re.search(TOO_MANY, reason, re.I):
@@ -227,7 +227,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
             if refused:
                 break
         if job_id := layout.CLAIM.read(attempts[0])["job_id"]:
-            turns.submitted(job_id, 1 if array.packed else size, limit)
+            order.submitted(job_id, 1 if array.packed else size, limit)
         first += size
     return status
 

@@ -130,7 +130,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
         raise ConfigError(str(fault))
     replica, group = _group_of(job, place, folder)
     submission = _check_claim(attempt, place)
-    thin_attempt(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)
+    remove_stopped(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)
     if layout.RESULT.read(directory).get("status") == "done":
         return None  # requeued after its end
     os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks),
@@ -157,7 +157,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     return train(job, run, open_groups)
 
 
-def thin_attempt(attempt: Path, rank: int) -> None:
+def remove_stopped(attempt: Path, rank: int) -> None:
     """Delete this rank's files of the attempt before if it was asked to stop there: three a rank add up to 150,000 in a hundred requeues
     of 512. Rank 0's stay, and those of ranks that failed.
     """

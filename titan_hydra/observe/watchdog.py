@@ -196,12 +196,13 @@ class Watchdog:
 
         Called after each heartbeat of this rank, whose interval is added up: a file system that blocks both ranks is no fault of the other.
         """
-        beat, phase = layout.BEAT.read(self.run.attempt, self.neighbour), self.where.phase
-        if phase not in HELD or not beat or beat["phase"] == "end" or beat["time"] != self.heard:
+        phase = self.where.phase
+        beat = layout.BEAT.read(self.run.attempt, self.neighbour) if phase in HELD and self.run.world_size > 1 else {}
+        if not beat or beat["phase"] == "end" or beat["time"] != self.heard:
             self.heard, self.unheard = beat.get("time"), 0.0
             return
         self.unheard += self.interval
-        if self.unheard > self.limit and self.run.world_size > 1:
+        if self.unheard > self.limit:
             silent = f"rank {self.neighbour} has written no heartbeat for {self.unheard:.0f} s"
             self.end(Exit.HANG, f"step {self.where.step}, {phase}: {silent}; it or its host is frozen")
 

@@ -162,8 +162,8 @@ class ReportCell:
     def places(self, axis: str) -> dict[float, float]:
         """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of training)."""
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
-        seconds, before = 0.0, 0
         places: dict[float, float] = {}
+        seconds, before = 0.0, 0
         durations, seen = self.column("step_seconds"), self.column("tokens_seen")
         for step in self.column("step"):
             seconds += durations.get(step, 0.0) * (step - before)

@@ -1,15 +1,16 @@
 """Ask SLURM about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
-import functools
 import getpass
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+SETTINGS: list[tuple[float, str]] = []  # when scontrol was asked for all settings, and its answer: once, or again LIMIT after none
 FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start, name
 
 
@@ -86,19 +87,11 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
 
 def setting(name: str) -> str:
     """Return a setting of this machine's SLURM, such as ClusterName; "" if SLURM is not installed or does not answer."""
-    try:
-        found = re.search(rf"^{name}\s*=\s*(\S+)", _settings(), re.M)
-    except LookupError:
-        return ""
+    if not SETTINGS or (not SETTINGS[-1][1] and time.monotonic() - SETTINGS[-1][0] > LIMIT):
+        text = call("scontrol", "show", "config") or ""
+        SETTINGS[:] = [(time.monotonic(), text)]
+    found = re.search(rf"^{name}\s*=\s*(\S+)", SETTINGS[-1][1], re.M)
     return found[1] if found else ""
-
-
-@functools.cache
-def _settings() -> str:
-    """Ask for all settings, once. Raises LookupError without an answer."""
-    if (text := call("scontrol", "show", "config")) is None:
-        raise LookupError
-    return text
 
 
 def elsewhere(owner: dict) -> str:
