@@ -132,7 +132,7 @@ def test_the_line_that_a_finished_run_prints_can_be_pasted(a_run, capsys, steps,
 
 
 @pytest.mark.parametrize("overrides, words, message", [
-    ((), ["optimizer.lr=1"], "optimizer.lr=1: is part of the experiment"),
+    ((), ["optimizer.lr=1"], "own line and optimizer.lr=1 checkpoint.initial_load_path=RUN checkpoint.exclude_from_loading=[]"),
     ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
     ((), ["steps=many"], "steps=many: must be a whole number"),
     ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: must be a whole number"),
