@@ -1,4 +1,7 @@
 """`titan compare` finds where two runs part: the step, and the module with a planted bug."""
+import json
+import re
+
 import pytest
 
 from titan_hydra import cli
@@ -63,3 +66,21 @@ def test_equal_runs_and_untraced_ones(launcher, compare, capsys):
     assert "modules: B traced no activations" in said
     assert cli.main(["compare", "xx", "yy", "--runs", str(launcher.folder / "a")]) == 2
     assert "xx: no such run" in capsys.readouterr().err
+
+
+def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch, capsys):
+    """docs/debugging.md: the spikes, and the norms of a step's gradients by parameter; the largest first."""
+    assert launcher.run(*launcher.TINY, *TRACED, "metrics.log_every=1").returncode == 0
+    (run,) = launcher.folder.glob("runs/*/")
+    spikes, norms = re.findall(r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/debugging.md").read_text(), re.S)
+    file = run / "metrics.jsonl"
+    last = json.loads(file.read_text().splitlines()[-1])
+    rows = [last | {"step": step, "grad_norm": 9.0 if step == 7 else 1.0} for step in range(4, 12)]
+    file.write_text(file.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(run)
+    exec(spikes, {})
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["7"]
+    found = {}
+    exec(norms, found)
+    table = found["norms"]
+    assert list(table.columns) == [1, 2, 3] and "layers.1.attention.wq.weight" in table.index and (table > 0).all().all()

@@ -1,5 +1,6 @@
 """`titan extend`: the new run is bitwise the one that had so many steps from its start on, or nothing is started and a line says why."""
 import json
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -141,8 +142,26 @@ def test_the_line_that_a_finished_run_prints_can_be_pasted(a_run, capsys, steps,
         assert extend(directory, *printed.split("steps=")[1].replace("24", "steps=24", 1).split())[0] == 0
 
 
+def test_fewer_ranks_go_on_as_the_page_says(launcher):
+    """docs/reliability.md: the losses are those of the run on four ranks, to rounding, and the batch has its size."""
+    page = (launcher.ROOT / "docs/reliability.md").read_text()
+    four, two = (shlex.split(line)[2:] for line in page.splitlines() if line.startswith("python launch.py gpus="))
+    done = launcher.run(*launcher.TINY, *four)
+    assert done.returncode == 0, done.stderr
+    (wide,) = launcher.folder.glob("runs/four-*")
+    done = launcher.run(*launcher.TINY, *(word.replace("four-HASH", wide.name) for word in two))
+    assert done.returncode == 0 and "steps 7 to 12" in done.stdout, done.stdout + done.stderr
+    (narrow,) = launcher.folder.glob("runs/two-*")
+    before, after = learned(wide), learned(narrow)
+    assert list(after) == list(range(7, 13))
+    for step, row in after.items():
+        assert row == pytest.approx(before[step], rel=1e-5), step
+    refused = launcher.run(*launcher.TINY, *(word.replace("four-HASH", wide.name).replace("batch=16", "batch=8") for word in two))
+    assert refused.returncode == 2 and "data.global_batch" in refused.stdout + refused.stderr, refused.stdout + refused.stderr
+
+
 @pytest.mark.parametrize("overrides, words, message", [
-    ((), ["optimizer.lr=1"], "optimizer.lr=1: is part of the experiment"),
+    ((), ["optimizer.lr=1"], "own line and optimizer.lr=1 checkpoint.initial_load_path=RUN checkpoint.exclude_from_loading=[]"),
     ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
     ((), ["steps=many"], "steps=many: must be a whole number"),
     ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: must be a whole number"),

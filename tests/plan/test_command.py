@@ -53,6 +53,7 @@ def test_why_names_the_rule_or_the_terms(capsys):
 @pytest.mark.parametrize(("words", "expected"), [
     (["--gpus", "0"], "--gpus=0: a job needs at least one; nearest legal: 1"),
     (["--gpus", "-4"], "--gpus=-4: a job needs at least one; nearest legal: 1"),
+    (["--gpus", "17"], "--gpus=17: not whole nodes of 8; nearest legal: 16 or 24"),
     ([], "gpus=null: a search needs the number of GPUs; nearest legal: 8"),
     (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
     (["hardware=unknown", "--gpus", "8"], "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or"),

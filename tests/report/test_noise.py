@@ -95,7 +95,9 @@ def test_a_busy_machine_is_told(sweep, capsys):
     load(sweep.cell("quiet", result=result(1000.0)), 2, 0.1, 2.2)
     load(sweep.cell("loud", result=result(900.0)), 2, 3.0, 14.25)
     out = sweep.report(capsys, "--md")[1]
-    assert "- loud: the machine was busy with more than this (load 14.2 on 2 cores)" in out and "- quiet" not in out
+    assert "- loud: the machine was busy with more than this (load up to 14.2 on 2 cores)" in out and "- quiet" not in out
+    load(sweep.cell("louder", result=result(900.0)), 2, 3.0, 24.25)
+    assert "- loud, louder: the machine was busy with more than this (load up to 24.2 on 2 cores)" in sweep.report(capsys, "--md")[1]
     lines = sweep.report(capsys, "--csv")[1].splitlines()
     assert lines[2].endswith(",14.25,2,,") and "load,cores" in lines[0]
 

@@ -1,10 +1,15 @@
 """The state of a run while its ranks write."""
+import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from titan_hydra.runs import layout, rundir, slurm, view
+from titan_hydra.base.errors import Kind
+from titan_hydra.config import compose_job, to_dict
+from titan_hydra.launch import show
+from titan_hydra.runs import hints, layout, rundir, slurm, view
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.slurm import Queue
 
@@ -65,3 +70,17 @@ def test_a_controller_that_is_down_is_asked_once(monkeypatch):
     monkeypatch.setattr(slurm, "LIMIT", -1)
     assert [slurm.elsewhere(owner) for _ in range(9)] == ["", *["there"] * 8] and len(calls) == 3
     assert slurm.elsewhere({"cluster": "here"}) == slurm.elsewhere({}) == ""
+
+
+def test_a_hint_names_a_checkpoint_only_where_there_is_one(tmp_path, monkeypatch):
+    """Of a disk that was full at the first save, say."""
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(compose_job("debug=tiny"))))
+    failure = SimpleNamespace(attempt=tmp_path / "attempts/1", kind=Kind.DISK)
+    assert hints.hint(failure).endswith("then launch.retry=failed starts it from step 1")
+    monkeypatch.setattr(hints.checkpoints, "complete", lambda folder: [folder / "step-00000005"])
+    assert hints.hint(failure).endswith("then launch.retry=failed goes on from the newest checkpoint")
+
+
+def test_the_last_word_of_a_run_whose_folder_is_gone(tmp_path):
+    assert "was deleted while it ran" in show.last_word(tmp_path / "gone", rundir.State("new"))
+    assert "before it could save" in show.last_word(tmp_path, rundir.State("interrupted", 1))

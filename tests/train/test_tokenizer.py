@@ -237,7 +237,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_file(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 200_000)
     (tmp_path / "x.bin").write_bytes(b"old")
     done = subprocess.run(
-        [sys.executable, "-m", "titan_hydra.cli", "tokenizer", "encode", "--tokenizer", "embedded", "--workers", "1",
+        [sys.executable, "-m", "titan_hydra.cli", "tokenizer", "encode", "--workers", "1",
          "--out", tmp_path / "x.bin", tmp_path / "a.txt"], capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
     assert done.returncode == 2

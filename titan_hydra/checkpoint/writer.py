@@ -55,7 +55,7 @@ class Writer(dcp.FileSystemWriter):
         needed = SPARE + sum(_bytes(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.writing).free
         if free < needed:
-            reason = f"{os.strerror(errno.ENOSPC)}: it needs {needed / 2**30:.3f} GiB and {free / 2**30:.3f} are free"
+            reason = f"{os.strerror(errno.ENOSPC)}: it needs {needed / 2**20:,.2f} MiB and {free / 2**20:,.2f} are free"
             raise OSError(errno.ENOSPC, reason)
         return super().prepare_global_plan(plans)
 

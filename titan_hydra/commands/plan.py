@@ -10,6 +10,7 @@ from titan_hydra.base.text import table
 from titan_hydra.config import Fault, Job, freeze
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
+from titan_hydra.config.fault import multiples_around
 from titan_hydra.config.load import world_size
 from titan_hydra.config.rules import checks
 from titan_hydra.plan import memory, messages, predict
@@ -71,9 +72,11 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
     """Search for layouts, print them, and draw them if a folder is given."""
     rows, points = search(job, gpus)
     if not rows:
-        least = Fault("--gpus", gpus, "no layout obeys the rules: the global batch "
-                      f"{prepared(job, gpus).data.global_batch} and the model cannot be split over them")
-        raise ConfigError(str(least))
+        node, batch = job.hardware.gpus_per_node, prepared(job, gpus).data.global_batch
+        if node and gpus > node and gpus % node:
+            raise ConfigError(str(Fault("--gpus", gpus, f"not whole nodes of {node}", legal=multiples_around(gpus, node))))
+        raise ConfigError(str(Fault("--gpus", gpus, f"no layout obeys the rules: the global batch {batch} and the model cannot be split "
+                                    "over them")))
     proofs = [proof(row.prediction.job) for row in rows[: args.prove or 0]]
     if args.json:
         counted = [{"counted": one} for one in proofs] + [{}] * (len(rows) - len(proofs))

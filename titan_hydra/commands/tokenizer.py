@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--vocab", type=int, required=True, help="number of ids, Llama 3's 256 special tokens included")
     train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
     encode = commands.add_parser("encode", help="encode documents once and for all, for data=tokens")
-    encode.add_argument("--tokenizer", required=True, help="embedded, or the path of a tokenizer.model or tokenizer.json")
+    encode.add_argument("--tokenizer", default="embedded", help="path of a tokenizer.model or tokenizer.json (default: embedded)")
     encode.add_argument("--out", type=Path, required=True, help="the .bin to write; its description is OUT.json")
     encode.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (default: %(default)s)")
     for command, count in ((train, "*"), (encode, "+")):

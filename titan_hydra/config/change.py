@@ -24,8 +24,9 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
     for text in values:
         key, value = _typed(text, job)
         if known_keys()[key].metadata["identity"] and key not in experiment:
-            raise ConfigError(str(Fault(key, text.partition("=")[2], "is part of the experiment, which stays the same; launch.py with "
-                                        "checkpoint.initial_load_path starts another one from its checkpoint")))
+            raise ConfigError(str(Fault(key, text.partition("=")[2], "is part of the experiment, which stays the same; another one goes on "
+                                        f"from its newest checkpoint with the run's own line and {text} checkpoint.initial_load_path=RUN "
+                                        "checkpoint.exclude_from_loading=[] (docs/reliability.md)")))
         *path, name = key.split(".")
         setattr(reduce(getattr, path, job), name, value)
     if faults := list(values_are_what_the_schema_takes(job)):

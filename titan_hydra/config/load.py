@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .family import families, family_named, unknown_family
-from .fault import Fault, suggest
+from .fault import Fault, as_typed, suggest
 from .field import Changes
 from .ranges import Interval, Text, range_of
+from .registry import Names
 from .schema import Job, Model, Source, Validation, default_of
 from .user_code import digest, load_user_modules, require_user_modules
 
@@ -279,6 +280,8 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
                 yield Fault(key, value, "must be a list of words, not of lists or tables")
             elif choices and element not in choices:
                 reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
+                if isinstance(choices, Names) and not suggest(str(element), choices):
+                    reason += f"; one of your own needs train.imports={as_typed([*job.train.imports, 'ITS_MODULE'])}"
                 yield Fault(key, value, reason, tuple(choices))
             elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
                 yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())

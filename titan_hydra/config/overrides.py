@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .fault import Fault, did_you_mean, shown, suggest
+from .fault import Fault, as_value, did_you_mean, quoted, shown, suggest
 from .files import CONF, default_options, unusable_options
 from .load import kind_of, known_keys, model_classes
 from .ranges import range_of
@@ -35,6 +35,11 @@ NOT_OURS = {  # Hydra's keys that would do what this program does in another way
     "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them",
     "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs", "hydra.sweep.dir": "see paths.runs",
     "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
+}
+ELSEWHERE = {  # what `hardware` has no option for, as nothing here runs on it
+    r"mi\d|amd|rocm|radeon": "AMD's GPUs are not supported: nothing here has run on ROCm, and its kernels are for CUDA",
+    r"tpu|v[2-7][ep]?$": "TPUs are not supported: PyTorch's distributed parts used here run on CUDA GPUs and CPUs; see docs/coming-from.md",
+    r"gaudi|hpu|trn|trainium|inferentia|m[1-9]|mps": "is not supported: training runs on NVIDIA's GPUs and on CPUs",
 }
 
 
@@ -92,7 +97,11 @@ def _unreadable(text: str, error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "is nested too deeply"
     if not isinstance(error, ValueError) or "digits" not in str(error):
-        return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({shown(str(error).splitlines()[0], 80)})"
+        key, _, value = text.partition("=")
+        said = shown(str(error).splitlines()[0], 80)
+        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # else it is no text
+            return f"cannot be parsed ({said}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
+        return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({said})"
     return "has too many digits"
 
 
@@ -111,6 +120,8 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
     legal = isinstance(value, str) and re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", value) and len(value) < 200
     if legal and any((folder / group / f"{value}.yaml").is_file() for folder in folders):
         return None
+    if group == "hardware" and (maker := next((why for pattern, why in ELSEWHERE.items() if re.match(pattern, typed, re.I)), None)):
+        return f"{group}={shown(typed)}: {maker} (options of {group}: {', '.join(names)})"
     hint = did_you_mean(suggest_option(typed, names))
     return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
 

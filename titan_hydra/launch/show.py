@@ -130,6 +130,8 @@ def longer(cell: Cell) -> None:
 
 def last_word(directory: Path, state: State) -> str:
     """Return rank 0's message when it was stopped: how far it got."""
+    if not directory.is_dir():
+        return "its folder was deleted while it ran, and everything in it"
     said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}
     return said.get("message") or "ended before it could save; it goes back to its newest checkpoint, if there is one"
 

@@ -213,11 +213,12 @@ class Report:
             notes.append(f"({NOISE}): a difference smaller than {what}: nothing is known of it")
         if FEW_STEPS in doubts:
             notes.append(f"({FEW_STEPS}): fewer than {FEW} steps were measured: more steps make it a result")
-        for row in self.rows:
-            if row.cell.busy:
-                loads = [one.load for one in row.cell.single if one.busy]
-                most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
-                notes.append(f"{row.label}: the machine was busy with more than this (load {most:.1f} on {loads[0]['cores']:.0f} cores)")
+        busy = [row for row in self.rows if row.cell.busy]
+        loads = [one.load for row in busy for one in row.cell.single if one.busy]
+        if busy:
+            most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
+            whose = ", ".join(row.label for row in busy) if len(busy) < len(self.rows) or len(busy) == 1 else f"all {len(busy)} cells"
+            notes.append(f"{whose}: the machine was busy with more than this (load up to {most:.1f} on {loads[0]['cores']:.0f} cores)")
         return notes
 
     def _bands(self) -> list[str]:

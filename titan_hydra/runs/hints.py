@@ -11,7 +11,7 @@ from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.rules.checks import check
 
-from . import layout
+from . import checkpoints, layout
 from .run import group_at
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def hint(failure: Failure) -> str:
     job = _job_of(directory)
     if job is None:
         return ""
-    again = "launch.retry=failed goes on from the newest checkpoint; or"
+    saved = any(checkpoints.complete(layout.CHECKPOINTS.of(directory)))
+    again = f"launch.retry=failed {'goes on from the newest checkpoint' if saved else 'starts it from step 1'}; or"
     match failure.kind:
         case Kind.OUT_OF_MEMORY if failure.rank is None:
             return "more memory of the host for the job, as cluster.sbatch={mem: 0}, or a smaller data.prefetch"
