@@ -61,7 +61,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if config.name == "layer" and int(name) % config.every:
             continue
         sparse = bool(sparse_layers(block))
-        # Where parts are compiled, no policy may be around them: the code in them writes into memory that is reused.
+        # No policy may be around compiled parts: inductor's code writes into memory that is reused, and what the policy saved would change.
         apart = sparse and "context_fn" in options and job.compile.name != "off"
         own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
         for owner, method in compiled_parts(block) if apart else [(block, "forward")]:

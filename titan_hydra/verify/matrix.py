@@ -290,8 +290,8 @@ MATRIX = [
     # Other objectives, adapters and families. A gradient that is a small sum of large terms, as of the tower's norms, is 3.3e-2 off.
     *in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096"),
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
-    *in_bf16("llama3_vision", "model=llama3_vision_debug", *IMAGES, gradients=0.05),
-    *in_bf16("qwen3_vision", "model=qwen3_vision_debug", "model.head_dim=16", *IMAGES, gradients=0.05, slow=True),
+    *in_bf16("llama3_vision", "model=llama3_vision_debug", *IMAGES, gradients=0.05, norm=2e-3),
+    *in_bf16("qwen3_vision", "model=qwen3_vision_debug", "model.head_dim=16", *IMAGES, gradients=0.05, norm=2e-3, slow=True),
     *in_bf16("qwen3", *QWEN, gradients=2e-2),
     *(found for family, base in SPARSE for found in in_bf16(family, *base, gradients=0.2, weights=0.3, routing=False, slow=True)),
 
