@@ -205,7 +205,7 @@ DATA_SOURCES = Registry(
     "data.name",
     DataSourceKind("embedded", "titan_hydra.data:open_embedded"),
     DataSourceKind("text_files", "titan_hydra.data:open_text_files", reads=("path", "text_key", "validation_path"), needs_path=True,
-                   suffixes=(".txt", ".md", ".jsonl", ".json", ".parquet")),
+                   suffixes=(".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")),
     DataSourceKind("tokens", "titan_hydra.data:open_tokens", documents=False, reads=("path", "validation_path"), needs_path=True,
                    suffixes=(".bin",)),
     DataSourceKind("c4", "titan_hydra.data:open_hub", reads=HUB),
