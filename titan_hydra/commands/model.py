@@ -6,9 +6,10 @@ from titan_hydra.runs.checkpoints import asked_for
 from titan_hydra.runs.view import add_runs, place_of
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which model is loaded, and in which number format."""
-    parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder")
+def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
+    """Add the arguments that say which model is loaded, and in which number format. `further` is what else RUN may be."""
+    parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder"
+                        + f", or {further}" * bool(further))
     add_step(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
     add_runs(parser)
