@@ -1,6 +1,7 @@
 """What sinfo says, in other sites' words; tests/slurm has the command on a real SLURM."""
 import pytest
 
+from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import cluster
 from titan_hydra.commands.cluster import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
@@ -65,3 +66,11 @@ def test_without_slurm_it_is_one_line(launcher):
     result = launcher.python("-m", "titan_hydra.cli", "cluster", "init", "mysite")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "sinfo does not answer" in result.stderr and not (cluster.CONF / "cluster" / "mysite.yaml").exists()
+
+
+def test_a_folder_of_another_user_is_one_line(monkeypatch, capsys):
+    def refused(args):
+        raise PermissionError(13, "Permission denied", "/lab/runs/a/attempts")
+
+    monkeypatch.setattr("titan_hydra.commands.retry.main", refused)
+    assert (cli.main(["retry"]), capsys.readouterr().err) == (2, "/lab/runs/a/attempts: Permission denied\n")
