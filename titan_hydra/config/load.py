@@ -18,7 +18,7 @@ from .ranges import Interval, Text, range_of
 from .schema import Job, Model, Source, Validation, default_of
 from .user_code import digest, load_user_modules, require_user_modules
 
-HASHED_ONCE = {  # keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their hash
+HASHED_ONCE: dict[type, dict[str, Any]] = {  # no more: as if at their defaults of then, so that runs without them keep their hash
     Model: {"extra": {}}, Validation: {"name": "off", "interval": 100, "steps": 10},
     Source: {"validation_path": None, "validation_split": "validation"},
 }

@@ -177,7 +177,7 @@ def _row(cell: str, directory: Path, state: State) -> RunRow:
 
 def _best(home: Path) -> str | None:
     found = checkpoints.best(layout.CHECKPOINTS.of(home))
-    return found and f"best: step {checkpoints.step_of(found)}, held out {checkpoints.held_out_loss(found):.4f}"
+    return f"best: step {checkpoints.step_of(found)}, held out {checkpoints.held_out_loss(found):.4f}" if found else None
 
 
 def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:
