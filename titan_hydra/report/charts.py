@@ -110,7 +110,7 @@ def curves(report: Report) -> Iterator[Lines]:
     unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
     yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.means)
     yield distances(report)
-    yield held_out(report)
+    yield both_losses(report)
     yield from sizes(report)
     for name, title, unit, key in ROWS:
         first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process includes its start-up
@@ -137,7 +137,7 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
     return Lines(name, title, unit, lines)
 
 
-def held_out(report: Report) -> Lines:
+def both_losses(report: Report) -> Lines:
     """Chart the held-out loss of each row, and thin below it its training loss."""
     chart = lines_of(report, "validation", "Held-out and training loss", f"nats per token; thin: training{_other_samples(report)}",
                      lambda cell: cell.validation)
