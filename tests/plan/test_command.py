@@ -31,6 +31,8 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path):
     assert any(line.strip().startswith("1  gpus=8 parallelism.dp_shard=8 ac=") for line in out.splitlines())
     assert {path.name for path in (tmp_path / "new").iterdir()} == {f"plan-{name}.{end}" for name in ("memory", "speed")
                                                                     for end in ("png", "svg")}
+    for name in ("memory", "speed"):
+        assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
 
 
 def test_one_cell_as_json(capsys):

@@ -1,4 +1,6 @@
 """What a key of the configuration changes stands in the schema, and the report asks it there: no key is forgotten."""
+import csv
+import json
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args
@@ -91,3 +93,17 @@ def test_other_held_out_samples_are_said_and_nothing_is_refused(sweep, capsys, k
 @pytest.mark.parametrize(("key", "changes"), [(key, changes) for changes, keys in PAGE.items() for key in keys])
 def test_the_report_keeps_what_the_page_promises(flat, key, changes):
     assert what_differs(flat, key) == set(changes)
+
+
+def test_the_lowest_held_out_loss_has_its_step_and_checkpoint(sweep, capsys):
+    """In the table where it is not the last; the CSV has it always."""
+    for name, losses, best in (("a", (4.0, 3.0, 3.5), "step-00000002"), ("b", (4.0, 3.5, 3.0), None)):
+        result = {"tokens_per_second": 100.0, "validation_loss": losses[-1], "best_checkpoint": best}
+        directory = sweep.cell(name, losses=[5.0, 4.0], result=result)
+        rows = [{"event": "validation", "step": step, "validation_loss": loss} for step, loss in enumerate(losses, 1)]
+        (directory / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, out, _ = sweep.report(capsys)
+    assert "lowest held out" in out and "3.0000 (step 2, kept)" in out and "(step 3" not in out
+    rows = list(csv.DictReader(sweep.report(capsys, "--csv")[1].splitlines()))
+    assert [(row["lowest_held_out_loss"], row["lowest_held_out_step"], row["best_checkpoint"]) for row in rows] == [
+        ("3.0", "2", "step-00000002"), ("3.0", "3", "")]

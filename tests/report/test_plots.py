@@ -1,4 +1,5 @@
 """The diagrams: what is drawn says what the table says, where it is from, and which line is whose."""
+import json
 import math
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
@@ -6,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from titan_hydra import cli
 from titan_hydra.config import compose_job
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.rules.pipeline import stage_count, stages_of_ranks, wrong_with
 from titan_hydra.parallel import pipeline
-from titan_hydra.report.style import LINES, line_style
+from titan_hydra.report.charts import looks
+from titan_hydra.report.style import DASHES, LIGHT, LINES, line_style
 from titan_hydra.report.timeline import TIME, Timeline, play
 
 RESULT = {"tokens_per_second": 100.0, "tokens_per_second_iqr": 5.0, "memory_gib": 10.0, "device": "H100"}
@@ -78,6 +81,60 @@ def test_scaling_is_drawn_against_the_ideal(sweep, capsys, tmp_path):
     sweep.report(capsys, "--plots", "-o", str(tmp_path))
     assert ">fsdp, weak: 75%<" in text(tmp_path / "scaling.svg")
     assert ">ideal<" in text(tmp_path / "scaling.svg")
+
+
+def study(sweep, cells):
+    """Runs whose held-out losses were measured every ten steps; a cell's changes, its parameters and its last held-out loss."""
+    for name, (changes, parameters, last) in cells.items():
+        result = RESULT | {"validation_loss": last, "parameters": parameters, "flops_per_token": 6 * parameters, "tokens": 1000}
+        directory = sweep.cell(name, changes, losses=CURVE, result=result)
+        rows = [{"event": "validation", "step": step, "validation_loss": last + 2 - step / 20} for step in (10, 20, 30, 40)]
+        (directory / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_held_out_and_training_loss_are_one_figure_and_a_run_alone_has_a_colour(sweep, capsys, tmp_path):
+    study(sweep, {"alone": ({}, 1_000_000, 3.0)})
+    sweep.report(capsys, "--plots", "-o", str(tmp_path))
+    assert not (tmp_path / "compute.svg").exists() and not (tmp_path / "parameters.svg").exists(), "there is one size"
+    drawn = text(tmp_path / "validation.svg")
+    assert ">Held-out and training loss<" in drawn and drawn.count(">alone<") == 1
+    assert "stroke-width: 0.8" in drawn and "stroke-width: 1.3" in drawn and LIGHT["blue"] in drawn
+    for name in ("validation", "loss", "throughput"):
+        assert "baseline" not in text(tmp_path / f"{name}.svg") and LIGHT["base"] not in text(tmp_path / f"{name}.svg"), name
+
+
+def test_held_out_loss_is_drawn_against_what_cells_differ_in(sweep, capsys, tmp_path):
+    study(sweep, {"narrow": ({"model.dim": 128}, 1_000_000, 3.5), "wide": ({"model.dim": 512}, 30_000_000, 3.0)})
+    assert sweep.report(capsys, "--plots", "--html", "-o", str(tmp_path))[0] == 0
+    for name, said in (("compute", "training FLOPs"), ("parameters", "parameters")):
+        drawn = text(tmp_path / f"{name}.svg")
+        assert f">{said}<" in drawn and f">Held-out loss against {name}<" in drawn
+        assert all(f">{cell}<" in drawn for cell in ("narrow", "wide"))
+
+
+def test_two_keys_of_a_sweep_are_colours_and_dashes():
+    def shown(*cells):
+        rows = [SimpleNamespace(cell=SimpleNamespace(overrides=cell.split()), baseline=not number) for number, cell in enumerate(cells)]
+        return [(look.colour, look.dash, look.baseline) for look in looks(SimpleNamespace(rows=rows))]
+
+    widths, seeds = (1, 2, 3), (0, 1)
+    grid = shown(*(f"steps=9 model.dim={width} seed={seed}" for width in widths for seed in seeds))
+    assert grid == [(LINES[width - 1], DASHES[seed], False) for width in widths for seed in seeds]
+    assert shown("model.dim=1", "model.dim=2") == [(*line_style(0), True), (*line_style(1), False)]
+    assert shown("seed=1") == [(*line_style(0), False)]
+    many = shown(*(f"model.dim={width} seed={seed}" for width in range(8) for seed in seeds))
+    assert many[3] == (*line_style(3), False), "more values than colours"
+
+
+def test_a_long_command_stands_whole_below_the_figure(sweep, capsys, tmp_path):
+    sweep.cell("a", losses=CURVE, result=RESULT)
+    command = ["-m", *(f"data.mixture.part{number}.weight=0.{number}" for number in range(1, 9))]
+    sweep.report(capsys)
+    manifest = next(sweep.runs.glob("_sweeps/*/manifest.json"))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"command": command}))
+    assert cli.main(["report", "table", "--runs", str(sweep.runs), "--plots", "-o", str(tmp_path)]) == 0
+    drawn = text(tmp_path / "loss.svg")
+    assert all(word in drawn for word in command) and "\N{HORIZONTAL ELLIPSIS}" not in drawn
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib says so when a plot does not fit

@@ -46,7 +46,7 @@ function bars(chart) {
 function lines(chart) {
   const overSteps = chart.over === "step", traces = [];
   for (const [name, steps, limit] of chart.bands) {
-    const run = data.runs.find(run => run.baseline);
+    const run = data.runs.find(run => run.reference);
     traces.push({ x: places(run, steps), y: limit, mode: "lines", line: { width: 0 }, fill: "tozeroy", fillcolor: css("wash"),
                   name: plain(name), hoverinfo: "skip" });
   }
@@ -54,20 +54,21 @@ function lines(chart) {
     const run = line.row < 0 ? null : data.runs[line.row];
     if (run && hidden.has(run.label)) continue;
     const x = overSteps ? places(run, line.x) : line.x;
-    const look = run ? { color: colour(run), dash: run.baseline ? "solid" : run.dash, width: run.baseline ? 4 : 1.7 } :
+    const look = run ? { color: colour(run), dash: run.baseline ? "solid" : run.dash, width: line.faint ? 0.8 : run.baseline ? 4 : 1.7 } :
                        { color: css("base"), dash: "dash", width: 1 };
     if (line.low.length) {
       traces.push({ x, y: line.low, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false });
       traces.push({ x, y: line.high, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, fill: "tonexty",
                     fillcolor: look.color, opacity: 0.15 });
     }
-    traces.push({ x, y: overSteps && !chart.log ? smooth(line.y) : line.y, mode: line.x.length < 12 ? "lines+markers" : "lines", line: look,
-                  name: plain(short(line.label)), opacity: run && run.baseline ? 0.55 : 1 });
+    traces.push({ x, y: overSteps && !chart.log ? smooth(line.y) : line.y, line: look,
+                  mode: line.x.length < 12 && !line.faint ? "lines+markers" : "lines",
+                  name: plain(short(line.label) + (line.faint ? ", training" : "")), opacity: line.faint ? 0.45 : run && run.baseline ? 0.55 : 1 });
   }
-  const losses = chart.name === "loss" || chart.name === "validation";
+  const losses = ["loss", "validation", "compute", "parameters"].includes(chart.name);
   const axis = by("axis"), title = overSteps ? axis.options[axis.selectedIndex].text : chart.over;
   const log = chart.log || (losses && by("log").checked), named = chart.log;  // labels that say more than the runs' names
-  const layout = { xaxis: { title: { text: title }, type: overSteps ? "linear" : "log", dtick: overSteps ? undefined : Math.log10(2) },
+  const layout = { xaxis: { title: { text: title }, type: overSteps ? "linear" : "log", dtick: chart.over === "devices" ? Math.log10(2) : undefined },
                    yaxis: { type: log ? "log" : "linear", exponentformat: "power", rangemode: losses || log ? "normal" : "tozero" },
                    hovermode: chart.lines.length > 12 ? "closest" : "x unified", showlegend: named,
                    height: 320 + (named ? 18 * chart.lines.length : 0) };

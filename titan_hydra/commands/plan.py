@@ -14,7 +14,7 @@ from titan_hydra.config.fault import multiples_around
 from titan_hydra.config.load import world_size
 from titan_hydra.config.rules import checks
 from titan_hydra.plan import memory, messages, predict
-from titan_hydra.plan.predict import Prediction
+from titan_hydra.plan.predict import FITS, REFUSED, Prediction
 from titan_hydra.plan.search import Row, prepared, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
 from titan_hydra.runs.view import add_runs
@@ -124,7 +124,7 @@ def show(rows: list[Row], points: int) -> None:
         layout, schedule = job.parallelism, job.pp_schedule
         dp = f"{layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 else layout.dp_shard
         order = f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if layout.pp > 1 else "-"
-        spare = predict.FITS * found.capacity_gib - found.peak.gib
+        spare = FITS * found.capacity_gib - found.peak.gib
         cells.append((f"{number}{'*' * row.front}", dp, *(getattr(layout, name) for name in degrees), order, job.ac.name,
                       job.data.local_batch, f"{found.speed.tokens_per_second:,.0f}", f"{found.peak.gib:.1f}", found.fits, f"{spare:+.1f}",
                       f"{found.speed.limit}; {found.peak.largest.name}"))
@@ -193,7 +193,7 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
     import matplotlib
 
     from titan_hydra.report.plots import figure
-    from titan_hydra.report.style import settings
+    from titan_hydra.report.style import LIGHT, settings
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -207,17 +207,21 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
             widths = [sum(term.bytes for term in row.prediction.peak.terms if term.name == name) / memory.GIB for row in rows]
             axes.barh(range(len(rows)), widths, left=left, label=name, color=matplotlib.colormaps["tab20"](index % 20))
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.axvline(rows[0].prediction.capacity_gib, color="black", linewidth=1)
+        capacity, job = rows[0].prediction.capacity_gib, rows[0].prediction.job
+        what = f"{job.model.name} on {job.hardware.name}"
+        axes.axvspan(FITS * capacity, REFUSED * capacity, color=LIGHT["rule"], alpha=0.5, zorder=0)
+        axes.axvline(capacity, color="black", linewidth=1)
+        drawn.suptitle(f"{what}: predicted memory of a device", x=0.01, ha="left", fontsize=11, fontweight="bold")
         axes.set_yticks(range(len(rows)), [f"{number}: {row.overrides.split(' ac=')[0].replace('parallelism.', '')}"[:48]
                                            for number, row in enumerate(rows, start=1)])
         axes.invert_yaxis()
-        axes.set_xlabel("GiB; the line is a device's memory")
+        axes.set_xlabel("GiB; the line is a device's memory; a layout fits below the band and is refused beyond it", loc="right")
         drawn.legend(loc="outside lower center", ncols=3)
         speed, plane = figure(3.4)
         fitting = {count: found[0].prediction for count, found in by_gpus.items() if found and found[0].prediction.fits != "no"}
         plane.plot(list(fitting), [one.speed.tokens_per_second * count for count, one in fitting.items()], marker="o")
         plane.set_xlabel("GPUs, at a fixed global batch")
-        plane.set_title("tokens/s of the fastest layout that fits", loc="left")
+        plane.set_title(f"{what}: tokens/s of the fastest layout that fits", loc="left")
         plane.set_ylim(bottom=0)
         for name, made in (("memory", drawn), ("speed", speed)):
             for ending in ("png", "svg"):

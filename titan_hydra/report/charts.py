@@ -1,14 +1,17 @@
 """The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from operator import methodcaller
 from typing import Any
 
+from titan_hydra.config.sweep import differing, key_of
+
 from .band import WINDOW, coarser, off_by, tolerances
 from .cells import Mean, ReportCell, common, error_of
+from .compare import HELD_OUT
 from .digits import percent
-from .style import short
+from .style import DASHES, LINES, line_style, short
 from .table import Report, ReportRow
 
 # Keys that grow with the number of devices; cells equal in all other keys form one scaling curve.
@@ -24,6 +27,15 @@ POINTS, TOGETHER = 2000, 15_000  # of a line, and of all lines of a diagram; lon
 
 
 @dataclass(frozen=True)
+class Look:
+    """The look of a row's lines: a colour's name, dashes, and whether they are broad and grey below the others."""
+
+    colour: str
+    dash: str
+    baseline: bool = False
+
+
+@dataclass(frozen=True)
 class Curve:
     """Values over steps (or devices) for one row of the table; `low` and `high` bound an area around it."""
 
@@ -33,6 +45,7 @@ class Curve:
     y: list[float | None]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
+    faint: bool = False  # beside another curve of the same row: thin, and not in the legend
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Lines:
     title: str
     unit: str
     lines: list[Curve]
-    over: str = "step"  # or devices
+    over: str = "step"  # or devices, or what else the x axis is
     log: bool = False
     bands: list[tuple[str, list[float], list[float]]] = field(default_factory=list)
 
@@ -76,7 +89,7 @@ def bar_charts(report: Report) -> Iterator[Bars]:
     speeds, memory = [], []
     for number, row in enumerate(report.rows):
         cell = row.cell
-        what = [row.told, "baseline" if row.baseline else None, "loss left the band" if row.flagged else None]
+        what = [row.told, "baseline" if row.baseline and len(report.rows) > 1 else None, "loss left the band" if row.flagged else None]
         spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
         speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
@@ -99,7 +112,8 @@ def curves(report: Report) -> Iterator[Lines]:
     unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
     yield lines_of(report, "loss", "Loss", unit, lambda cell: cell.means)
     yield distances(report)
-    yield lines_of(report, "validation", "Held-out loss", "nats per token", lambda cell: cell.validation)
+    yield both_losses(report)
+    yield from sizes(report)
     for name, title, unit, key in ROWS:
         first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process includes its start-up
         yield lines_of(report, name, title, unit, methodcaller("column", key, first))
@@ -122,8 +136,50 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low, high = ([loss + sign * errors.get(step, 0) for step, loss in found.items()] if errors else [] for sign in (-1, 1))
-        lines.append(Curve(number, row.label + (" (baseline)" if row.baseline else ""), list(found), list(found.values()), low, high))
+        label = row.label + " (baseline)" * (row.baseline and len(report.rows) > 1)
+        lines.append(Curve(number, label, list(found), list(found.values()), low, high))
     return Lines(name, title, unit, lines)
+
+
+def both_losses(report: Report) -> Lines:
+    """Chart the held-out loss of each row, and thin below it its training loss."""
+    chart = lines_of(report, "validation", "Held-out and training loss", f"nats per token; thin: training{_other_samples(report)}",
+                     lambda cell: cell.validation)
+    rows = {line.row for line in chart.lines}
+    training = lines_of(report, "training", "", "", lambda cell: cell.means).lines
+    return replace(chart, lines=[*(replace(line, faint=True) for line in training if line.row in rows), *chart.lines])
+
+
+def sizes(report: Report) -> Iterator[Lines]:
+    """Yield charts of the last held-out losses over training FLOPs and over parameters, a point a row, where rows differ in them."""
+    for name, title, over, of in (
+        ("compute", "Held-out loss against compute", "training FLOPs", lambda cell: (cell.flops or 0) * (cell.tokens or 0)),
+        ("parameters", "Held-out loss against parameters", "parameters", lambda cell: cell.parameters or 0),
+    ):
+        points = [Curve(number, row.label, [size], [row.cell.held_out]) for number, row in enumerate(report.rows)
+                  if (size := of(row.cell)) and row.cell.held_out is not None and isfinite(row.cell.held_out)]
+        several = len({point.x[0] for point in points}) > 1
+        yield Lines(name, title, f"nats per token{_other_samples(report)}", points if several else [], over)
+
+
+def _other_samples(report: Report) -> str:
+    return "; not all over the same samples" * any(difference.key in HELD_OUT for difference in report.found)
+
+
+def looks(report: Report) -> list[Look]:
+    """Return how the lines of each row look. In a sweep over several keys the one with the most values has colours and the others have
+    dashes, if there are enough. Else neighbours differ in both, and the baseline is broad and grey.
+    """
+    own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
+    values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
+    keys = sorted((key for key in values if len(values[key]) < len(own)), key=lambda key: -len(values[key]))
+    if len(keys) > 1:
+        rest = [tuple(one.get(key) for key in keys[1:]) for one in own]
+        others = list(dict.fromkeys(rest))
+        if len(values[keys[0]]) <= len(LINES) and len(others) <= len(DASHES):
+            return [Look(LINES[values[keys[0]].index(one.get(keys[0]))], DASHES[others.index(mine)])
+                    for one, mine in zip(own, rest, strict=True)]
+    return [Look(*line_style(number), row.baseline and len(own) > 1) for number, row in enumerate(report.rows)]
 
 
 def distances(report: Report) -> Lines:

@@ -19,7 +19,7 @@ from titan_hydra.config.files import ASSETS
 from titan_hydra.config.sweep import key_of
 
 from . import charts, timeline
-from .style import DARK, LIGHT, line_style
+from .style import DARK, LIGHT
 from .table import NONE, WORDS, Report, ReportRow
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def data(report: Report) -> dict[str, Any]:
         for one in (*chart.get("lines", ()), *chart.get("bars", ())):
             one.update({name: [digits(value) for value in values] for name, values in one.items() if isinstance(values, list)})
             one.update({name: None for name, value in one.items() if isinstance(value, float) and not isfinite(value)})
-    return {"runs": [_run(number, row, report) for number, row in enumerate(report.rows)], "charts": drawn}
+    runs = [_run(look, row, report) for look, row in zip(charts.looks(report), report.rows, strict=True)]
+    return {"runs": runs, "charts": drawn}
 
 
 def digits(value: float | None) -> float | None:
@@ -107,11 +108,10 @@ def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
             "kinds": [(name, kind) for kind, name in timeline.NAMES.items() if kind in kinds]}
 
 
-def _run(number: int, row: ReportRow, report: Report) -> dict[str, Any]:
+def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
     """Describe one row of the table for the plots: label, line style, coordinates on each axis."""
     axes = {axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)] for axis in charts.AXES}
-    colour, dash = line_style(number)
-    return {"label": row.label, "colour": colour, "dash": dash, "baseline": row.baseline, "partial": row.cell.partial,
+    return {"label": row.label, **asdict(look), "reference": row.baseline, "partial": row.cell.partial,
             "flagged": row.flagged, **axes}
 
 

@@ -1,14 +1,15 @@
 """Draw the diagrams of a report into PNG and SVG files. matplotlib is imported only if something is drawn."""
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import charts, timeline
-from .charts import AXES, Bars, Lines
-from .style import LIGHT, line_style, settings, short
+from .charts import AXES, Bars, Lines, Look
+from .style import LIGHT, settings, short
 from .table import Report
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2  # inches
-FILES = ("loss", "difference", "validation", "scaling")  # diagrams of lines that become files; the page has more
+FOOTER = 140  # characters of a line of it
+FILES = ("loss", "difference", "validation", "compute", "parameters", "scaling")  # diagrams of lines that become files; the page has more
 
 
 def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
@@ -50,12 +52,15 @@ def below(drawn: Figure, origin: str) -> None:
     handles, names = drawn.axes[0].get_legend_handles_labels()
     columns = 2 if max(map(len, names), default=0) < 56 else 1
     rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
-    room = (0.24 + 0.185 * rows) * inch
+    said = textwrap.wrap(origin, FOOTER)
+    foot = 0.09 + 0.11 * len(said)
+    room = (foot + 0.04 + 0.185 * rows) * inch
     engine: Any = drawn.get_layout_engine()
     engine.set(rect=(0, room, 1, 1 - room))
     if names:
-        drawn.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 0.2 * inch), ncols=columns)
-    drawn.text(0.01, 0.06 * inch, short(origin, 150), fontsize=6.5, color=LIGHT["soft"])
+        drawn.legend(handles, names, loc="lower left", bbox_to_anchor=(0, foot * inch), ncols=columns)
+    for line, text in enumerate(reversed(said)):
+        drawn.text(0.01, (0.06 + 0.11 * line) * inch, text, fontsize=6.5, color=LIGHT["soft"])
 
 
 def draw_bars(report: Report, chart: Bars) -> Figure:
@@ -65,7 +70,7 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
     for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
         flagged, known = row.flagged, bar.value is not None and isfinite(bar.value)
         if known:
-            colour = LIGHT["base" if row.baseline else "red" if flagged else "blue"]
+            colour = LIGHT["base" if row.baseline and len(report.rows) > 1 else "red" if flagged else "blue"]
             hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
             axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
         if known and bar.spread and isfinite(bar.spread):
@@ -75,7 +80,7 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
         axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight="bold" if known else "normal",
                       color=LIGHT["ink" if known else "red" if row.cell.lost else "soft"], **beside)
         axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=LIGHT["red" if flagged else "soft"], **beside)
-        if row.baseline and known:
+        if row.baseline and known and len(report.rows) > 1:
             axes.axvline(bar.value, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     if chart.limit:
         axes.axvline(chart.limit, color=LIGHT["red"], linewidth=1)
@@ -92,20 +97,26 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
 def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
     """Draw one line a cell, the baseline's broad and pale below the others."""
     drawn, axes = figure(3.4 + 0.1 * (len(chart.lines) + len(chart.bands)))
+    styles = charts.looks(report)
     for name, steps, limit in chart.bands:
         axes.fill_between(report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name)
     for one in chart.lines:
         row = report.rows[one.row] if one.row >= 0 else None
-        colour, dashes = line_style(one.row) if row else ("base", "dash")
-        look: dict[str, Any] = {"color": LIGHT[colour], "linestyle": STYLES[dashes], "linewidth": 1.3}
-        if row and row.baseline:
+        style = styles[one.row] if row else Look("base", "dash")
+        look: dict[str, Any] = {"color": LIGHT[style.colour], "linestyle": STYLES[style.dash], "linewidth": 1.3}
+        if style.baseline:
             look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}
         elif row and row.flagged:
             look["color"] = LIGHT["red"]
+        if one.faint:
+            look |= {"linewidth": 0.8, "alpha": 0.45}
+        if len(one.x) == 1:
+            look |= {"linestyle": "", "alpha": 1}
         x = row.cell.on(axis, one.x) if row and chart.over == "step" else one.x
-        marker = "o" if len(one.x) < 12 and row else None
+        marker = MARKERS[style.dash] if len(one.x) < 12 and row else None
         y = [float("nan") if value is None else value for value in one.y]
-        axes.plot(x, y, label=short(one.label, 60), marker=marker, markersize=3.5, **look)
+        axes.plot(x, y, label="" if one.faint else short(one.label, 60), marker=None if one.faint else marker,
+                  markersize=3.5 if len(one.x) > 1 else 6, **look)
         if one.low:
             axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, linewidth=0)
     scale(axes, chart, log)
@@ -116,6 +127,7 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
     return drawn
 
 
+MARKERS = {"solid": "o", "dash": "s", "dot": "^", "dashdot": "D"}
 STYLES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1, 1.5)), "dashdot": (0, (6, 2, 1, 2))}
 
 
@@ -129,7 +141,11 @@ def scale(axes: Axes, chart: Lines, log: bool) -> None:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1e3 else f"{value / 1e3:,.4g}k")
     else:
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        sizes = [x for one in chart.lines for x in one.x] if chart.over != "step" else []
+        if sizes and max(sizes) > 10 * min(sizes):
+            axes.set_xscale("log")
+            axes.tick_params(which="minor", size=0)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}" if sizes else f"{value:,.10g}")
         if chart.log or (log and all(value is None or value > 0 for one in chart.lines for value in one.y)):
             axes.set_yscale("log")
         if log and not chart.log:
