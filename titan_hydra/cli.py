@@ -30,6 +30,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
+    "score": ("titan_hydra.commands.score", "the log-probability that the model of a run or export gives each text of a file"),
     "sample": ("titan_hydra.commands.sample", "draw images with the model of a run or checkpoint"),
     "data": ("titan_hydra.commands.data", "show: what chat data would teach; score: what a reference thinks of pairs; encode-images"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),

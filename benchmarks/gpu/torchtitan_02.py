@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torchtitan.components.quantization.float8 as float8  # registers the converter
-from torchtitan_row import random_tokens, window
+from torchtitan_row import NoState, random_tokens, window
 
 
 def trainer_class() -> type:
@@ -82,15 +82,9 @@ def register(row: SimpleNamespace, windows: list[dict]) -> None:
     from torchtitan.components.optimizer import build_optimizers
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-    class RandomTokens(BaseDataLoader):
+    class RandomTokens(NoState, BaseDataLoader):
         def __iter__(self):
             return (({"input": tokens}, targets) for tokens, targets in random_tokens(row))
-
-        def state_dict(self) -> dict:
-            return {}
-
-        def load_state_dict(self, state: dict) -> None:
-            pass
 
     class Sink(BaseLogger):
         def log(self, metrics: dict, step: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_row import random_tokens, window
+from torchtitan_row import NoState, random_tokens, window
 
 
 def trainer_class() -> type:
@@ -76,7 +76,7 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
 
         encode = decode = get_vocab_size = None
 
-    class RandomTokens(BaseDataLoader):
+    class RandomTokens(NoState, BaseDataLoader):
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
             pass
@@ -88,12 +88,6 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
             positions = torch.arange(row.seq_len).repeat(row.batch, 1)  # one document a sequence, as FlexAttention's mask wants to know
             for tokens, targets in random_tokens(row):
                 yield {"input": tokens, "positions": positions.clone()}, targets
-
-        def state_dict(self) -> dict:
-            return {}
-
-        def load_state_dict(self, state: dict) -> None:
-            pass
 
     class Sink(BaseLogger):
         def log(self, metrics: dict, step: int) -> None:

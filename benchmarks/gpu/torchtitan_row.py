@@ -63,6 +63,16 @@ def random_tokens(row: SimpleNamespace):
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+class NoState:
+    """What a checkpoint keeps of a dataloader: nothing. A row saves none, and TorchTitan's dataloaders must have both methods."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
 def window(row: SimpleNamespace, step: int, metrics: dict) -> dict:
     """What is kept of the metrics that TorchTitan logs at a step."""
     memory = {"active_gib": metrics["memory/max_active(GiB)"], "reserved_gib": metrics["memory/max_reserved(GiB)"]}

@@ -3,6 +3,7 @@ import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import compose_job, explain, from_dict, identity, read, to_dict
+from titan_hydra.config.change import change
 from titan_hydra.config.compose import CONF, own_composer
 from titan_hydra.config.overrides import mistakes
 from titan_hydra.config.schema import Job
@@ -121,9 +122,23 @@ def test_a_config_json_of_version_0_1_is_the_same_job():
     data["model"]["extra"] = {}
     del data["model"]["head_dim"], data["model"]["ffn_dim"]
     assert from_dict(Job, data) == job
-    assert identity(job) == "9d8b153a"
+    assert identity(job) == "c536ac12"
     data["model"]["extra"] = {"head_dim": 64}  # of a family of the user's own
     assert from_dict(Job, data).model.head_dim == 64
+
+
+def test_a_run_without_validation_of_an_earlier_version_is_the_same_job():
+    job = compose_job("validation=off")
+    data = to_dict(job)
+    data["validation"]["interval"] = 100  # its default of then
+    assert from_dict(Job, data) == job and change(from_dict(Job, data), ["checkpoint.interval=5"])
+
+
+def test_what_is_held_out_is_no_part_of_the_experiment(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("words " * 100)
+    line = ("data=text_files", f"data.path={text}")
+    assert identity(compose_job(*line)) == identity(compose_job(*line, "validation=on", f"data.validation_path={text}"))
 
 
 def test_config_json_holds_the_whole_job():
@@ -134,17 +149,17 @@ def test_config_json_holds_the_whole_job():
 def test_identity_is_the_experiments_not_the_places():
     job = compose_job()
     same = compose_job("paths.runs=/elsewhere", "metrics=wandb", "checkpoint.interval=7", "notes=again", "cluster=inline",
-                       "launch.force=true")
-    assert identity(same) == identity(job)
+                       "launch.force=true", "validation.interval=7", "validation.steps=3")
+    assert identity(same) == identity(job) == identity(compose_job("validation=off"))
     for override in ("seed=1", "optimizer.lr=1e-3", "data.local_batch=16", "model.n_layers=5", "precision=bf16", "checkpoint=off"):
         assert identity(compose_job(override)) != identity(job), override
 
 
-KNOWN = {  # hashes that version 0.1 gave: folders of runs that are there already; trained in bf16, not validated
+KNOWN = {  # hashes that version 0.1 gave: folders of runs that are there already; trained in bf16; validations counted until they did not
     "": "0ec4dd2f", "debug=tiny": "5f6e2910", "parallelism=tp": "9bae1dc9", "parallelism=pp data.local_batch=8": "0a572bd9",
     "precision=float8_emulate": "0b94835b", "optimizer=muon": "93541598", "optimizer=sgd": "8353da15", "lr_scheduler=cosine": "3643ad54",
     "ac=layer ac.every=3": "6a522196", "loss=linear_cross_entropy": "515d65f1", "data=synthetic": "b383dac3",
-    "checkpoint=async": "60afdf64", "validation=on": "352b9c60", "fault_tolerance=diloco": "c3201cf7",
+    "checkpoint=async": "60afdf64", "validation=on": "0ec4dd2f", "fault_tolerance=diloco": "c3201cf7",
     "seed=7 steps=10 optimizer.lr=1e-3": "7dd824b2", "parallelism=fsdp_cp gpus=4 cluster=slurm": "38ad133a",
     "comm=fake gpus=8 comm.rank=3": "d2d3f6d6",
     "model=llama3_8b cluster=slurm gpus=8 parallelism=hsdp data=synthetic": "c8d82372",

@@ -13,7 +13,7 @@ ENVIRONMENT = {"WANDB_API_KEY": WANDB, "MY_SECRET": "correct horse battery", "SH
     ("HF_TOKEN", True), ("WANDB_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True), ("db_password", True), ("OPENAI_APIKEY", True),
     *((name, True) for name in ("DB_PASS", "PGPASSWORD", "MYSQL_PWD", "SSHPASS", "SLURM_JWT", "DOCKER_AUTH_CONFIG", "apiKey", "userToken")),
     *((name, False) for name in ("PWD", "OLDPWD", "BYPASS", "PASS_THROUGH", "SSH_AUTH_SOCK", "COMPASS", "KeyError", "max_tokens")),
-    ("TOKENIZERS_PARALLELISM", False), ("KEYBOARD", False), ("OMP_NUM_THREADS", False), ("XPATH", False),
+    ("MYTOKEN", True), ("TOKENIZERS_PARALLELISM", False), ("KEYBOARD", False), ("OMP_NUM_THREADS", False), ("XPATH", False),
 ])
 def test_names(name, secret):
     assert bool(sureness(name)) is secret
@@ -26,7 +26,7 @@ def test_names(name, secret):
     "+cluster.environment.WANDB_API_KEY=deadbeefcafebabedeadbeefcafebabedeadbeef",
     f'os.environ["WANDB_API_KEY"] = "{OTHER}"', f"os.environ['HF_TOKEN'] = '{OTHER}'", f'config["api_token"] = "{OTHER}"',
     'DB_PASS = "s3cretpassw0rd"', "export PGPASSWORD=hunter2hunter2", "export MYSQL_PWD=hunter2hunter2",
-    "SSHPASS=hunter2hunter2 sshpass -e", "postgres://me:s3cretpassw0rd@host/db",
+    "SSHPASS=hunter2hunter2 sshpass -e", f"--container-image=me:{OTHER}@registry.site#torch", "postgres://me:s3cretpassw0rd@host/db",
     '"Authorization": "Bearer abcdefgh12345678"', "-H 'Authorization: Basic czNjcmV0cGFzc3cwcmQ='",
     "curl -H 'x: Bearer abcdefgh12345678'", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.czNjcmV0", "ASIAIOSFODNN7EXAMPLE",
     'password = "correct horse of mine"', "SLURM_JWT=eyJhbGciOiJIUzI1NiJ9", 'secret: "s3cretpassw0rd"',

@@ -56,7 +56,7 @@ FLUX = ("model=flux_debug", "data=synthetic_images", "data.seq_len=24", "model.n
         "model.rope_first=0")
 FSDP = ("parallelism=fsdp", "data.local_batch=2")
 CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
-VALIDATED = ("validation=on", "validation.interval=2", "validation.steps=2")
+VALIDATED = ("name=validated", "validation=on", "validation.interval=2", "validation.steps=2")
 
 # Cases stand in the order of their worth: first what has never run on a card and costs seconds.
 ALONE = [

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from titan_hydra import cli
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.runs import checkpoints
 
 
@@ -22,6 +23,41 @@ def run(tmp_path):
         (steps / name).mkdir()
     (steps.parent / "config.json").write_text(json.dumps({}))
     return steps.parent
+
+
+@pytest.fixture
+def validated(run):
+    """The same run, validated at steps 10 to 40, whose config.json says that the best is kept."""
+    for number, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None)):
+        step = run / f"checkpoints/step-{number:08d}"
+        checkpoints.write_manifest(step, number, 4, {".metadata": (1000, int(checkpoints.checksum(step / ".metadata"), 16))}, loss)
+    rows = [{"event": "validation", "step": step, "validation_loss": loss} for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5))]
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "config.json").write_text(json.dumps({"model": {}, "checkpoint": {"keep_best": True}}))
+    return run
+
+
+def test_the_best_is_named_and_stays(validated, capsys):
+    lines = titan(capsys, "ls", validated).splitlines()
+    assert "held out 2.0000 (lowest)" in lines[1] and lines[2].endswith("held out 2.5000") and "held out" not in lines[3]
+    titan(capsys, "prune", validated, "--keep", 1)
+    assert names(validated) == ["step-00000020", "step-00000040"]
+
+
+@pytest.mark.parametrize(("lowest", "step", "answer"), [
+    (2.0, None, ""), (2.0, "30", "checkpoints/step-00000030"), (2.0, "best", "checkpoints/step-00000020"),
+    (1.5, "best", "--step=best: the lowest held-out loss, 1.5000 of step 35, is not kept; checkpoint.keep_best=true keeps it"),
+    (2.0, "35", "--step=35: name-12345678 has no such checkpoint; nearest legal: 10 or 20 or 30 or 40 or best"),
+])
+def test_a_checkpoint_is_asked_for_by_its_step_or_as_the_best(validated, lowest, step, answer):
+    with (validated / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "validation", "step": 35, "validation_loss": lowest}) + "\n")
+    if not answer.startswith("--"):
+        assert checkpoints.asked_for(validated, step) == validated / answer
+        return
+    with pytest.raises(ConfigError) as refused:
+        checkpoints.asked_for(validated, step)
+    assert str(refused.value).startswith(answer)
 
 
 def names(run):

@@ -3,8 +3,9 @@ import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import cluster
-from titan_hydra.commands.cluster import choose_partition, device_memory, file_text, gpus_of, hardware, minutes_of, partitions
+from titan_hydra.commands.cluster import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.runs.slurm import minutes_of
 
 SITE = """\
 cpu*|(null)|40|64|256000|1-00:00:00

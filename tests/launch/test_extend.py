@@ -110,6 +110,16 @@ def test_the_checkpoint_is_the_newest_with_the_same_rates_before_it(a_run, sched
     assert len(list(directory.parent.iterdir())) == 1, "nothing was written"
 
 
+def test_validation_may_change_on_the_way(a_run, tmp_path):
+    make, extend = a_run
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 3000)
+    directory = make(*SCHEDULES["wsd"], "data=text_files", f"data.path={text}")
+    words = ("validation.name=on", "validation.interval=3", "validation.steps=2", f"data.validation_path={text}")
+    status, out, err = extend(directory, "steps=40", *words)
+    assert (status, err) == (0, "") and "continues from step 8" in out
+
+
 def test_a_checkpoint_after_the_rates_have_parted_must_be_named(a_run):
     make, extend = a_run
     directory = make(*SCHEDULES["wsd"], steps=[12])

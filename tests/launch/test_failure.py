@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from titan_hydra.base.errors import CheckpointError, ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.config import compose_job, to_dict
+from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
@@ -86,6 +87,13 @@ def write_slurm(folder, log, **errors):
 def test_earliest_own_error_is_to_blame_and_not_those_who_noticed(attempt):
     failure = attempt({0: (GLOO_CLOSED, 1.0, 1, False), 1: (ValueError("late"), 3.0, 1, False), 2: (KeyError("first"), 2.0, 1, False)})
     assert (failure.rank, failure.status) == (2, 1) and "KeyError" in failure.line and "KeyError" in failure.detail
+
+
+def test_a_message_cannot_clear_the_readers_screen(attempt, tmp_path):
+    failure = attempt({0: (ValueError("\x1b]0;title\x07\x1b[2Jgone\x9b2J"), 1.0, 1, False)})
+    assert failure.line == "rank 0: ValueError: ]0;title[2Jgone2J" and "\x1b" not in failure.detail
+    (tmp_path / "rank_0.log").write_text("first\x1b[2J\r\tsecond\n")
+    assert layout.last_lines(tmp_path / "rank_0.log") == "first[2J\n\tsecond"
 
 
 def test_silent_death_is_to_blame_before_what_follows(attempt):

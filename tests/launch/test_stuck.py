@@ -22,3 +22,20 @@ def test_ranks_that_block_stop_within_their_grace(launcher):
     assert process.returncode == 130 and "was not over 3 s after the run was asked to stop" in err
     assert launcher.processes() == []
     assert launcher.rank(1)["exit_status"] == 75 and (launcher.attempt() / "stopped").exists()
+
+
+def test_a_rank_that_freezes_in_a_save_does_not_hold_the_others_for_an_hour(launcher):
+    """A save takes as long as the disk does, but a rank that is alive writes heartbeats beside it."""
+    launcher.sabotage("""
+checkpointer = __import__("titan_hydra.checkpoint.checkpointer", fromlist=["Checkpointer"]).Checkpointer
+after_step = checkpointer.after_step
+def frozen(self, step, *given):
+    if step == 3 and rank == 1:
+        os.kill(os.getpid(), 19)
+    return after_step(self, step, *given)
+checkpointer.after_step = frozen""")
+    failed = launcher.run(*launcher.TINY, "gpus=2", "steps=9", "checkpoint=sync", "checkpoint.interval=3", "comm.train_timeout_seconds=5")
+    assert failed.returncode == 77, failed.stderr
+    assert "rank 1 was late at step 3, checkpoint" in failed.stderr, failed.stderr
+    assert "step 3, checkpoint: rank 1 has written no heartbeat for" in launcher.rank(0)["error"]["message"]
+    assert launcher.processes() == []

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from titan_hydra.commands.cancel import ranges
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
-from titan_hydra.launch import dispatch, snapshot, submit
+from titan_hydra.launch import dispatch, limits, snapshot, submit
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.submit import JobShape
-from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs import manifest, rundir, slurm
 from titan_hydra.runs.slurm import Queue, SlurmJob
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "cluster.time_minutes=30")
@@ -57,8 +58,9 @@ def test_cells_keep_their_own_cluster_settings(tmp_path):
 ])
 def test_what_holds_for_a_whole_line_is_one_value(launcher, line, key):
     refused = launcher.run("-m", *SLURM, "seed=1,2", *line)
-    assert refused.returncode == 2 and refused.stderr.startswith(f"{key}="), refused.stderr
-    assert len(refused.stderr.splitlines()) == 1 and not (launcher.folder / "runs").exists()
+    assert refused.returncode == 2 and f"\n{key}=" in f"\n{refused.stderr}", refused.stderr
+    said = [line for line in refused.stderr.splitlines() if not line.startswith("composed ")]  # told where composing takes seconds
+    assert len(said) == 1 and not (launcher.folder / "runs").exists()
 
 
 def test_what_a_job_may_take_is_known_before(tmp_path):
@@ -137,7 +139,7 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
     """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the site's."""
     sent = tmp_path / "sent"
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho 5\n")
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho '5;other'\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     kept = {"SBATCH_ACCOUNT", "SBATCH_QOS", "SLURM_CONF", "SBATCH_MAIL_USER"}
@@ -150,7 +152,7 @@ def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
     (array,) = submit.arrays_of([one], packed=False, limit=9)
     batch = submit.batch_of(array, tmp_path / "jobs", [[one.directory / "attempts" / "1"]], "name", tmp_path)
     batch.write()
-    assert batch.submit_all() == ["5"]
+    assert batch.submit_all() == (["5"], "other"), "the cluster that sbatch's flag chose"
     assert {line.split("=")[0] for line in sent.read_text().splitlines()} & (kept | gone) == kept
 
 
@@ -209,7 +211,7 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
             (bin / "calls").unlink(missing_ok=True)
             states = rundir.states([one.directory for one in cells])
             start = [(one, state) for one, state in zip(cells, states, strict=True) if one.wants(state)]
-            return submit.submit(start, tmp_path / "sweep", Interrupts())
+            return submit.submit(start, tmp_path / "sweep", Interrupts(), submit.ArrayOrder(states))
 
         @property
         def scripts(self) -> dict[str, str]:
@@ -227,9 +229,21 @@ def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, s
              for gpus in (1, 2) for seed in range(7)]
     assert site.submit(1000, *cells) == 0
     waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
-    assert waits == [["after:5"], ["after:5,afterany:101"], ["after:5,afterany:102"],
-                     ["after:5"], ["after:5,afterany:104"], ["after:5,afterany:105"]]
+    assert waits == [["after:5"], *([f"after:5,afterany:{number}"] for number in (101, 102, 103, 104, 105))]
     assert all("--array=0-2%2" in site.scripts[number] for number in ("101", "102", "104", "105"))
+
+
+def test_arrays_that_max_parallel_has_room_for_run_beside_each_other(tmp_path, site):
+    """Four cells may run at once: the shapes of 1, 2 and 4 devices have 1, 2 and 3 cells; later one more is added to the line."""
+    cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "data.global_batch=8", "cluster.max_parallel=4")
+             for gpus, many in ((1, 1), (2, 2), (4, 3)) for seed in range(many)]
+    assert site.submit(1000, *cells) == 0
+    waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
+    assert waits == [[], [], ["afterany:101:102"]]
+    active = [rundir.State("running", job=SlurmJob("101", "RUNNING")), *(
+        rundir.State("queued", job=SlurmJob(f"103_{task}", "PENDING")) for task in range(3)), rundir.State("done")]
+    waits = [submit.ArrayOrder(active).after(count, limit) for count, limit in ((1, 4), (1, 5), (2, 0))]
+    assert waits == ["101:103", "", ""]
 
 
 def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, capsys):
@@ -252,6 +266,45 @@ def test_a_site_that_takes_nothing_is_not_asked_for_each_cell(tmp_path, site, ca
     assert site.submit(0, *cells) == 1 and site.calls == 3
     assert capsys.readouterr().err.startswith("SLURM refused 3 cells: ")
     assert [state.kind for state in rundir.states([one.directory for one in cells])] == ["not submitted"] * 3
+
+
+PARTITIONS = """\
+PartitionName=gpu Default=YES QoS=gpu_qos MaxNodes=2 MaxTime=1-00:00:00 State=UP
+PartitionName=long Default=NO QoS=N/A MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP
+"""
+ACCOUNTS = {"user": "lab|lab||normal|12:00:00|\nlab|lab|long|normal||gres/gpu=32\nlab|other||normal|00:20:00|\n",
+            "qos": "normal||\ngpu_qos|02:00:00|gres/gpu=6,node=9\nshort|00:15:00|\n"}
+
+
+@pytest.mark.parametrize(("overrides", "enforced", "words"), [
+    ((), "limits", []),
+    (("cluster.time_minutes=2000",), "none",
+     ["cluster.time_minutes=2000: 2,000 minutes, and partition gpu allows 1,440; nearest legal: 1440"]),
+    (("cluster.time_minutes=150",), "none", []),
+    (("cluster.time_minutes=150",), "associations,limits",
+     ["cluster.time_minutes=150: 150 minutes, and QOS gpu_qos allows 120; nearest legal: 120"]),
+    (("cluster.account=other",), "limits",
+     ["cluster.time_minutes=30: 30 minutes, and your association with account other allows 20; nearest legal: 20"]),
+    (("cluster.qos=short", "cluster.partition=long"), "safe",
+     ["cluster.time_minutes=30: 30 minutes, and QOS short allows 15; nearest legal: 15"]),
+    (("gpus=12",), "limits",
+     ["gpus=12: 3 nodes for a job, and partition gpu allows 2", "gpus=12: 12 GPUs for a job, and QOS gpu_qos allows 6"]),
+    (("gpus=36", "cluster.partition=long"), "limits", ["gpus=36: 36 GPUs for a job, and your association with account lab allows 32"]),
+    (("cluster.time_minutes=2000", "cluster.partition='gpu,long'"), "none", []),
+    (("cluster.time_minutes=2000", "cluster.partition=unknown"), "none", []),
+])
+def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, overrides, enforced, words):
+    """SLURM would hold them for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
+    answers = {"scontrol": PARTITIONS, **ACCOUNTS}
+    monkeypatch.setattr(slurm, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
+    monkeypatch.setattr(slurm, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
+    cells = [cell(tmp_path, "data.global_batch=72", f"seed={seed}", *overrides) for seed in range(3)]
+    found = [str(fault) for fault in limits.faults(submit.planned(cells))]
+    assert found == words * 2, found  # of two arrays
+    line = ("launch.packed=true", "cluster.time_minutes=600", "cluster.partition=gpu")
+    packed = [cell(tmp_path, f"seed={seed}", *line) for seed in range(3)]
+    assert [str(fault) for fault in limits.faults(submit.planned(packed))][:1] == [
+        "cluster.time_minutes=600: 4 cells in one job take 2,400 minutes, and partition gpu allows 1,440; nearest legal: 360"]
 
 
 @pytest.fixture
@@ -393,3 +446,10 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(launcher):
     done = launcher.run("-m", *SLURM, "gpus=4,8", "launch.mode=dry")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("#!/bin/bash") == 2 and not (launcher.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("jobs", "shown"), [
+    (["7"], ["7"]), (["7_3"], ["7_3"]), (["7_0", "7_2", "7_1", "7_5", "7_5"], ["7_[0-2,5]"]), (["9", "8", "11", "10"], ["8-11"]),
+    (["7_0", "7_1", "9", "8_4"], ["7_[0-1]", "9", "8_4"])])
+def test_cancelled_jobs_are_shown_as_ranges(jobs, shown):
+    assert ranges(jobs) == shown

@@ -20,7 +20,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
 from titan_hydra.verify.coverage import covered
-from titan_hydra.verify.matrix import MATRIX, case
+from titan_hydra.verify.matrix import LAYOUTS_IN_BF16, MATRIX, case, in_bf16
 from titan_hydra.verify.verify import job_of, verify
 
 ROOT = Path(__file__).parents[2]
@@ -170,8 +170,9 @@ def test_a_name_is_given_once():
 
 
 def test_six_layouts_learn_what_one_process_learns(folder):
-    cases = [case(name, ranks, *words, base=(*OF_SQUARED, "model.head_dim=16", "model.power=3"), gradients=2e-5)
-             for name, (ranks, *words) in LAYOUTS.items()]
+    base = (*OF_SQUARED, "model.head_dim=16", "model.power=3")
+    cases = [case(name, ranks, *words, base=base, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()]
+    cases += in_bf16("squared", *base, layouts=LAYOUTS_IN_BF16[:2], gradients=2e-2)
     for outcome in verify(cases, steps=2):
         assert outcome.passed, outcome
 

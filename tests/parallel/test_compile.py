@@ -19,6 +19,8 @@ from titan_hydra.parallel import activation_checkpoint, compile
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.train.objectives.language import cross_entropy
 
+from .test_activation_checkpoint import MATMUL, Counting
+
 JOB = compose_job("precision=fp32", "model.dim=32", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.vocab_size=64",
                   "data=synthetic", "data.seq_len=16", "parallelism=single")
 ALONE = Mesh(JOB.parallelism, None, None, None, None)
@@ -57,15 +59,21 @@ def test_equal_blocks_are_compiled_once(counter, ac, kinds):
 @pytest.mark.parametrize("ac", ["none", "full", "op"])
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3_moe_debug", 5), ("deepseek_v3_debug", 7)])
 def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
-    """Attention, scores, plan, experts, sum; DeepSeek-V3 has shared experts and a dense block too. Gradients are those of eager code."""
+    """Attention, scores, plan, experts, sum; DeepSeek-V3 has shared experts and a dense block too. Gradients are those of eager code, and
+    no more matmuls are computed again.
+    """
     config = compose_job(f"model={name}", "precision=fp32", "data=synthetic", "data.seq_len=16", "parallelism=single",
                          "model.dim=32", "model.n_layers=3", "model.expert_dim=16").model
     counters.clear()
     model, eager = build(ac, counter, config), build(ac, None, config)
-    for _ in range(2):
-        for one in (model, eager):
-            one(torch.arange(32).view(2, 16)).logsumexp(-1).sum().backward()
+    matmuls = []
+    for one in (model, eager) * 2:
+        loss = one(torch.arange(32).view(2, 16)).logsumexp(-1).sum()
+        with Counting() as counting:
+            loss.backward()
+        matmuls.append(counting.counts[MATMUL])
     assert counter.frame_count == kinds and not counters["graph_break"]
+    assert 0 < matmuls[2] <= matmuls[3]
     for (where, weight), other in zip(model.named_parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(weight.grad, other.grad, rtol=1e-4, atol=1e-6, msg=where)
 

@@ -18,9 +18,10 @@ PAGE = {  # stated here again, so that a slip in the schema is seen
         "comm.name", "debug.balance_experts", "train.objective", "adapter.name", "adapter.rank", "adapter.alpha"),
     ("learning",): (
         "train.beta", "train.clip", "train.imports", "train.sources", "data.train_on", "data.chat_template", "data.path", "data.encoders",
-        "data.caption_dropout", "data.validation_path", "data.validation_split", "data.global_batch", "data.mixture", "validation.steps",
+        "data.caption_dropout", "data.global_batch", "data.mixture",
         "optimizer.lr", "optimizer.muon_momentum", "lr_scheduler.warmup_steps", "seed", "steps", "tokenizer.path",
         "checkpoint.initial_load_path", "checkpoint.exclude_from_loading", "fault_tolerance.sync_every"),
+    ("held-out loss",): ("validation.steps", "data.validation_path", "data.validation_split"),
     ("work",): ("debug.deterministic", "debug.anomaly", "debug.nan_hunt", "debug.trace_activations"),
     (): ("parallelism.tp", "parallelism.cp_rotate", "pp_schedule.name", "ac.name", "ac.budget", "precision.converter", "compile.name",
          "data.local_batch", "loss.name", "model.attention", "validation.interval", "checkpoint.name", "metrics.log_every",
@@ -28,15 +29,19 @@ PAGE = {  # stated here again, so that a slip in the schema is seen
 }
 
 
+LISTS = {"work": compare.WORK, "learning": compare.LEARNING, "held-out loss": compare.HELD_OUT}
+
+
 def what_differs(config: dict, key: str) -> set[str]:
-    """Ask the report what two cells that differ in a key have not in common."""
+    """Ask the report what two validated cells that differ in a key have not in common."""
     one, another = ({key: 3}, {key: 7}) if key != "data.mixture" else ({key: {}}, {f"{key}.web.weight": 0.5})
     rest = {name: value for name, value in config.items() if name != key}
-    cells = [ReportCell(name, Path(name), [], State("done"), rest | own) for name, own in (("a", one), ("b", another))]
+    cells = [ReportCell(name, Path(name), [], State("done"), rest | own, result={"validation_loss": 1.0})
+             for name, own in (("a", one), ("b", another))]
     found = compare.differences(cells, ["a", "b"], set())
     assert len(found) <= 1 and all(f"{key}.".startswith(f"{one.key}.") for one in found), (key, found)
-    alike = {"work": compare.same(*cells, compare.WORK), "learning": compare.same(*cells, compare.LEARNING)}
-    assert all(getattr(one, name) is not alike[name] for one in found for name in alike)
+    alike = {name: compare.same(*cells, keys) for name, keys in LISTS.items()}
+    assert all(getattr(one, name) is not alike[name] for one in found for name in ("work", "learning"))
     return {name for name in alike if not alike[name]}
 
 
@@ -51,7 +56,7 @@ def test_the_report_asks_the_schema_what_each_key_changes(flat):
         if not is_dataclass(kind_of(key)):
             changes = changes_of(key)[1]
             assert changes in get_args(Changes), key
-            assert what_differs(flat, key) == {name for name in ("learning", "work") if name in changes}, key
+            assert what_differs(flat, key) == {name for name in LISTS if name in changes}, key
             if not spec.metadata["identity"]:
                 assert "learning" not in changes, f"{key} is not part of the hash, so it must not change what is learned"
 
@@ -62,7 +67,7 @@ def test_a_key_that_says_nothing_changes_what_is_learned():
 
 
 @pytest.mark.parametrize(("key", "value"), [("train.objective", "dpo"), ("train.beta", 0.2), ("data.train_on", "all"), ("adapter.rank", 8),
-                                            ("data.chat_template", "chatml"), ("validation.steps", 20)])
+                                            ("data.chat_template", "chatml")])
 def test_what_is_learned_differs_is_refused_or_said(sweep, capsys, key, value):
     sweep.cell("a", losses=[5.0, 4.0], result={"tokens_per_second": 100.0})
     sweep.cell("b", {key: value}, losses=[5.0, 4.0], result={"tokens_per_second": 100.0}, swept=False)
@@ -71,6 +76,16 @@ def test_what_is_learned_differs_is_refused_or_said(sweep, capsys, key, value):
     assert (status, err.startswith(f"{name} differs: ")) == (2, True)
     status, out, _ = sweep.report(capsys, "--allow", name)
     assert status == 0 and "losses are not compared" in out and "| yes" not in out
+
+
+@pytest.mark.parametrize(("key", "values"), [("validation.steps", (3, 7, 9)), ("data.validation_path", ("u", "v", "w"))])
+def test_other_held_out_samples_are_said_and_nothing_is_refused(sweep, capsys, key, values):
+    """Speed and training losses are compared as ever. A cell that was not validated has no number to compare."""
+    for name, value, held_out in zip("abc", values, (4.5, 4.6, None), strict=True):
+        sweep.cell(name, {key: value}, losses=[5.0, 4.0], result={"tokens_per_second": 100.0, "validation_loss": held_out}, swept=False)
+    status, out, err = sweep.report(capsys)
+    assert (status, err) == (0, "") and f"{key} differs: {values[0]} (a); {values[1]} (b): held-out losses are not compared\n" in out
+    assert out.count("  yes\n") == 2, out
 
 
 @pytest.mark.parametrize(("key", "changes"), [(key, changes) for changes, keys in PAGE.items() for key in keys])

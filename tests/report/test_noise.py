@@ -99,7 +99,7 @@ def test_a_busy_machine_is_told(sweep, capsys):
     load(sweep.cell("louder", result=result(900.0)), 2, 3.0, 24.25)
     assert "- loud, louder: the machine was busy with more than this (load up to 24.2 on 2 cores)" in sweep.report(capsys, "--md")[1]
     lines = sweep.report(capsys, "--csv")[1].splitlines()
-    assert lines[2].endswith(",14.25,2") and "load,cores" in lines[0]
+    assert lines[2].endswith(",14.25,2,,") and "load,cores" in lines[0]
 
 
 def seeds(sweep, changes, offset, rates, held_out=None):

@@ -1,11 +1,17 @@
 """The state of a run while its ranks write."""
 import json
+import os
+import time
 from types import SimpleNamespace
+
+import pytest
 
 from titan_hydra.base.errors import Kind
 from titan_hydra.config import compose_job, to_dict
 from titan_hydra.launch import show
-from titan_hydra.runs import hints, rundir
+from titan_hydra.runs import hints, layout, rundir, slurm, view
+from titan_hydra.runs.find import RunCell
+from titan_hydra.runs.slurm import Queue
 
 
 def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
@@ -18,6 +24,52 @@ def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "beat_0.json").touch()
     gone.append(tmp_path / "beat_0.json")
     assert rundir.heard_lately(tmp_path)
+
+
+def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
+    """As on the login node of another cluster that has the same name."""
+    attempt = layout.ATTEMPT.of(tmp_path, 1)
+    attempt.mkdir(parents=True)
+    owner = {"pid": 1, "host": "login", "born": None, "started": 0.0, "executor": "slurm", "job_id": "7", "token": "abc", "user": "me"}
+    rank = {"pid": 1, "host": "node", "born": None}
+    layout.CLAIM.write(attempt, owner)
+    layout.RANK.write(attempt, rank)
+    assert rundir.state(tmp_path, Queue()).kind == "running" and "ended" not in layout.CLAIM.read(attempt)
+    layout.RANK.write(attempt, rank | {"exit_status": 75, "ended": 1.0})
+    assert rundir.state(tmp_path, Queue()).kind == "interrupted"
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
+def test_a_hosts_clock_may_be_wrong(tmp_path, monkeypatch, ahead):
+    """A healthy run, begun 100 s ago, on a node whose clock differs from the login node's; and one whose heartbeats ended 90 s ago."""
+    attempt = layout.ATTEMPT.of(tmp_path, 1)
+    attempt.mkdir(parents=True)
+    there = time.time() + ahead
+    process = {"pid": os.getpid(), "host": "node", "born": None}
+    layout.CLAIM.write(attempt, process | {"started": time.time() - 110})
+    layout.CONFIG.write(tmp_path, {"model": {}, "steps": 10})
+    layout.RANK.write(attempt, process | {"started": there - 100})
+    os.utime(layout.RANK.of(attempt), (time.time() - 100,) * 2)
+    layout.METRICS.of(tmp_path).write_text('{"step": 4, "loss": 1.0, "step_seconds": 2.0}\n')
+    layout.STATUS.write(attempt, {"step": 4})
+    layout.BEAT.write(attempt, {"step": 5, "phase": "optimizer", "count": 9, "since": there - 1, "time": there})
+    monkeypatch.setattr(rundir, "inspect", lambda *given: rundir.State("running", 1))
+    row = view.look([RunCell("a", tmp_path, [])])[0][0]
+    assert row.silent is None and row.to_go == 12.0 and 95 < row.seconds < 105, row
+    os.utime(layout.BEAT.of(attempt), (time.time() - 90,) * 2)
+    assert 85 < view.look([RunCell("a", tmp_path, [])])[0][0].silent < 95
+
+
+def test_a_controller_that_is_down_is_asked_once(monkeypatch):
+    """Each question may take half a minute, and a thousand runs ask which cluster this is."""
+    calls, answers = [], [None, None, "ClusterName  = here\n"]
+    monkeypatch.setattr(slurm, "call", lambda *command: calls.append(command) or answers[len(calls) - 1])
+    monkeypatch.setattr(slurm, "SETTINGS", [])
+    owner = {"cluster": "there"}
+    assert {slurm.elsewhere(owner) for _ in range(9)} == {""} and len(calls) == 1
+    monkeypatch.setattr(slurm, "LIMIT", -1)
+    assert [slurm.elsewhere(owner) for _ in range(9)] == ["", *["there"] * 8] and len(calls) == 3
+    assert slurm.elsewhere({"cluster": "here"}) == slurm.elsewhere({}) == ""
 
 
 def test_a_hint_names_a_checkpoint_only_where_there_is_one(tmp_path, monkeypatch):

@@ -23,11 +23,11 @@ class Cluster:
     """One SLURM: its environment, its jobs, and the accidents that can happen to it."""
 
     def __init__(self, accounting: str = "shim", preempt_signal: str = "user", owner: int | None = None,
-                 node_timeout: int = 10) -> None:
+                 node_timeout: int = 10, name: str = "fake", enforce: str = "none", timeouts: str = "short") -> None:
         self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # short: it holds unix sockets
         self.env = {**os.environ, "SLURM_HOME": str(self.home), "SLURM_ACCOUNTING": accounting,
                     "SLURM_PREEMPT_SIGNAL": preempt_signal, "SLURM_OWNER": str(owner or os.getpid()),
-                    "SLURM_NODE_TIMEOUT_S": str(node_timeout),
+                    "SLURM_NODE_TIMEOUT_S": str(node_timeout), "SLURM_CLUSTER": name, "SLURM_ENFORCE": enforce, "SLURM_TIMEOUTS": timeouts,
                     "SLURM_CONF": f"{self.home}/etc/slurm.conf", "PATH": f"{self.home}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
 
     def manage(self, *arguments: str) -> None:

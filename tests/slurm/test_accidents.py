@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from .conftest import ROOT
+from .conftest import ROOT, desk, running
 
 # launch.py, killed by itself at a call of this function, before or after its work.
 KILLED = """
@@ -97,25 +97,27 @@ def test_two_people_submit_the_same_sweep(submit):
 
 
 @pytest.mark.slow
-def test_controller_dies_during_a_sweep(submit):
+@pytest.mark.parametrize("timeouts", ["short", "slurm"])
+def test_controller_dies_during_a_sweep(tmp_path, timeouts):
     """Jobs go on without it; nothing is submitted twice meanwhile; it takes them up again. One whose end it has missed it may start once
     more: that start sees that all is done."""
-    line = submit.line("-m", "gpus=1", "steps=40", "seed=1,2,3", "cluster.max_parallel=2")
-    submit.sabotage("import time\nupdate = trainer.Trainer.update\n"
-                    "trainer.Trainer.update = lambda self, *given: time.sleep(0.3) or update(self, *given)")
-    assert submit.run(*line).returncode == 0
-    running = [run for run in submit.cells() if "seed=3" not in (run / "overrides.txt").read_text()]
-    submit.wait(lambda: all(submit.step(run) > 0 for run in running))
-    submit.cluster.saved()
-    submit.cluster.manage("crash", "slurmctld")
-    out = submit.run(*line)
-    assert out.returncode == 0 and "SLURM does not answer; nothing was started" in out.stdout, out.stdout + out.stderr
-    states = [cell["state"] for cell in submit.status().values()]
-    assert sorted(states) in (["running", "running", "unknown"], ["done", "done", "unknown"], ["done", "running", "unknown"]), states
-    submit.cluster.up()
-    submit.settle(seconds=150)
-    trained_once(submit, submit.cells(), steps=40)
-    assert len({submit.job_id(run).split("_")[0] for run in submit.cells()}) == 1
+    with running(timeouts=timeouts) as cluster, desk(cluster, tmp_path / "work") as submit:
+        line = submit.line("-m", "gpus=1", "steps=40", "seed=1,2,3", "cluster.max_parallel=2")
+        submit.sabotage("import time\nupdate = trainer.Trainer.update\n"
+                        "trainer.Trainer.update = lambda self, *given: time.sleep(0.3) or update(self, *given)")
+        assert submit.run(*line).returncode == 0
+        training = [run for run in submit.cells() if "seed=3" not in (run / "overrides.txt").read_text()]
+        submit.wait(lambda: all(submit.step(run) > 0 for run in training))
+        submit.cluster.saved()
+        submit.cluster.manage("crash", "slurmctld")
+        out = submit.run(*line)
+        assert out.returncode == 0 and "SLURM does not answer; nothing was started" in out.stdout, out.stdout + out.stderr
+        states = [cell["state"] for cell in submit.status().values()]
+        assert sorted(states) in (["running", "running", "unknown"], ["done", "done", "unknown"], ["done", "running", "unknown"]), states
+        submit.cluster.up()
+        submit.settle(seconds=300)
+        trained_once(submit, submit.cells(), steps=40)
+        assert len({submit.job_id(run).split("_")[0] for run in submit.cells()}) == 1
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""titan cluster init writes a file that works: a cell is submitted with it."""
+"""titan cluster init writes a file that works: a cell is submitted with it. What the site's limits would hold for ever is not."""
+import pytest
+
+from .conftest import desk, running
 
 
 def test_the_file_it_writes_takes_a_cell_to_its_end(submit):
@@ -13,3 +16,33 @@ def test_the_file_it_writes_takes_a_cell_to_its_end(submit):
     result = submit.run("--config-dir", str(site), *submit.TINY, *options)
     assert result.returncode == 0, result.stderr
     assert "1 done" in result.stdout
+
+
+def test_a_job_beyond_its_partitions_limit_is_refused(submit):
+    submit.cluster.call("scontrol", "update", "PartitionName=main", "MaxTime=60")
+    try:
+        refused = submit.run(*submit.line("gpus=1", "cluster.time_minutes=600"))
+    finally:
+        submit.cluster.call("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
+    words = "cluster.time_minutes=600: 600 minutes, and partition main allows 60; nearest legal: 60"
+    assert refused.returncode == 2 and refused.stderr.strip() == words and not (submit.folder / "runs").exists(), refused.stderr
+
+
+@pytest.mark.slow
+def test_the_limits_of_a_qos_hold(tmp_path):
+    """By real associations: a job beyond the QOS's time or devices is refused, cluster init takes its time, its number of jobs holds."""
+    with running(accounting="dbd", enforce="limits") as cluster, desk(cluster, tmp_path / "work") as submit:
+        settings = "MaxWall=30", "MaxTRESPerJob=gres/gpu=4", "MaxSubmitJobsPerUser=2"
+        cluster.call("sacctmgr", "-i", "add", "qos", "short", *settings)
+        cluster.call("sacctmgr", "-i", "modify", "user", "root", "set", "qos=normal,short", "defaultqos=short")
+        refused = submit.run(*submit.line("gpus=8", "cluster.time_minutes=600"))
+        assert refused.returncode == 2 and refused.stderr.splitlines() == [
+            "cluster.time_minutes=600: 600 minutes, and QOS short allows 30; nearest legal: 30",
+            "gpus=8: 8 GPUs for a job, and QOS short allows 4"], refused.stderr
+        made = submit.python("-m", "titan_hydra.cli", "cluster", "init", "mysite", "--partition", "main", "--folder", str(submit.folder))
+        assert "time_minutes: 30\n" in made.stdout, made.stdout + made.stderr
+        with cluster.closed():
+            done = submit.run(*submit.line("-m", "gpus=1", "seed=1,2,3,4", "cluster.time_minutes=20"))
+            assert done.returncode == 1 and "SLURM refused 2 cells" in done.stderr and "QOSMaxSubmitJobPerUserLimit" in done.stderr, done
+            assert sorted(cell["state"] for cell in submit.status().values()) == ["not submitted"] * 2 + ["queued"] * 2
+            cluster.clear()

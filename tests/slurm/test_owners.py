@@ -3,6 +3,8 @@ import contextlib
 import json
 import subprocess
 
+from .conftest import Submitter, running
+
 # An sbatch that reports a time-out of its own: SLURM has the job all the same, at once or some seconds later.
 SBATCH = """#!/bin/sh
 {{ sleep {late}; {sbatch} "$@"; }} >/dev/null 2>&1 {background}
@@ -109,3 +111,27 @@ def test_a_job_that_is_over_comes_back(submit):
     assert submit.job(second, 2)["JobState"] == "COMPLETED"
     for job in (old[second], again):
         assert submit.cluster.jobs()[job]["JobState"] == "FAILED", submit.story()
+
+
+def test_a_run_of_another_cluster_is_left_alone(submit):
+    """Two SLURMs share a file system: the other's login node knows nothing of a job, and may neither end it nor start it again."""
+    line = submit.line("-m", "gpus=1", "seed=1,2", "steps=1000000", "checkpoint.interval=200", "cluster.max_parallel=1")
+    assert submit.run(*line).returncode == 0
+    runs = submit.cell("seed=1"), submit.cell("seed=2")
+    submit.wait(lambda: submit.step(runs[0]) > 5)
+    with running(name="other") as other:
+        there = Submitter(submit.folder, other)
+        for _ in range(2):
+            states = there.status()
+            assert [states[run]["state"] for run in runs] == ["running", "unknown"], states
+            assert {states[run]["where"] for run in runs} == {"cluster fake"}, states
+            again = there.run(*line)
+            assert again.returncode == 0 and "unknown (on cluster fake); nothing was started" in again.stdout, again.stdout + again.stderr
+        retried = there.titan("retry", "--only", "interrupted")
+        assert "nothing to run again" in retried.stdout, retried.stdout + retried.stderr
+        refused = there.titan("cancel", "--yes")
+        assert refused.returncode == 1 and "is a job of the cluster fake; cancel it there" in refused.stderr, refused.stderr
+        assert other.active() == [] and len(submit.cluster.active()) == 2
+    before = submit.step(runs[0])
+    submit.wait(lambda: submit.step(runs[0]) > before)
+    assert [submit.attempts(run) for run in runs] == [[1], []] and submit.status()[runs[1]]["state"] == "queued"

@@ -53,7 +53,7 @@ def expected(cluster, tmp_path_factory):
     return losses
 
 
-def drill(submit, expected, kinds, repeats: int, parallel: int = 0) -> list:
+def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: float = 300) -> list:
     """Train a cell for every kind and repetition, disturb each, and compare all with one undisturbed run. Returns the cells."""
     common = ("gpus=2", f"steps={STEPS}", f"checkpoint.interval={INTERVAL}")
     submit.sabotage(SLOW.format(seconds=0.1))
@@ -66,7 +66,7 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0) -> list:
                           f"cluster.max_parallel={parallel}", f"paths.runs=runs/{per_node}")
     waiting = {submit.cell(f"optimizer.max_norm={number}"): kind for kind in kinds for number in numbers[kind]}
     runs, hit = dict(waiting), {}
-    deadline = time.monotonic() + 300 + 200 * len(runs) / (parallel or len(runs))
+    deadline = time.monotonic() + seconds + 200 * len(runs) / (parallel or len(runs))
     while not all(map(submit.done, runs)):
         assert time.monotonic() < deadline, submit.story()
         states = {number: job["JobState"] for number, job in submit.cluster.jobs().items()}
@@ -158,3 +158,22 @@ def test_a_site_that_preempts_with_term_alone(expected, tmp_path):
     """Most do; the ranks take it for what it is."""
     with running(preempt_signal="term") as cluster, desk(cluster, tmp_path / "work") as submit:
         drill(submit, expected, ("partition",), repeats=2)
+
+
+@pytest.mark.slow  # a requeued job waits for two minutes
+def test_interrupted_jobs_lose_nothing_with_slurms_own_timeouts(expected, tmp_path):
+    with running(timeouts="slurm") as cluster, desk(cluster, tmp_path / "work") as submit:
+        drill(submit, expected, KINDS, repeats=1, seconds=570)
+
+
+@pytest.mark.slow  # SLURM gives the node up after five minutes
+def test_power_cut_of_the_batch_host_with_slurms_own_timeouts(expected, tmp_path):
+    with running(timeouts="slurm") as cluster, desk(cluster, tmp_path / "work") as submit:
+        submit.sabotage(SLOW.format(seconds=0.1))
+        submit.submit("gpus=2", f"steps={STEPS}", "checkpoint.interval=10", "cluster.gpus_per_node=1")
+        (run,) = submit.cells()
+        submit.wait(lambda: submit.step(run) >= 25)
+        submit.cluster.manage("crash", submit.job(run)["BatchHost"])
+        submit.wait(lambda: submit.done(run), seconds=800, poll=2)
+        assert submit.attempts(run) == [1, 2] and submit.losses(run) == expected
+        assert 0 <= lost(submit, run, 1) <= 10

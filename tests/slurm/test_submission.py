@@ -72,3 +72,23 @@ def test_ranks_import_the_users_modules_as_they_were_submitted(submit):
     submit.settle()
     assert submit.done(run), submit.story()
     assert "the module as submitted" in (run / "attempts/1/rank_0.log").read_text()
+
+
+def test_the_submitting_shell_and_a_purge_change_nothing(submit):
+    """sbatch and srun let variables win over a script; a purge of the file system takes single files of a copy of the code."""
+    variables = {"SBATCH_PARTITION": "urgent", "SBATCH_TIMELIMIT": "3", "SBATCH_JOB_NAME": "mine", "SBATCH_NO_REQUEUE": "1",
+                 "SBATCH_EXPORT": "NONE", "SBATCH_ARRAY_INX": "0-1", "SRUN_EXPORT_ENV": "NONE", "SLURM_EXPORT_ENV": "NONE"}
+    own, line = submit.env, ("gpus=1", "cluster.partition=main", "cluster.time_minutes=60")
+    submit.env = {**own, **variables, "BASH_FUNC_ls%%": "() {  command ls --color=always \"$@\"\n}"}
+    submit.submit(*line, "seed=1")
+    submit.env = own
+    submit.settle()
+    first = submit.cell("seed=1")
+    job = submit.job(first)
+    assert submit.done(first) and (job["Partition"], job["TimeLimit"], job["Requeue"]) == ("main", "01:00:00", "1"), submit.story()
+    assert job["JobName"].endswith(json.loads((first / "attempts/1/attempt.json").read_text())["token"])
+    (code,) = (submit.folder / "runs" / "_code").iterdir()
+    (code / "titan_hydra" / "train" / "loop.py").unlink()
+    submit.submit(*line, "seed=2")
+    submit.settle()
+    assert submit.done(submit.cell("seed=2")), submit.story()

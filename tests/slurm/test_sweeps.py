@@ -78,3 +78,26 @@ def test_what_became_of_jobs_that_slurm_has_forgotten(tmp_path, accounting):
         assert status[cancelled]["state"] == "interrupted", status[cancelled]
         report = submit.titan("report", "--allow", "optimizer")
         assert report.returncode == 0 and "killed" in report.stdout, report.stdout + report.stderr
+
+
+@pytest.mark.slow
+def test_max_parallel_holds_for_all_shapes_and_through_a_requeue(submit):
+    """Three shapes of two cells, of which two may run at once; one is stopped and requeued while the arrays after it wait."""
+    submit.sabotage("import time\nupdate = trainer.Trainer.update\n"
+                    "trainer.Trainer.update = lambda self, *given: time.sleep(0.2) or update(self, *given)")
+    submit.submit("-m", "gpus=1,2,4", "seed=1,2", "steps=30", "cluster.max_parallel=2", "data.global_batch=8")
+    first = submit.cell("gpus=1", "seed=1")
+    submit.wait(lambda: submit.step(first) > 3)
+    submit.cluster.signal_job(submit.job_id(first), "USR2")
+    submit.settle(300)
+    moments = []
+    for run in submit.cells():
+        assert submit.done(run), submit.story()
+        for attempt in submit.attempts(run):
+            record = submit.rank_record(run, 0, attempt)
+            moments += [(record["started"], 1), (record["ended"], -1)]
+    at_once, running_now = [], 0
+    for _, change in sorted(moments):
+        running_now += change
+        at_once.append(running_now)
+    assert submit.attempts(first) == [1, 2] and max(at_once) == 2, (at_once, submit.story())

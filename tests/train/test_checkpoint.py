@@ -367,6 +367,10 @@ def test_what_is_kept(tmp_path):
     assert kept(2, 0) == [900, 1000]
     assert kept(1, 500) == [500, 1000]
     assert kept(0, 0) == list(range(100, 1100, 100))
+    for step, loss in ((300, 2.5), (400, 2.0), (600, 2.0), (700, None), (1000, 2.25)):
+        checkpoints.write_manifest(checkpoints.step_folder(tmp_path, step), step, 1, {"file": (1, 1)}, loss)
+    assert kept(2, 0, True) == [400, 900, 1000] and kept(2, 0) == [900, 1000]
+    assert kept(8, 0, True) == list(range(300, 1100, 100)), "the best is among the newest"
     waste = checkpoints.Bin()
     waste.throw(checkpoints.surplus(tmp_path, 2, 0))
     assert kept(0, 0) == [900, 1000], "out of sight at once"

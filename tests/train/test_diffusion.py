@@ -12,7 +12,7 @@ from titan_hydra.models.init import init_weights
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.diffusion import as_latents, as_tokens
-from titan_hydra.verify.matrix import case
+from titan_hydra.verify.matrix import case, in_bf16
 from titan_hydra.verify.verify import reference_of, verify
 
 from .steps import cut_back, tensors
@@ -70,6 +70,14 @@ def test_every_layout_learns_what_one_process_learns(awake):
     cases = [case(name, ranks, *words, base=SMALL) for name, (ranks, *words) in LAYOUTS.items()]
     for outcome in verify(cases, steps=3):
         print(outcome)
+        assert outcome.passed, outcome
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layouts_learn_the_same_in_bf16(awake, slow):
+    layouts = (("fsdp 2", 2, "fsdp"), ("cp 2", 2, "cp"), ("hsdp 4", 4, "hsdp"))
+    cases = in_bf16("flux", *SMALL, "model.double_layers=1", layouts=layouts, loss=5e-4)
+    for outcome in verify([one for one in cases if one.slow is slow], steps=3):
         assert outcome.passed, outcome
 
 

@@ -42,7 +42,11 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     assert result.keys() >= RESULT
     assert (result["status"], result["steps"], result["measured_steps"], result["world_size"]) == ("done", 6, 5, 2)
     assert result["final_loss"] == rows[-1]["loss_mean"]
-    every = run_job.rows(run_job(tiny("steps=6", "metrics.log_every=1", "gpus=2", "data.global_batch=8"), tmp_path / "every"))
+    every = run_job(tiny("steps=11", "metrics.log_every=1", "gpus=2", "data.global_batch=8", "validation=on", "validation.steps=1"),
+                    tmp_path / "every")
+    held_out = [event["step"] for event in events(every) if event["event"] == "validation"]
+    assert held_out == [2, 4, 6, 8, 10, 11], "every tenth of the steps, rounded up, and the last"
+    every = run_job.rows(every)
     losses = {row["step"]: row["loss"] for row in every}
     assert [row["loss_mean"] for row in rows] == pytest.approx([losses[1], losses[2], (losses[3] + losses[4]) / 2,
                                                                 (losses[5] + losses[6]) / 2])

@@ -18,7 +18,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.models.init import init_weights
 from titan_hydra.train.objectives import build_objective
-from titan_hydra.verify.matrix import case, later_wins
+from titan_hydra.verify.matrix import LAYOUTS_IN_BF16, case, in_bf16, later_wins
 from titan_hydra.verify.verify import reference_of, verify
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,7 @@ def job_of(folder, *words):
 def test_every_layout_learns_what_one_process_learns(folder):
     options = {"base": WEIGHTED, "gradients": 2e-5, "config_dir": folder / "conf"}
     cases = [case(name, ranks, *words, **options) for name, (ranks, *words) in LAYOUTS.items()]
+    cases += in_bf16("weighted", *WEIGHTED, "parallelism.loss_parallel=off", layouts=LAYOUTS_IN_BF16[:2], config_dir=folder / "conf")
     for outcome in verify(cases, steps=2):
         assert outcome.passed, outcome
 

@@ -16,7 +16,7 @@ from titan_hydra.parallel import loss_head
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.train.objectives.policy import Likelihood
-from titan_hydra.verify.matrix import case
+from titan_hydra.verify.matrix import case, in_bf16
 from titan_hydra.verify.verify import verify
 
 LAYOUTS = {
@@ -63,8 +63,8 @@ def rollouts(tmp_path_factory):
     return file
 
 
-def base(name, file):
-    return (f"data={name}", f"data.path={file}", "data.seq_len=192", "model.vocab_size=4096")
+def base(name, file, seq_len=192):
+    return (f"data={name}", f"data.path={file}", f"data.seq_len={seq_len}", "model.vocab_size=4096")
 
 
 def prove(base, layouts):
@@ -78,6 +78,13 @@ def test_preferences_are_the_same_on_every_layout(pairs):
 
 def test_policies_are_the_same_on_every_layout(rollouts):
     prove(base("rollouts", rollouts), LAYOUTS | CONTEXT)
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layouts_learn_the_same_in_bf16(pairs, rollouts, slow):
+    cases = [*in_bf16("dpo", *base("preference", pairs, 64)), *in_bf16("policy", *base("rollouts", rollouts, 32), loss=1e-3)]
+    for outcome in verify([one for one in cases if one.slow is slow], steps=2):
+        assert outcome.passed, outcome
 
 
 def built(*words):

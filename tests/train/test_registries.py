@@ -72,7 +72,8 @@ def test_a_number_format_of_ones_own_learns_the_same_on_two_layouts_and_is_not_p
 
 
 def test_without_the_import_the_names_are_refused_in_one_line(project):
-    for arguments, text in ((("data=lines",), "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]"),
+    for arguments, text in ((("data=lines",),
+                             "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]; "),
                             (("metrics.trackers=[csv]",), "metrics.trackers=[csv]: csv is not one of the choices"),
                             (("train.imports=[parts]", "optimizer=adagrad", "optimizer.beta1=0.5"),
                              "optimizer.beta1=0.5: optimizer=adagrad does not read it; adamw or muon would")):

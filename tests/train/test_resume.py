@@ -13,9 +13,9 @@ import torch
 
 from titan_hydra import data
 from titan_hydra.config import freeze
-from titan_hydra.runs.checkpoints import complete, newest
+from titan_hydra.runs.checkpoints import complete, held_out_loss, newest, step_of
 
-from .conftest import losses
+from .conftest import losses, rows
 from .steps import cut_back, tensors
 
 TEN = ("steps=10", "checkpoint.interval=5", "checkpoint.keep_latest_k=0", "data.global_batch=8", "data.local_batch=2")
@@ -46,6 +46,27 @@ def test_a_resumed_run_goes_on_where_it_stopped(tiny, run_job, tmp_path, optimiz
         assert resumed.keys() == set(range(1, 11))
         for step, loss in losses(whole).items():
             assert resumed[step] == pytest.approx(loss, rel=1e-5), (name, step)
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_the_checkpoint_of_the_lowest_held_out_loss_is_kept(tiny, run_job, tmp_path, name):
+    """A rate that soon harms the model: the lowest loss is neither the first nor the last, at a step at which no save is due. What was the
+    lowest is still known after a crash, before or after it was saved.
+    """
+    words = ("steps=9", "validation=on", "validation.interval=2", "validation.steps=2", "optimizer.lr=0.03", "lr_scheduler=constant",
+             "lr_scheduler.warmup_steps=5", f"checkpoint={name}", "checkpoint.interval=5", "checkpoint.keep_best=true")
+    whole = run_job(tiny(*words, "checkpoint.keep_latest_k=0"))
+    held_out = losses(whole, "validation_loss")
+    best = min(held_out, key=held_out.__getitem__)
+    assert best == 6, held_out
+    assert [step_of(path) for path in complete(whole / "checkpoints")] == [2, 4, 5, 6, 9]
+    for left in (5, 6):
+        run = run_job(tiny(*words, "checkpoint.keep_latest_k=1"), cut_back(whole, left, tmp_path / f"left_at_{left}"))
+        assert {step_of(path): held_out_loss(path) for path in complete(run / "checkpoints")} == {6: held_out[6], 9: held_out[9]}
+        result = json.loads((run / "result.json").read_text())
+        assert (result["best_checkpoint"], result["lowest_validation_step"]) == ("step-00000006", 6)
+        assert [row["step"] for row in rows(run, "events") if row["event"] == "checkpoint"] == [2, 4, 5, 6, 9]
+        assert losses(run, "validation_loss") == held_out and newest(run / "checkpoints").name == "step-00000009"
 
 
 @pytest.mark.parametrize("source", ["embedded", "synthetic"])

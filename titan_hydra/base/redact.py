@@ -12,7 +12,7 @@ SHORTEST = 8  # characters; a shorter value would match ordinary text
 SHAPES = re.compile(  # what the issuers make recognizable, passwords in addresses, headers, and private keys
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}"
     r"|\bA[KS]IA[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\bwandb_v1_\w{20,}|\beyJ[\w-]{8,}\.[\w-]{4,}\.[\w-]*"
-    r"|(?<=://)[^\s/:@'\"${<]*:(?![${<])[^\s/@'\"]+(?=@)|(?i:authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token)\s+)[^\s\"'{]+"
+    r"|(?<=://)[^\s/:@'\"${<]*:(?![${<])[^\s/@'\"]+(?=@)|\b[0-9a-f]{32,}(?=@)|(?i:authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token)\s+)[^\s\"'{]+"
     r"|(?i:\bbearer)\s+(?=[^\s\"']*\d)[\w.~+/=-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----(.*?-----END [A-Z ]*PRIVATE KEY-----)?", re.S)
 ASSIGNED = re.compile(  # NAME = "value", NAME: value, NAME=value, x["NAME"] = "value"
     r"""(?P<name>\b\w+)(?P<is>["']?\]?\s*[:=]\s*)(?:(?P<quote>["'])(?P<quoted>[^"'\n]{6,})(?P=quote)|(?P<bare>[\w+/=.~-]{6,})(?=\s|$|[,;)}\]]))""")
@@ -25,7 +25,7 @@ def sureness(name: str) -> int:
     whole = (re.sub("(?<=[a-z])(?=[A-Z])", "_", name) if name[:1].islower() else name).upper()
     parts = whole.split("_")
     sure = SURE & set(parts) or (len(parts) > 1 and parts[-1] in LAST) or re.search("PASSWORD|AUTH_CONFIG", whole)
-    return 2 if sure else int(bool(PERHAPS & set(parts)))
+    return 2 if sure else int(bool(PERHAPS & set(parts)) or parts[-1].endswith(("TOKEN", "APIKEY")))
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:

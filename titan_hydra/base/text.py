@@ -1,5 +1,6 @@
 """Tables for the terminal. rich needs half a second for 500 rows, longer than reading the runs takes."""
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -7,6 +8,11 @@ from collections.abc import Collection, Iterable, Sequence
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
 GAP = "  "
 NARROWEST = 12  # characters to which a column may be truncated
+
+
+def printable(text: str) -> str:
+    """Drop the control characters of a text but for tabs and line ends: an escape sequence could clear the reader's screen."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str] = (), gives: Sequence[str] = (),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class PendingSave:
     staged: Future | None = None
     written: Future | None = None
     held: float = 0.0
+    held_out: float = inf  # the held-out loss of its weights
     seconds: float | None = None  # from its begin until it was complete
 
 
@@ -67,6 +69,7 @@ class Checkpointer:
     failures: int = 0  # in a row
     again: bool = False  # the last save failed, and is to be tried once more
     saved: int = -1  # step of the newest complete one that this process has written or read
+    best: float = inf  # the lowest held-out loss of a complete one
     read_back: bool = False  # this process has written a step and read some of it back
     bin: checkpoints.Bin = field(default_factory=checkpoints.Bin)
 
@@ -115,19 +118,23 @@ class Checkpointer:
         self.pending.held += held
         return held
 
-    def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool) -> None:
-        """Save if one is due; at the end of the run wait until it is complete. `votes` are the sums over all ranks."""
+    def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool,
+                   held_out: float = inf) -> None:
+        """Save if one is due; at the end of the run wait until it is complete. `votes` are the sums over all ranks; `held_out` is the
+        held-out loss, if it was measured at this step.
+        """
         if not self.on:
             return
         late, ended = votes
         if self.pending is not None and ended == self.run.world_size:
             self.finish_pending()
-        if stop or self.again or self._due(step, late > 0, last):
-            self.save(step, data_state)
+        lowest = min(self.best, self.pending.held_out if self.pending else inf)
+        if stop or self.again or self._due(step, late > 0, last) or (self.config.keep_best and held_out < lowest):
+            self.save(step, data_state, held_out)
         if last or stop:
             self.finish_pending()
             if self.again:  # there is no further step to wait for
-                self.save(step, data_state)
+                self.save(step, data_state, held_out)
                 self.finish_pending()
             if self.failures and (stop or self.config.last_step):
                 raise CheckpointError(self._lost(step))
@@ -137,15 +144,16 @@ class Checkpointer:
             return self.config.last_step
         return late or (step == 1 and self.config.first_step) or bool(self.config.interval and step % self.config.interval == 0)
 
-    def save(self, step: int, data_state: dict[str, Any]) -> None:
+    def save(self, step: int, data_state: dict[str, Any], held_out: float = inf) -> None:
         """Begin a save, after the pending one has ended: two copies of the weights would not fit."""
         if step == self.saved:
             return
         self.finish_pending()
         began, self.clock = time.perf_counter(), time.monotonic()
         own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
-        writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge, not self.read_back)
-        self.pending = PendingSave(step, writer, began)
+        writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge, not self.read_back,
+                        held_out if isfinite(held_out) else None)
+        self.pending = PendingSave(step, writer, began, held_out=held_out)
         self._start(self.pending, self._content(PARTS, self.model))
         self.pending.held += time.perf_counter() - began
         if self.stager is None:
@@ -179,6 +187,7 @@ class Checkpointer:
         pending.held += time.perf_counter() - began if self.stager else 0.0
         if failure is None:
             self.saved, self.failures, self.again, self.read_back = pending.step, 0, False, True
+            self.best = min(self.best, pending.held_out)
             seconds = pending.seconds or time.perf_counter() - pending.began
             self.report("checkpoint", pending.step, seconds=seconds, seconds_held=pending.held)
             return
@@ -205,7 +214,7 @@ class Checkpointer:
 
     def _purge(self) -> None:
         """Delete steps that need not be kept. Called on rank 0 when a step is complete."""
-        self.bin.throw(checkpoints.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every))
+        self.bin.throw(checkpoints.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every, self.config.keep_best))
 
     def close(self) -> None:
         """Wait for the threads that copy and delete."""
@@ -281,8 +290,11 @@ class Checkpointer:
     def _newest_intact(self) -> Path | None:
         """Return the step to resume from, or None. Damaged ones are moved aside. Raises CheckpointError if all are damaged."""
         set_aside = any(self.folder.glob(f"*{checkpoints.DAMAGED}"))
-        names: list[Any] = [[path.name for path in reversed(checkpoints.complete(self.folder))], set_aside]
+        best = checkpoints.best(self.folder) if self.config.keep_best else None
+        names: list[Any] = [[path.name for path in reversed(checkpoints.complete(self.folder))], set_aside,
+                            checkpoints.held_out_loss(best) if best else inf]
         dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
+        self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
         found = None
         for path in (self.folder / name for name in names[0]):

@@ -32,16 +32,16 @@ class Writer(dcp.FileSystemWriter):
     """Writes a step beside its final path, `path`, and renames it when every rank has written its part.
 
     `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete. `check`: some of it is read
-    back before.
+    back before. `held_out` is the held-out loss of the weights, if it was measured.
     """
 
     def __init__(self, path: Path, step: int, world_size: int, own: tuple[str, str] | None = None,
-                 done: Callable[[], None] = lambda: None, check: bool = True) -> None:
+                 done: Callable[[], None] = lambda: None, check: bool = True, held_out: float | None = None) -> None:
         self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
         self.set_device = device_setter()
         self.fs: SummingFiles = SummingFiles()
-        self.step, self.world_size, self.own, self.done, self.check = step, world_size, own, done, check
+        self.step, self.world_size, self.own, self.done, self.check, self.held_out = step, world_size, own, done, check, held_out
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         """Delete what an earlier try has left, before the ranks plan their writes; in the thread in which DCP saves."""
@@ -89,7 +89,7 @@ class Writer(dcp.FileSystemWriter):
             sums |= part.pop().storage_data
         super().finish(metadata, results)
         sums[".metadata"] = self.fs.sums[".metadata.tmp"]
-        checkpoints.write_manifest(self.writing, self.step, self.world_size, sums)
+        checkpoints.write_manifest(self.writing, self.step, self.world_size, sums, self.held_out)
         checkpoints.sync_folder(self.writing)
         if self.check:
             safe.check_readable(self.writing)

@@ -76,7 +76,9 @@ def cancel_slurm(rows: list[RunRow]) -> Iterable[str]:
     jobs: list[str] = []  # packed cells share theirs, and replica groups have one each
     for row in rows:
         owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
-        if any(state.job is None for _, _, state in live):
+        if cluster := slurm.elsewhere(owner):
+            yield f"{row.cell}: is a job of the cluster {cluster}; cancel it there"
+        elif any(state.job is None for _, _, state in live):
             yield f"{row.cell}: is being submitted right now; try again"
         elif others := sharing(owner, row, rows) if owner.get("packed") else []:
             yield (f"{row.cell}: shares the packed job {row.state.job.id} with {counted(len(others), 'other cell')} "
@@ -96,7 +98,26 @@ def cancel_slurm(rows: list[RunRow]) -> Iterable[str]:
     if said:
         yield f"scancel: {said}"
     else:
-        print(f"cancelled {counted(len(cells), 'cell')} ({', '.join(dict.fromkeys(jobs))})")
+        print(f"cancelled {counted(len(cells), 'cell')} ({', '.join(ranges(jobs))})")
+
+
+def ranges(jobs: list[str]) -> list[str]:
+    """Return job ids as SLURM abbreviates them: 7_[0-2,5] for the tasks of an array, 7-9 for jobs with successive numbers."""
+    arrays: dict[str, set[int]] = {}
+    for job in jobs:
+        array, _, task = job.rpartition("_")
+        arrays.setdefault(array, set()).add(int(task))
+    found = []
+    for array, tasks in arrays.items():
+        runs: list[list[int]] = []
+        for task in sorted(tasks):
+            if runs and task == runs[-1][-1] + 1:
+                runs[-1][1:] = [task]
+            else:
+                runs.append([task])
+        parts = ["-".join(map(str, run)) for run in runs]
+        found += [f"{array}_[{','.join(parts)}]" if len(tasks) > 1 else f"{array}_{parts[0]}"] if array else parts
+    return found
 
 
 def sharing(owner: dict, row: RunRow, rows: list[RunRow]) -> list[str]:

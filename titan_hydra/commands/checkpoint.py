@@ -1,6 +1,7 @@
 """`titan checkpoint`: list, verify and prune the checkpoints of a run. Reads files only and imports no torch."""
 import argparse
 from datetime import datetime
+from math import inf
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
@@ -41,18 +42,21 @@ def main(args: argparse.Namespace) -> int:
     attempt = newest_attempt(run)
     if attempt and (host := host_of_running(layout.ATTEMPT.of(run, attempt))):
         raise ConfigError(f"{run.name} is running on {host}, and deletes by itself: checkpoint.keep_latest_k")
-    return prune(steps, args.keep, args.every, args.dry)
+    keep_best = layout.CONFIG.read(run).get("checkpoint", {}).get("keep_best", False)
+    return prune(steps, args.keep, args.every, keep_best, args.dry)
 
 
 def ls(steps: Path) -> int:
     """Print one line for each step, oldest first, and for each folder left by a kill or by damage."""
+    best = checkpoints.best(steps)
     for path in checkpoints.complete(steps) or _none(steps):
         manifest = checkpoints.read_manifest(path)
         if manifest is None:
             print(f"{path.name}  {_size(path):>10}  no manifest: damaged")
             continue
         when = datetime.fromtimestamp(manifest["time"]).strftime("%Y-%m-%d %H:%M")
-        print(f"{path.name}  {_size(path):>10}  {when}  {counted(manifest['world_size'], 'rank')}")
+        held_out = "" if (loss := checkpoints.held_out_loss(path)) == inf else f"  held out {loss:.4f}{' (lowest)' * (path == best)}"
+        print(f"{path.name}  {_size(path):>10}  {when}  {counted(manifest['world_size'], 'rank')}{held_out}")
     for path in _left_behind(steps):
         print(f"{path.name}  {_size(path):>10}  {LEFT_BEHIND[path.suffix]}")
     return Exit.DONE
@@ -68,12 +72,12 @@ def _verify(paths: list[Path]) -> int:
     return status
 
 
-def prune(steps: Path, keep: int, every: int, dry: bool) -> int:
+def prune(steps: Path, keep: int, every: int, keep_best: bool, dry: bool) -> int:
     """Delete steps that need not be kept, but never the newest intact one."""
     intact = next((path for path in reversed(checkpoints.complete(steps)) if not checkpoints.damage(path)), None)
     if intact is None:
         raise ConfigError(f"{steps}: no checkpoint is intact; nothing is deleted")
-    going = [path for path in checkpoints.surplus(steps, keep, every) if path != intact] + _left_behind(steps)
+    going = [path for path in checkpoints.surplus(steps, keep, every, keep_best) if path != intact] + _left_behind(steps)
     for path in going:
         print(f"{path.name}  {_size(path):>10}  {'would be deleted' if dry else 'deleted'}")
     if not dry:

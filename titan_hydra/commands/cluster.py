@@ -3,13 +3,15 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import write_text
+from titan_hydra.config.schema import Cluster
+from titan_hydra.launch.limits import limits_of
 from titan_hydra.runs import slurm
 
 FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
@@ -61,7 +63,9 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
     found = list(partitions(listing))
     chosen = choose_partition(found, args.partition)
-    cluster = cluster_name()
+    walls = [limit.minutes for limit in limits_of(Cluster(partition=chosen.name)) if limit.minutes is not None]
+    chosen = replace(chosen, minutes=min(walls, default=chosen.minutes))
+    cluster = slurm.setting("ClusterName") or "mysite"
     name = args.name or re.sub(r"\W+", "_", cluster)
     if not re.fullmatch(r"\w[\w-]*", name):
         raise ConfigError(f"{name}: cannot be typed as cluster=NAME; letters, digits, _ and - can")
@@ -91,7 +95,7 @@ def partitions(listing: str) -> Iterable[Partition]:
         kind, gpus = gpus_of(gres)
         if gpus:
             yield Partition(name.rstrip("*"), name.endswith("*"), int(nodes), kind, gpus, int(cores.rstrip("+")), int(memory.rstrip("+")),
-                            minutes_of(limit))
+                            slurm.minutes_of(limit))
 
 
 def gpus_of(gres: str) -> tuple[str, int]:
@@ -117,14 +121,6 @@ def hardware(kind: str) -> str:
     return f"defaults:\n  - override /hardware@_global_.hardware: {found}\n" if found else ""
 
 
-def minutes_of(limit: str) -> int | None:
-    """Convert SLURM's [days-]hours:minutes:seconds, or minutes:seconds, to minutes; None for no limit."""
-    if not (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
-        return None
-    days, hours, minutes, _ = (int(part or 0) for part in match.groups())
-    return (days * 24 + hours) * 60 + minutes
-
-
 def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
     """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind of node."""
     if not found:
@@ -137,7 +133,7 @@ def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
 
 
 def file_text(partition: Partition, name: str, cluster: str) -> str:
-    """Return the text of the file: a node's cores and 95 % of its memory divided evenly among its GPUs, and the partition's time limit."""
+    """Return the text of the file: a node's cores and 95 % of its memory divided evenly among its GPUs, and the smallest time limit."""
     return FILE.format(
         cluster=cluster, name=name, partition=partition.name, nodes=partition.nodes, s="" if partition.nodes == 1 else "s",
         kind=partition.kind, gpus=partition.gpus, p="" if partition.gpus == 1 else "s",
@@ -145,9 +141,3 @@ def file_text(partition: Partition, name: str, cluster: str) -> str:
         hardware=hardware(partition.kind),
         memory=int(0.95 * partition.memory_mib / partition.gpus), minutes="null" if partition.minutes is None else partition.minutes,
     ).replace("  GPU", " GPU")
-
-
-def cluster_name() -> str:
-    """Return SLURM's name of the cluster, "mysite" if it is unknown."""
-    found = re.search(r"ClusterName\s*=\s*(\S+)", slurm.call("scontrol", "show", "config") or "")
-    return found[1] if found else "mysite"

@@ -2,8 +2,12 @@
 import argparse
 from pathlib import Path
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import counted
+from titan_hydra.runs.checkpoints import asked_for
 from titan_hydra.runs.view import add_runs, place_of
+
+from .model import add_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     direction.add_argument("--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft has them alone")
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
     parser.add_argument("target", type=Path, help="folder to write; new or empty")
+    add_step(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="number format; default: as stored")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
     parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
@@ -23,13 +28,16 @@ def main(args: argparse.Namespace) -> int:
     """Convert and print what was written. Raises ConfigError or CheckpointError."""
     from titan_hydra.checkpoint import convert
 
+    if args.to:
+        source = asked_for(place_of(args.source, args.runs), args.step)
+    elif args.step:
+        raise ConfigError("--step: is for --to; --from reads a Hugging Face folder")
     if args.to == "peft":
         from titan_hydra.checkpoint.adapters import export_peft
 
-        number = export_peft(place_of(args.source, args.runs), args.target, convert.DTYPES[args.dtype or "float32"], args.config)
+        number = export_peft(source, args.target, convert.DTYPES[args.dtype or "float32"], args.config)
         print(f"{args.target}: the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained")
     elif args.to:
-        source = place_of(args.source, args.runs)
         files, dtype = convert.export_hf(source, args.target, convert.DTYPES.get(args.dtype), args.max_shard_gb, args.config)
         print(f"{args.target}: {counted(len(files), 'file')} of weights in {str(dtype).removeprefix('torch.')}; load with from_pretrained")
     else:

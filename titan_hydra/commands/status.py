@@ -119,6 +119,8 @@ def _note(row: RunRow) -> str:
         parts.append(PHASES[row.phase])
     elif state.kind == "running":
         parts.append("first step" if row.to_go is None else f"{_clock(row.to_go)} to go")
+    if row.best:
+        parts.append(row.best)
     if state.attempt > 1:
         parts.append(f"attempt {state.attempt}")
     if 0 < (some := sum(group.kind == "running" for group in state.groups)) < len(state.groups):

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     encode.add_argument("--out", type=Path, required=True, help="the .bin to write; its description is OUT.json")
     encode.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (default: %(default)s)")
     for command, count in ((train, "*"), (encode, "+")):
-        command.add_argument("files", nargs=count, help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz too; globs and folders allowed"
+        command.add_argument("files", nargs=count, help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz, .zst too; globs and folders allowed"
                              + ("; none: the embedded corpus" if command is train else ""))
         command.add_argument("--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)")
 

@@ -91,10 +91,10 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
         "overrides and upper bounds stand in [matrix.py](../titan_hydra/verify/matrix.py).", "",
         "How far rounding takes a run in these steps depends on the processor, so it is measured where it runs. A loss or norm within",
-        f"{TIGHT['loss']:.0e} and a parameter within {TIGHT['weights']:.0e} pass at once. If one is farther, the reference is run again, "
-        f"at most {len(DRAWS)} times:",
+        f"{TIGHT['loss']:.0e}, a gradient within {TIGHT['gradients']:.0e} and a parameter within {TIGHT['weights']:.0e} pass at once. "
+        f"If one is farther, the reference is run again, at most {len(DRAWS)} times:",
         "with every initial weight moved to the next float32 above or below it, and with its sums in another order (the batch in several",
-        "parts; for tensor parallelism, each linear in parts that are rounded before they are added). Each parameter may differ by",
+        "parts; for tensor parallelism, each linear in parts that are rounded before they are added). Gradient and parameter may differ by",
         f"{MULTIPLE['weights']:.0f} times what it differs by in the farthest of these runs, loss and norm by {MULTIPLE['loss']:.0f} times. "
         "No more runs are made than are needed.",
         "`band` is the largest difference relative to that: above 1 a case has not passed. It is empty where no band was needed, and where",

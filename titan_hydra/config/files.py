@@ -17,6 +17,15 @@ from .schema import Tokenizer
 ASSETS = Path(__file__).parent.parent / "assets"
 INSTALLED = Path(__file__).parents[1] / "conf"  # of a wheel; a checkout has its own at the top. A rank's copy of the code has none
 CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
+PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")  # what may stand behind an ending, and behind which
+FASTA = ("python -c \"import json; rows = ('\\n' + open('FILE').read()).split('\\n>')[1:]; open('FILE.jsonl', 'w').writelines("
+         "json.dumps({'text': ''.join(row.split('\\n')[1:])}) + '\\n' for row in rows)\"")
+NUMPY = ("python -c \"import json, numpy as np; ids = np.load('FILE'); ids.astype('uint32').tofile('FILE.bin'); json.dump({'tokens': "
+         "ids.size, 'dtype': 'uint32', 'vocab_size': int(ids.max()) + 1, 'bos_id': None, 'eos_id': 0, 'tokenizer_sha256': ''}, "
+         "open('FILE.bin.json', 'w'))\"")
+CONVERTED = {  # endings that are not read, the data that reads what is made of them, and how
+    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), ("text_files", ".jsonl", FASTA)), ".npy": ("tokens", ".bin", NUMPY),
+}
 MOST_FILES = 1_000_000  # that one path may name
 LLAMA3_SPECIALS = [  # follow the ranks of every Llama 3 tokenizer.model, in Meta's order
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
@@ -48,8 +57,16 @@ def home(path: str) -> Path:
 
 
 def kind(file: Path) -> str:
-    """Return the suffix that decides how a file is read: `.txt` for notes.txt and notes.txt.gz."""
-    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
+    """Return the suffix that decides how a file is read: `.txt` for notes.txt, notes.txt.gz and notes.txt.zst."""
+    return Path(file.stem).suffix.lower() if file.suffix in PACKED else file.suffix.lower()
+
+
+def unread(file: Path, suffixes: tuple[str, ...]) -> str:
+    """Return why a file is not read by a source that takes these suffixes, and what converts it."""
+    packed = " (also with .gz or .zst behind it)" if any(suffix in LINED for suffix in suffixes) else ""
+    name, ending, line = CONVERTED.get(kind(file), ("", "", ""))
+    hint = f"; data={name} reads the {ending} that this makes: {line.replace('FILE', str(file))}" if line else ""
+    return f"{file.name} ends in none of {', '.join(suffixes)}{packed}{hint}"
 
 
 def missing(pattern: str, found: list[Path]) -> list[Path]:

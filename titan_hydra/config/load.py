@@ -16,9 +16,14 @@ from .fault import Fault, as_typed, suggest
 from .field import Changes
 from .ranges import Interval, Text, range_of
 from .registry import Names
-from .schema import Job, Model, default_of
+from .schema import Job, Model, Source, Validation, default_of
 from .user_code import digest, load_user_modules, require_user_modules
 
+# Keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their hash.
+HASHED_ONCE: dict[type, dict[str, Any]] = {
+    Model: {"extra": {}}, Validation: {"name": "off", "interval": 100, "steps": 10},
+    Source: {"validation_path": None, "validation_split": "validation"},
+}
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
@@ -37,6 +42,8 @@ def from_dict(cls: Any, data: dict) -> Any:
         require_user_modules(data["train"]["imports"])
     if cls is Model:
         cls = family_named(data["family"]).config
+    if cls is Validation and data["name"] == "off":
+        return cls()  # files of earlier versions hold another interval, which nothing reads
     hints = _hints(cls)
     values = dict(data)
     if issubclass(cls, Model):
@@ -173,7 +180,7 @@ def identity(job: Job) -> str:
 
 
 def _identity_part(node: Any) -> dict:
-    part = {"extra": {}} if isinstance(node, Model) else {}  # a key of version 0.1, hashed empty
+    part: dict = next((dict(was) for kind, was in HASHED_ONCE.items() if isinstance(node, kind)), {})
     for spec in dataclasses.fields(node):
         value = getattr(node, spec.name)
         if isinstance(value, dict):

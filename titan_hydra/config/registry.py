@@ -207,7 +207,7 @@ DATA_SOURCES = Registry(
     "data.name",
     DataSourceKind("embedded", "titan_hydra.data:open_embedded", warnings=f"{UNKNOWN}:in_embedded"),
     DataSourceKind("text_files", "titan_hydra.data:open_text_files", reads=("path", "text_key", "validation_path"), needs_path=True,
-                   suffixes=(".txt", ".md", ".jsonl", ".json", ".parquet"), warnings=f"{UNKNOWN}:in_files"),
+                   suffixes=(".txt", ".md", ".jsonl", ".json", ".csv", ".parquet"), warnings=f"{UNKNOWN}:in_files"),
     DataSourceKind("tokens", "titan_hydra.data:open_tokens", documents=False, reads=("path", "validation_path"), needs_path=True,
                    suffixes=(".bin",)),
     DataSourceKind("c4", "titan_hydra.data:open_hub", reads=HUB),

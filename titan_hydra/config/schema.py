@@ -5,7 +5,8 @@ choices or of type bool needs none. `only` names the options of the group that r
 `identity=False` marks what may change without making it another experiment (where it runs, how it is logged): such a field is left out of
 the hash that names the run directory.
 `changes` says what another value of the key changes, and so which runs may be compared: "learning", "work" (what a step computes or how
-long it takes), both, or "technique". What a section says holds for all its keys; where neither says anything, it is "learning".
+long it takes), both, "held-out loss" (the samples that it is measured on, and nothing of the training), or "technique". What a section
+says holds for all its keys; where neither says anything, it is "learning".
 """
 from __future__ import annotations
 
@@ -154,6 +155,8 @@ class Checkpoint:
                                          POSITIVE, identity=False)
     keep_latest_k: int = key(2, "how many of the newest checkpoints to keep; 0 keeps all", NATURAL, identity=False)
     keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", NATURAL, identity=False)
+    keep_best: bool = key(False, "save whenever a validation gives the lowest held-out loss so far, and never delete that checkpoint",
+                          only=("sync", "async", "async_pinned"), identity=False, late=True)
     first_step: bool = key(False, "save step 1 too: shows at once whether checkpoints can be written", identity=False)
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
     export_dtype: str | None = key(None, "at the end write the weights alone to RUN/export, in this number format", identity=False,
@@ -167,9 +170,10 @@ class Checkpoint:
 
 @dataclass
 class Validation:
-    name: str = key("off", "whether held-out loss is measured", choices=("off", "on"), changes="technique")
-    interval: int = key(100, "steps between validations; the last step is validated too", COUNT, only=("on",), changes="technique")
-    steps: int = key(10, "global batches of a validation", COUNT, only=("on",))
+    name: str = key("off", "whether held-out loss is measured", identity=False, choices=("off", "on"))
+    interval: int = key(0, "steps between validations; 0: a tenth of the run's steps. The last step is validated too", NATURAL,
+                        only=("on",), identity=False)
+    steps: int = key(10, "global batches of a validation", COUNT, only=("on",), identity=False, changes="held-out loss")
 
 
 @dataclass
@@ -235,7 +239,7 @@ class Cluster:
                         identity=False, choices=("inline", "local", "slurm"))
     gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", Interval(1, 1024), identity=False)
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
-    max_parallel: int = key(0, "cells of one shape that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
+    max_parallel: int = key(0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
     time_minutes: int | None = key(None, "time limit of a job", COUNT, identity=False)
     partition: str | None = key(None, "SLURM partition", WORD, identity=False)
     account: str | None = key(None, "SLURM account", WORD, identity=False)

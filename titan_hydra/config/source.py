@@ -17,8 +17,9 @@ class Source:
     split: str = key("train", "hf: split of the dataset", only=Names(DATA_SOURCES, "split"))
     text_key: str = key("text", "name of the column that holds the text", only=Names(DATA_SOURCES, "text_key"))
     validation_path: str | None = key(None, "files held out for validation (text_files, tokens, chat)", PATH,
-                                      only=Names(DATA_SOURCES, "validation_path"))
-    validation_split: str = key("validation", "hf: split used for validation", only=Names(DATA_SOURCES, "validation_split"))
+                                      only=Names(DATA_SOURCES, "validation_path"), identity=False, changes="held-out loss")
+    validation_split: str = key("validation", "hf: split used for validation", only=Names(DATA_SOURCES, "validation_split"),
+                                identity=False, changes="held-out loss")
     chat_template: str | None = key(None, "chat: how a conversation becomes text: a Jinja file, or one of the package's, chatml, gemma, "
                                     "llama3, mistral, phi or qwen3; null: the tokenizer's own", PATH,
                                     only=Names(DATA_SOURCES, "chat_template"), late=True)

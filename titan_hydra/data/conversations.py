@@ -1,9 +1,8 @@
 """Conversations in files of JSON lines: where each row begins, and what a row must hold. Imports no torch."""
 import functools
-import gzip
+import io
 import json
 import mmap
-import zlib
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .files import place_in
+from titan_hydra.config.files import PACKED
+
+from .files import UNREADABLE, opened, place_in
 from .shards import BadShard, BadShards
 
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT calls them
@@ -32,7 +33,7 @@ class Conversation:
 
 
 class ConversationFiles:
-    """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, one in .gz is unpacked.
+    """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, a packed one is unpacked.
 
     With `most`, only so many lines of each file are read.
     """
@@ -42,7 +43,7 @@ class ConversationFiles:
         for file in files:
             try:
                 content, ends = _open(file, most)
-            except (OSError, EOFError, zlib.error) as error:  # EOFError: a truncated .gz
+            except UNREADABLE as error:
                 bad.add(BadShard(file, f"{file}: cannot be read: {error}"))
                 content, ends = b"", np.zeros(1, dtype=np.int64)
             rows = [row for row in range(len(ends) - 1) if not content[ends[row]:ends[row + 1]].isspace()]
@@ -64,11 +65,11 @@ class ConversationFiles:
 
 def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
     """Return the content of a file, and where its lines begin, with the end of the last."""
-    with (gzip.open(file) if file.suffix == ".gz" else open(file, "rb")) as stream:
+    with opened(file) as stream:
+        if file.suffix in PACKED:
+            content = b"".join(islice(stream, most))
+            return content, np.fromiter(accumulate(map(len, io.BytesIO(content)), initial=0), dtype=np.int64)
         ends = np.fromiter(accumulate(map(len, islice(stream, most)), initial=0), dtype=np.int64)
-        if file.suffix == ".gz":
-            stream.seek(0)
-            return stream.read(ends[-1]), ends
         return (mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if ends[-1] else b""), ends
 
 

@@ -1,18 +1,23 @@
-"""Read text files: the rows of .txt, .jsonl and .parquet, .gz too. Imports no torch, so that commands can use it on a login node."""
+"""Read text files: the rows of .txt, .jsonl, .csv and .parquet, also packed as .gz or .zst. Imports no torch, so that commands can use it
+on a login node.
+"""
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import IO, cast
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import did_you_mean
-from titan_hydra.config.files import ASSETS, expand, kind, missing, similar
+from titan_hydra.config.files import ASSETS, expand, kind, missing, similar, unread
 from titan_hydra.config.registry import DATA_SOURCES
 
 from .shards import BadShard
@@ -33,7 +38,7 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
         raise ConfigError(f"{key}={path}: no such file" + did_you_mean(similar(path)))
     usable = [file for file in files if not suffixes or kind(file) in suffixes]
     if not usable:
-        raise ConfigError(f"{key}={path}: {files[0].name} is none of {', '.join(suffixes)}")
+        raise ConfigError(f"{key}={path}: {unread(files[0], suffixes)}")
     if not any(file.stat().st_size for file in usable):
         raise ConfigError(f"{key}={path}: {'the file is' if len(usable) == 1 else 'all files are'} empty")
     return sorted(usable + [file for file in missing(path, files) if not suffixes or kind(file) in suffixes])
@@ -53,24 +58,41 @@ def place_in(ends: list[int], number: int) -> tuple[int, int]:
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
-    """Yield number and text of rows start, start + every, ...: a row is the whole file in .txt, a line in .jsonl, a record in .parquet.
+    """Yield number and text of rows start, start + every, ...: a row is the whole file in .txt, a line in .jsonl, a record in .csv and
+    .parquet.
 
     Raises BadShard with file and line if a row cannot be read, ConfigError if it has no column `text_key`.
     """
     try:
         yield from READERS[kind(file)](file, text_key, start, every)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:  # EOFError: a truncated .gz
+    except (*UNREADABLE, UnicodeDecodeError) as error:
         raise BadShard(file, f"{file}: cannot be read: {error}") from error
+
+
+def texts(file: Path, text_key: str) -> Rows:
+    """Yield number, counted from 1, and text of each row of one file; a row of .txt is a line. Empty lines are left out.
+
+    Raises ConfigError if there is no such file, or it cannot be read to the end.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file{did_you_mean(similar(str(file)))}")
+    if kind(file) not in TEXT_SUFFIXES:
+        raise ConfigError(f"{file}: {unread(file, TEXT_SUFFIXES)}")
+    if kind(file) == ".txt":
+        lines = (text for _, text in rows(file))
+        yield from ((number, line) for text in lines for number, line in enumerate(text.splitlines(), 1) if line.strip())
+    else:
+        yield from ((number + 1, text) for number, text in rows(file, text_key))
 
 
 def _text(file: Path, text_key: str, start: int, every: int) -> Rows:
     if start == 0:
-        with _open(file) as stream:
+        with opened(file) as stream:
             yield 0, stream.read().decode()
 
 
 def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
-    with _open(file) as stream:
+    with opened(file) as stream:
         for number, line in islice(enumerate(stream), start, None, every):
             if not line.strip():
                 continue
@@ -79,6 +101,17 @@ def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
             except ValueError as error:  # also a line that is not UTF-8
                 raise BadShard(file, f"{file}:{number + 1}: not a JSON line: {error}") from error
             yield number, column(record, text_key, f"{file}:{number + 1}")
+
+
+def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
+    csv.field_size_limit(2**31 - 1)  # bytes of a text; the default is 128 KiB
+    with opened(file) as stream:
+        reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
+        try:
+            for number, record in islice(enumerate(reader), start, None, every):
+                yield number, column(record, text_key, f"{file}:{reader.line_num}")
+        except csv.Error as error:
+            raise BadShard(file, f"{file}:{reader.reader.line_num}: not CSV: {error}") from error
 
 
 def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
@@ -105,7 +138,7 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
 def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[str]:
     """Yield the first texts of a file, or of a .txt the first characters; a large file is not read as a whole."""
     if kind(file) in (".txt", ".md"):
-        with _open(file) as stream:
+        with opened(file) as stream:
             yield stream.read(length).decode(errors="ignore")
     elif kind(file) == ".parquet":
         import pyarrow.parquet
@@ -118,12 +151,20 @@ def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[
 
 
 READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
-    ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".parquet": _parquet}
+    ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".csv": _csv, ".parquet": _parquet}
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 
-def _open(file: Path):
-    return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
+UNREADABLE = (OSError, EOFError, zlib.error)  # of files that `opened` opens; EOFError: a truncated .gz
+
+
+def opened(file: Path) -> IO[bytes]:
+    """Open a file for reading, unpacked."""
+    if file.suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd"))
+    return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else open(file, "rb")
 
 
 def column(record: object, text_key: str, where: str) -> str:

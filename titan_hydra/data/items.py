@@ -132,7 +132,7 @@ class TokenFiles(Numbered):
             header["bos_id"], header["eos_id"], header["tokenizer_sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BadShard(file, f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
-                                 "write both with `titan tokenizer encode`") from error
+                                 "write both with `titan tokenizer encode`, or as docs/data.md says of your own token ids") from error
         return header
 
 

@@ -4,6 +4,7 @@ A template is a Jinja program that comes with a tokenizer, from whoever made tha
 with {% generation %} tags. For one without tags the text decides: a conversation up to the answer and the prompt for it must begin the
 conversation with the answer. Tokens are never compared: those of a beginning need not be the first tokens of the whole.
 """
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -153,6 +154,8 @@ def load_template(key: str, source: schema.Source, tokenizer: schema.Tokenizer) 
 def _read(key: str, name: str) -> str:
     file = BUILT_IN.get(name, home(name))
     try:
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EINVAL, "not a file")  # a pipe would wait for its writer
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         near = similar(name) or tuple(BUILT_IN)

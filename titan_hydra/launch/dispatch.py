@@ -161,10 +161,8 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return the faults of starting these cells here and now: a run under way, no sbatch, a folder that cannot be written, too many
-    GPU-hours.
-
-    A dry run needs no SLURM and writes nothing.
+    """Return the faults of starting these cells here and now: a run under way, those of SLURM, a folder that cannot be written, too many
+    GPU-hours. A dry run writes nothing.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
@@ -172,13 +170,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
             faults.append(Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel "
                                 f"{cell.directory.name})"))
     slurm, parallel, dry = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells), launch.mode == "dry"
-    if slurm and not dry and shutil.which("sbatch") is None:
-        faults.append(Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",)))
-    elif slurm and not dry:
-        try:
-            snapshot.files(snapshot.ROOT)
-        except ConfigError as error:
-            faults.append(Fault("cluster.executor", "slurm", str(error)))
+    faults += faults_of_slurm(to_start(cells, states), dry) if slurm else []
     if launch.packed and not slurm:
         faults.append(Fault("launch.packed", True, "is for SLURM: here cells share the machine anyway", legal=(False,)))
     if parallel > 1 and not slurm:
@@ -199,6 +191,24 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
     return faults
+
+
+def faults_of_slurm(start: list[Cell], dry: bool) -> Iterable[Fault]:
+    """Yield the faults of submitting these cells: no sbatch, code that cannot be copied, jobs beyond the site's limits. A dry run needs no
+    SLURM.
+    """
+    from . import limits, submit
+
+    if not dry and shutil.which("sbatch") is None:
+        yield Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",))
+        return
+    try:
+        if not dry:
+            snapshot.files(snapshot.ROOT)
+    except ConfigError as error:
+        yield Fault("cluster.executor", "slurm", str(error))
+    if start:
+        yield from limits.faults(submit.planned(start))
 
 
 def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:

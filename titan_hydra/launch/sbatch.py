@@ -212,8 +212,11 @@ class SlurmBatch(SlurmExecutor):
         (folder / LIST).write_text("".join(rows))
         layout.SBATCH.of(folder).write_text(self.text)
 
-    def submit_all(self) -> list[str]:
-        """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123. Raises SubmissionError."""
+    def submit_all(self) -> tuple[list[str], str]:
+        """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123; and the cluster, if its flag chose one.
+
+        Raises SubmissionError.
+        """
         # Inside another job, its variables would be taken for this one's.
         foreign = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
         flags = re.findall(r"^#SBATCH --([\w-]+)", self.text, re.M)
@@ -226,5 +229,5 @@ class SlurmBatch(SlurmExecutor):
             raise SubmissionError(" ".join(error.stderr.split()) or f"sbatch ended with status {error.returncode}") from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SubmissionError(f"sbatch: {error}") from error
-        number = done.stdout.strip().split(";")[0]
-        return [f"{number}_{index}" if self.array else number for index in range(len(self.lines))]
+        number, _, cluster = done.stdout.strip().partition(";")
+        return [f"{number}_{index}" if self.array else number for index in range(len(self.lines))], cluster

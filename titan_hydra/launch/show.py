@@ -95,7 +95,7 @@ def where(cell: Cell) -> str:
 def waiting(state: State) -> str:
     """Explain why a run is not running yet, with SLURM's reason."""
     if state.kind == "unknown":
-        return "unknown: SLURM does not answer; nothing was started"
+        return f"unknown (on {state.host}); nothing was started" if state.host else "unknown: SLURM does not answer; nothing was started"
     reason = state.job.reason if state.job else ""
     start = state.job.start if state.job and state.job.start not in ("", "N/A", "Unknown") else ""
     return "queued" + (f" ({reason})" if reason not in ("", "None") else "") + (f", expected to start {start}" if start else "")
@@ -105,9 +105,17 @@ def result_line(directory: Path) -> str:
     """Format a finished run in one line."""
     result = layout.RESULT.read(directory)
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
-    held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f})"
+    held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f}{lowest(result)})"
     return (f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
             f"({layout.RESULT.of(directory)})")
+
+
+def lowest(result: dict) -> str:
+    """Format the lowest held-out loss of a result, and whether its checkpoint was kept; "" if it is the last."""
+    loss, step = result.get("lowest_validation_loss"), result.get("lowest_validation_step")
+    if loss is None or step == result.get("steps"):
+        return ""
+    return f", lowest {loss:.4f} at step {step}{', kept' if result.get('best_checkpoint') else ''}"
 
 
 def longer(cell: Cell) -> None:

@@ -6,7 +6,6 @@ another token; and ranks of an attempt that is not the newest stop.
 """
 from __future__ import annotations
 
-import functools
 import getpass
 import math
 import re
@@ -51,16 +50,32 @@ class Array:
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
 
 
+class ArrayOrder:
+    """Which jobs an array waits for, so that at most cluster.max_parallel cells of a command line run at once, whatever their shapes."""
+
+    def __init__(self, states: list[State]) -> None:
+        """Count the cells of the line that are queued or running already."""
+        active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
+        self.before: list[str] = []  # jobs that must have ended
+        self.now, self.used = list(dict.fromkeys(active)), len(active)  # jobs after these, and how many cells of them may run at once
+
+    def after(self, count: int, limit: int) -> str:
+        """Return the jobs that an array of `count` cells waits for, as SLURM's dependencies name them; limit 0 is none."""
+        if limit and self.now and self.used + min(count, limit) > limit:
+            self.before, self.now, self.used = self.now, [], 0
+        return ":".join(self.before) if limit else ""
+
+    def submitted(self, job_id: str, count: int, limit: int) -> None:
+        """Count the cells of a job that SLURM has taken."""
+        self.now.append(job_id.split("_")[0])
+        self.used += min(count, limit or count)
+
+
 def _shape_of(cell: Cell) -> JobShape:
     """Return the resources of a cell's job, or of each of its jobs: one for each replica group."""
     ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
     return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
-
-
-def _kind_of(cell: Cell) -> tuple[JobShape, int, str]:
-    """Return what the cells of an array have in common."""
-    return _shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)
 
 
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
@@ -75,7 +90,7 @@ def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
     alike: dict[tuple[JobShape, int, str], list[Cell]] = {}
     for cell in cells:
-        alike.setdefault(_kind_of(cell), []).append(cell)
+        alike.setdefault((_shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
     return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
             for (shape, groups, _), some in alike.items() for first in range(0, len(some), max(limit // groups, 1))]
 
@@ -101,19 +116,21 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
     return SlurmBatch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
 
 
-@functools.cache
 def largest_array() -> int:
     """Return the number of tasks that the cluster allows in an array."""
-    found = re.search(r"MaxArraySize\s*=\s*(\d+)", slurm.call("scontrol", "show", "config") or "")
-    return max(int(found[1]) - 1, 1) if found else 1000
+    return max(int(slurm.setting("MaxArraySize") or 1001) - 1, 1)
+
+
+def planned(cells: list[Cell]) -> list[Array]:
+    """Return the arrays that these cells would be submitted in. Needs no SLURM."""
+    packed, baseline = cells[0].job.launch.packed, baseline_of(cells)
+    return arrays_of([*cells, baseline] if packed and len(cells) > 1 and baseline else cells, packed, largest_array())
 
 
 def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
     """Yield the batch scripts that these cells would be submitted with. Needs no SLURM and writes nothing."""
-    runs, baseline = cells[0].runs, baseline_of(cells)
-    if cells[0].job.launch.packed and len(cells) > 1 and baseline:
-        cells = [*cells, baseline]
-    for array in arrays_of(cells, cells[0].job.launch.packed, 1000):
+    runs = cells[0].runs
+    for array in planned(cells):
         folder = layout.SWEEPS.of(runs) / "NAME-TIME" / array.token
         homes = [homes_of(cell.directory, cell.job.fault_tolerance.replicas) for cell in array.cells]
         attempts = [[layout.ATTEMPT.of(home, 1) for home in own] for own in homes]
@@ -128,7 +145,7 @@ def run(cells: list[Cell], folder: Path | None) -> int:
     with interrupts.counted():
         if start and cells[0].job.launch.packed:
             start = with_repeated_baseline(start, folder)
-        status = submit(start, folder, interrupts) if start else Exit.DONE
+        status = submit(start, folder, interrupts, ArrayOrder(states)) if start else Exit.DONE
         states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
     show.submitted(cells, states, folder)
     for state in states:
@@ -153,17 +170,17 @@ def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None)
     return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
 
 
-def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts) -> int:
+def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts, order: ArrayOrder) -> int:
     """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
     modules = {module: None for cell in cells for module in cell.job.train.imports}
-    code, status, newest = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE, {}
+    code, status = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE
     for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
         if interrupts.received:
             break
         owner = {"executor": "slurm", "token": array.token, "packed": array.packed, "job_id": None, "user": getpass.getuser(),
-                 "code": code.name}
+                 "code": code.name, "cluster": slurm.setting("ClusterName")}
         claimed = []
         for cell in array.cells:
             number = states[cell.directory].attempt + 1
@@ -174,7 +191,7 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
         if claimed:
             mine, attempts = map(list, zip(*claimed, strict=True))
             exclude = unfit_hosts([states[cell.directory] for cell in mine])
-            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, newest) or status
+            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, order) or status
     return status
 
 
@@ -184,12 +201,12 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
     return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
 
 
-def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, newest: dict[tuple, str]) -> int:
+def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, order: ArrayOrder) -> int:
     """Submit the claimed attempts of each cell: in one array or, where a limit of the site allows fewer jobs, in as large ones as it takes.
 
-    `newest` holds the last job of each kind of array, which the next one waits for with cluster.max_parallel. Returns the exit status.
+    Returns the exit status.
     """
-    first, size, status, kind = 0, len(claimed), Exit.DONE, _kind_of(array.cells[0])
+    first, size, status, limit = 0, len(claimed), Exit.DONE, array.cells[0].job.cluster.max_parallel
     while first < len(claimed):
         size = min(size, len(claimed) - first)
         some = slice(first, first + size)
@@ -197,7 +214,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
         if size < len(claimed):
             part = replace(part, token=secrets.token_hex(4))
         try:
-            _sbatch(part, claimed[some], folder, code, newest.get(kind, ""))
+            _sbatch(part, claimed[some], folder, code, order.after(1 if array.packed else size, limit))
         except SubmissionError as error:
             reason = str(error)
             if size > 1 and not array.packed and re.search(TOO_MANY, reason, re.I):
@@ -209,8 +226,8 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
             status = after_refusal(attempts, cells, reason) or status
             if refused:
                 break
-        if array.cells[0].job.cluster.max_parallel and (job_id := layout.CLAIM.read(attempts[0])["job_id"]):
-            newest[kind] = job_id.split("_")[0]
+        if job_id := layout.CLAIM.read(attempts[0])["job_id"]:
+            order.submitted(job_id, 1 if array.packed else size, limit)
         first += size
     return status
 
@@ -224,8 +241,9 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index, token=array.token)
         shutil.copy(layout.SBATCH.of(place), layout.SBATCH.of(attempt.parents[1]))
-    for attempt, job_id in zip(attempts, batch.submit_all(), strict=True):
-        rundir.note(attempt, job_id=job_id)
+    job_ids, cluster = batch.submit_all()
+    for attempt, job_id in zip(attempts, job_ids, strict=True):
+        rundir.note(attempt, job_id=job_id, **({"cluster": cluster} if cluster else {}))
 
 
 def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:

@@ -130,6 +130,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
         raise ConfigError(str(fault))
     replica, group = _group_of(job, place, folder)
     submission = _check_claim(attempt, place)
+    remove_stopped(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)
     if layout.RESULT.read(directory).get("status") == "done":
         return None  # requeued after its end
     os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks),
@@ -154,6 +155,16 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     from titan_hydra.fault_tolerance import open_groups
 
     return train(job, run, open_groups)
+
+
+def remove_stopped(attempt: Path, rank: int) -> None:
+    """Delete this rank's files of the attempt before if it was asked to stop there: three a rank add up to 150,000 in a hundred requeues
+    of 512. Rank 0's stay, and those of ranks that failed.
+    """
+    if rank and layout.RANK.read(attempt, rank).get("exit_status") == Exit.REQUEUED:
+        for entry in (layout.RANK, layout.LOG, layout.BEAT):
+            with contextlib.suppress(OSError):
+                entry.of(attempt, rank).unlink()
 
 
 def set_environment(local_ranks: int, async_tp: bool) -> None:
@@ -201,7 +212,8 @@ def load_job(directory: Path) -> Job:
         raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
     expected = directory.name.rpartition("-")[2]
     if identity(job) != expected:
-        raise ConfigError(f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it was submitted")
+        raise ConfigError(f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it "
+                          "was submitted, or another version of titan_hydra has written it")
     return job
 
 

@@ -8,7 +8,6 @@ import platform
 import sys
 import time
 from datetime import timedelta
-from math import isfinite, nan
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -23,6 +22,7 @@ from titan_hydra.config.load import all_ranks
 from titan_hydra.config.schema import Job
 from titan_hydra.parallel.experts import Balance
 from titan_hydra.runs import layout
+from titan_hydra.runs.checkpoints import lowest_held_out
 from titan_hydra.runs.run import Run
 
 from .trackers import Tracker, open_trackers, trackable
@@ -155,9 +155,7 @@ class Metrics:
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
-        validations = [row for row in layout.EVENTS.rows(self.run.directory)[0] if row["event"] == "validation"]  # of earlier processes too
-        held_out = [(loss, row["step"]) for row in validations if isfinite(loss := row.get("validation_loss") or nan)]
-        lowest, lowest_step = min(held_out, default=(None, None))
+        lowest, lowest_step = lowest_held_out(self.run.directory)  # of earlier processes too
         return {
             "steps": step, "final_loss": self.mean_loss, "validation_loss": self.validation_loss, "lowest_validation_loss": lowest,
             "lowest_validation_step": lowest_step, "tokens": step * self.tokens_per_step, "parameters": self.parameters,

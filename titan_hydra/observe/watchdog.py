@@ -35,6 +35,7 @@ BEATS = 50  # files a second that all ranks together may write
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
 # Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
+HELD = ("meeting", "checkpoint")  # those of them in which a rank may wait for another of its world
 AFTER = ("validation", "checkpoint", "end")  # phases after the step itself, in which the ranks have agreed on a stop
 BLOCKED = 30  # seconds more until a main thread that keeps even this thread from running is ended
 MARGIN = 5  # seconds at least from a collective's time-out until a rank without progress is ended
@@ -63,6 +64,8 @@ class Watchdog:
         self.on_phase: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
+        self.neighbour, self.unheard = (run.rank + 1) % run.world_size, 0.0  # the rank that this one listens to, its seconds of silence
+        self.heard: float | None = None  # the time in its last heartbeat, by its own clock
         self.seen: tuple | None = None
         self.moved, self.dumped = time.monotonic(), False
         self.thread = thread(self.watch, "watchdog")
@@ -156,6 +159,7 @@ class Watchdog:
                     self.handle(number)
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
+                    self.check_neighbour()
                     if self.run.rank == 0 and self.run.newer_attempt:  # the ranks stop as on any such signal, and then save nothing
                         os.kill(os.getpid(), signal.SIGTERM)
             self.check_progress()
@@ -179,6 +183,29 @@ class Watchdog:
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
+    @property
+    def limit(self) -> float:
+        """The seconds without progress after which a rank is ended: a quarter more than a collective has.
+
+        The first step may compile, on all ranks at once and with no collective.
+        """
+        return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
+
+    def check_neighbour(self) -> None:
+        """End this rank if the next rank writes no heartbeats while this one is in a phase without a limit: it, or its host, is frozen.
+
+        Called after each heartbeat of this rank, whose interval is added up: a file system that blocks both ranks is no fault of the other.
+        """
+        phase = self.where.phase
+        beat = layout.BEAT.read(self.run.attempt, self.neighbour) if phase in HELD and self.run.world_size > 1 else {}
+        if not beat or beat["phase"] == "end" or beat["time"] != self.heard:
+            self.heard, self.unheard = beat.get("time"), 0.0
+            return
+        self.unheard += self.interval
+        if self.unheard > self.limit:
+            silent = f"rank {self.neighbour} has written no heartbeat for {self.unheard:.0f} s"
+            self.end(Exit.HANG, f"step {self.where.step}, {phase}: {silent}; it or its host is frozen")
+
     def check_progress(self) -> None:
         """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long is ended."""
         now, where = time.monotonic(), self.where
@@ -187,8 +214,7 @@ class Watchdog:
             self.seen, self.moved, self.dumped = seen, now, False
         step, phase = where.step, where.phase
         still = now - self.moved
-        # The first step may compile, on all ranks at once and with no collective; later ones get a quarter more than a collective.
-        limit = 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
+        limit = self.limit
         if still > 0.7 * self.timeout and not self.dumped:
             self.dumped = True
             self.dump(f"no progress for {still:.0f} s")

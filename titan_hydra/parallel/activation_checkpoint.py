@@ -61,7 +61,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if config.name == "layer" and int(name) % config.every:
             continue
         sparse = bool(sparse_layers(block))
-        # Where parts are compiled, no policy may be around them: the code in them writes into memory that is reused.
+        # No policy may be around compiled parts: inductor's code writes into memory that is reused, and what the policy saved would change.
         apart = sparse and "context_fn" in options and job.compile.name != "off"
         own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
         for owner, method in compiled_parts(block) if apart else [(block, "forward")]:
@@ -121,6 +121,5 @@ def operators(names: Iterable[str]) -> set[OpOverload]:
             known = [known.replace("::", ".") for known in operator_names()]
             raise ConfigError(f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
                               f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}")
-        # Not those that write into a given tensor, as a part of a block calls them that is compiled by itself: what is saved would change.
-        found |= {getattr(packet, name) for name in overload or packet.overloads() if not name.endswith("out")}
+        found |= {getattr(packet, name) for name in overload or packet.overloads()}
     return found

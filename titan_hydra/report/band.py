@@ -4,7 +4,9 @@ With the same weights and the same data in the same order, two correct layouts d
 training then amplifies. docs/report.md gives the width of the band and the measurements behind it.
 """
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from titan_hydra.config.registry import FORMATS, Format
@@ -66,11 +68,17 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
     The tolerance is what rounding does to a forward pass, plus, from the second row on, a share of the baseline's own noise from batch to
     batch: amplified differences end up there. The first row is logged before any update and gets no such share.
     """
-    noise = [0.0, *(local_noise(reference, row) for row in range(1, len(reference)))]
+    noise = noise_of(tuple(reference))
     return [rounding(precision) + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
 
 
-def local_noise(losses: list[float], row: int) -> float:
+@lru_cache(maxsize=4)  # all cells of a report are compared with one baseline
+def noise_of(reference: tuple[float, ...]) -> list[float]:
+    """Return the local noise of each row; 0 for the first."""
+    return [0.0, *(local_noise(reference, row) for row in range(1, len(reference)))]
+
+
+def local_noise(losses: Sequence[float], row: int) -> float:
     """Return the standard deviation of the loss from row to row, without its trend: that of neighbours' differences, by root two."""
     near = losses[max(0, row - NEIGHBOURS):row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -20,6 +20,8 @@ from titan_hydra.runs.find import RunCell, Selection
 from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.rundir import State, inspect_all
 from titan_hydra.runs.view import short_names
+
+from .columns import Column, columns_of
 
 SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are printed by their own name
 FEW = 10  # a rate from fewer measured steps is not reliable
@@ -38,7 +40,7 @@ class ReportCell:
     config: dict[str, Any] = field(default_factory=dict)
     env: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)  # only of a run that is done
-    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
+    columns: dict[str, Column] = field(default_factory=dict)  # of metrics.jsonl, and "step" with every step
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     load: dict[str, float] = field(default_factory=dict)  # of the machine: cores, and load averages at start and end
     unreadable: tuple[str, ...] = ()  # what was left out: env.json, rows of metrics.jsonl
@@ -66,8 +68,9 @@ class ReportCell:
     def steady(self) -> list[float]:
         """Tokens per second of the logged rows, without the first (warm-up), rows off the logging interval, and profiled ones."""
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
-        rows = [row for row in self.rows[1:] if (row["step"] % every == 0 or row["step"] == last) and "profiled_steps" not in row]
-        return [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
+        profiled = self.column("profiled_steps")
+        return [rate for step, rate in self.column("tokens_per_second", 1).items()
+                if (step % every == 0 or step == last) and step not in profiled]
 
     @property
     def lost(self) -> bool:  # failed, or damaged
@@ -83,7 +86,7 @@ class ReportCell:
         """The numbers of result.json; for an unfinished run computed from its rows, each a mean over `metrics.log_every` steps."""
         if not self.partial:
             return self.result
-        known = {name: [row[name] for row in self.rows if row.get(name) is not None] for name in ("memory_reserved_gib", "mfu")}
+        known = {name: self.column(name).values() for name in ("memory_reserved_gib", "mfu")}
         quarters = quantiles(self.steady, n=4) if len(self.steady) > 1 else None
         return {"tokens_per_second": median(self.steady), "tokens_per_second_iqr": quarters and quarters[2] - quarters[0],
                 "measured_steps": len(self.steady), "memory_gib": max(known["memory_reserved_gib"], default=None),
@@ -101,26 +104,29 @@ class ReportCell:
     @property
     def tokens(self) -> int | None:
         """The tokens that the run has seen."""
-        return self.result.get("tokens") or (self.rows[-1].get("tokens_seen") if self.rows else None)
+        seen = self.result.get("tokens") or self.column("tokens_seen").get(self.step)
+        return None if seen is None else int(seen)
 
     @property
     def busy(self) -> bool:
         """Whether the load of the run's machine exceeded its cores, so that other programs took part of it."""
         return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get("cores", 1)
 
-    def column(self, name: str, first: int = 0) -> dict[int, float]:
-        """Return a column of metrics.jsonl by step, from row `first` on."""
-        return {row["step"]: row[name] for row in self.rows[first:] if row.get(name) is not None}
+    def column(self, name: str, first: int = 0) -> Mapping[int, float]:
+        """Return a column of metrics.jsonl by step, without the first row if `first`."""
+        column = self.columns.get(name, Column())
+        return column.after(self.columns["step"].steps[0]) if first and column else column
 
     @cached_property
-    def losses(self) -> dict[int, float]:
+    def losses(self) -> Mapping[int, float]:
         """The loss of each logged step."""
         return self.column("loss")
 
     @cached_property
-    def means(self) -> dict[int, float]:
+    def means(self) -> Mapping[int, float]:
         """The mean loss of the steps since the row before, at each logged step; of rows of version 0.1 the loss of one step."""
-        return self.losses | self.column("loss_mean")
+        means = self.column("loss_mean")
+        return means if len(means) == len(self.losses) else dict(self.losses) | dict(means)
 
     @cached_property
     def loss(self) -> float | None:
@@ -144,18 +150,25 @@ class ReportCell:
         return self.result.get("validation_loss") or next(reversed(self.validation.values()), None)
 
     @property
+    def lowest(self) -> tuple[float, int] | None:
+        """The lowest held-out loss and its step; None for a failed run."""
+        return None if self.state.failure else min(((loss, step) for step, loss in self.validation.items() if isfinite(loss)), default=None)
+
+    @property
     def step(self) -> int:
         """The last logged step."""
-        return self.rows[-1]["step"] if self.rows else 0
+        return self.columns["step"].steps[-1] if self.columns.get("step") else 0
 
     def places(self, axis: str) -> dict[float, float]:
         """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of training)."""
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
-        places, seconds, before = {}, 0.0, 0
-        for row in self.rows:
-            seconds += (row.get("step_seconds") or 0.0) * (row["step"] - before)
-            before = row["step"]
-            places[before] = {"step": before, "tokens": row.get("tokens_seen") or tokens * before, "seconds": seconds}[axis]
+        places: dict[float, float] = {}
+        seconds, before = 0.0, 0
+        durations, seen = self.column("step_seconds"), self.column("tokens_seen")
+        for step in self.column("step"):
+            seconds += durations.get(step, 0.0) * (step - before)
+            before = step
+            places[step] = {"step": step, "tokens": seen.get(step) or tokens * step, "seconds": seconds}[axis]
         return places
 
     def on(self, axis: str, steps: Sequence[float]) -> list[float]:
@@ -165,8 +178,11 @@ class ReportCell:
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return the keys of the identity hash with their values, but for those `without`: equal for cells that differ in these alone."""
-        outside = {key for key, spec in known_keys().items() if not spec.metadata["identity"]}.union(without)
+        """Return the keys of the identity hash, and what the held-out loss is a loss of, with their values, but for those `without`: equal
+        for cells that differ in these alone.
+        """
+        outside = {key for key, spec in known_keys().items()
+                   if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss"}.union(without)
         return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
 
     @property
@@ -221,7 +237,7 @@ class Mean(ReportCell):
         error = error_of(self.of("rate"))
         return None if error is None else 2 * error
 
-    def column(self, name: str, first: int = 0) -> dict[int, float]:
+    def column(self, name: str, first: int = 0) -> Mapping[int, float]:
         """Return the members' mean at each step that all of them have logged."""
         return self._merged(lambda cell: cell.column(name, first), mean)
 
@@ -235,7 +251,7 @@ class Mean(ReportCell):
         errors = self._merged(lambda cell: cell.means, error_of)
         return {} if None in errors.values() else errors
 
-    def _merged(self, curve_of: Callable[[ReportCell], dict], by: Callable[[list[float]], float | None]) -> dict[int, float]:
+    def _merged(self, curve_of: Callable[[ReportCell], Mapping[int, float]], by: Callable[[list[float]], float | None]) -> dict[int, float]:
         curves = [curve for cell in self.members.values() if not cell.state.failure and (curve := curve_of(cell))]
         steps = set.intersection(*map(set, curves)) if curves else set()
         return {step: by([curve[step] for curve in curves]) for step in sorted(steps)}
@@ -274,9 +290,8 @@ def read_cell(chosen: RunCell, now: State) -> ReportCell:
     unreadable = [f"rows of {file}: {count}" for file, count in ((layout.METRICS.name, damaged), (layout.EVENTS.name, other)) if count]
     if not environment and layout.ENV.of(chosen.directory).exists():
         unreadable.append(layout.ENV.name)
-    ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     return replace(cell, config=dotted_config(layout.CONFIG.read(chosen.directory)), env=environment,
-                   result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {}, rows=list(ascending.values()), events=events,
+                   result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {}, columns=columns_of(rows), events=events,
                    load=rank.get("load") or {}, unreadable=tuple(unreadable))
 
 
@@ -297,7 +312,7 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
     config = {key: value for key, value in first.config.items() if key != over}
     overrides = [override for override in first.overrides if key_of(override) != over]
     unreadable = tuple(f"{what} ({cell.name})" for cell in cells for what in cell.unreadable)
-    return Mean(name, first.directory, overrides, first.state, config, first.env, first.result, first.rows, first.events, first.load,
+    return Mean(name, first.directory, overrides, first.state, config, first.env, first.result, first.columns, first.events, first.load,
                 unreadable, members={as_typed(cell.config.get(over)): cell for cell in cells})
 
 

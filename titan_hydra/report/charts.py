@@ -1,8 +1,9 @@
 """The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from operator import methodcaller
+from typing import Any
 
 from .band import WINDOW, coarser, off_by, tolerances
 from .cells import Mean, ReportCell, common, error_of
@@ -19,6 +20,7 @@ ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
     ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
     ("step_seconds", "Step times", "seconds", "step_seconds"),
 )
+POINTS, TOGETHER = 2000, 15_000  # of a line, and of all lines of a diagram; longer lines are thinned
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,14 @@ def drawn(report: Report) -> list[Lines]:
     return [chart for chart in curves(report) if chart.lines]
 
 
-def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], dict]) -> Lines:
+def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], Mapping[int, float]]) -> Lines:
     """Build a line chart with one line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
-        found = {step: value for step, value in values(row.cell).items() if isfinite(value)}
-        if len(found) < 2 or row.cell.state.failure:
+        if row.cell.state.failure:
+            continue
+        found = dict(thin([(step, value) for step, value in values(row.cell).items() if isfinite(value)], report))
+        if len(found) < 2:
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low, high = ([loss + sign * errors.get(step, 0) for step, loss in found.items()] if errors else [] for sign in (-1, 1))
@@ -137,12 +141,19 @@ def distances(report: Report) -> Lines:
         off = [abs(share) for share in off_by(base, [row.cell.losses[step] for step in steps])]
         most = max((share for share in off if isfinite(share)), default=0.0)
         said = f"at most {most:.1e}" if most else "the same bits"
-        lines.append(Curve(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", steps,
-                          [share if share and isfinite(share) else None for share in off]))
+        lines.append(Curve(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", thin(steps, report),
+                          [share if share and isfinite(share) else None for share in thin(off, report)]))
         precision = coarser(report.baseline.cell, row.cell)
-        bands.setdefault(precision, (f"the baseline's band ({precision})", steps, tolerances(base, precision)))
+        limits = thin(tolerances(base, precision), report)
+        bands.setdefault(precision, (f"the baseline's band ({precision})", thin(steps, report), limits))
     return Lines("difference", "Loss against the baseline's", f"difference by the loss, means over {WINDOW} rows", lines, log=True,
                  bands=list(bands.values()))
+
+
+def thin(values: list[Any], report: Report) -> list[Any]:
+    """Keep so many values of a long line, evenly spaced, that all lines of a diagram have TOGETHER; always the first and the last."""
+    every = -(-len(values) // max(min(POINTS, TOGETHER // len(report.rows)), 2))
+    return values if every < 2 else values[:-1][::every] + values[-1:]
 
 
 def scaling(report: Report) -> Lines:

@@ -20,6 +20,7 @@ from .cells import ReportCell
 CHANGES = {name: changes for key in known_keys() if not is_dataclass(kind_of(key)) for name, changes in [changes_of(key)]}
 WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # what a token costs
 LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]  # what a step learns
+HELD_OUT = [name for name, changes in CHANGES.items() if changes == "held-out loss"]
 EQUAL = [name for name, changes in CHANGES.items() if changes != "technique"]
 VERSIONS = ("torch", "torchao", "triton")
 UNKNOWN = object()  # a value that is equal to everything: no result yet, or no such file
@@ -67,7 +68,7 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
     for key in (*EQUAL, *PLACE):
         values: dict[object, list[str]] = {}
         for cell, label in zip(cells, labels, strict=True):
-            if (value := value_of(cell, key)) is not UNKNOWN:
+            if (value := value_of(cell, key)) is not UNKNOWN and not (key in HELD_OUT and cell.held_out is None):
                 values.setdefault(value, []).append(label)
         if len(values) > 1:
             shown = {_shown(key, value, values): of for value, of in values.items()}
@@ -105,14 +106,14 @@ def swept_keys(overrides: list[list[str]]) -> set[str]:
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
-    """Raise ConfigError with one line for each difference that is neither on purpose nor in `allowed`."""
+    """Raise ConfigError with one line for each difference that is neither on purpose nor in `allowed`, nor of the held-out loss alone."""
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]
     if unknown:
         known = (*EQUAL, *PLACE, "versions")
         hint = did_you_mean(suggest(unknown[0], known), otherwise=f"; there are {', '.join(known)}")
         raise ConfigError(f"--allow {unknown[0]}: not a key that must be equal{hint}")
     lines = [f"{difference}; leave cells out, or --allow {difference.key}" for difference in found
-             if not difference.purpose and not is_allowed(difference.key, allowed)]
+             if not (difference.purpose or difference.key in HELD_OUT or is_allowed(difference.key, allowed))]
     if lines:
         raise ConfigError("\n".join(lines))
 

@@ -4,7 +4,9 @@ It works without network: its content policy forbids every address. plotly draws
 """
 from __future__ import annotations
 
+import base64
 import datetime
+import gzip
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -24,20 +26,26 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")  # groups that are not part of the experiment
-POINTS = 2000  # of a line; a longer one is thinned
 
 
 def page(report: Report, live: float = 0) -> str:
     """Build the whole page. With `live` it fetches new data every `live` seconds."""
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     light, dark = (Markup(" ".join(f"--{key}: {value};" for key, value in shades.items())) for shades in (LIGHT, DARK))
     css, script = (Markup((ASSETS / f"report.{ending}").read_text(encoding="utf-8")) for ending in ("css", "js"))
     caption = " \N{MIDDLE DOT} ".join(filter(None, (report.caption, created(report))))
     return template("report.html").render(
         name=report.name, caption=caption, table=_table(report), more=more(report), data=data(report), live=live, light=light, dark=dark,
-        css=css, script=script, plotly=Markup(get_plotlyjs()))
+        css=css, script=script, plotly=Markup(packed_plotly()))
+
+
+@cache
+def packed_plotly() -> str:
+    """Return plotly's script as base64 of gzip, a third of its size; the page's own script unpacks it."""
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def news(report: Report) -> dict[str, Any]:
@@ -70,19 +78,25 @@ def _table(report: Report) -> dict[str, Any]:
         kind = "failed" if row.cell.lost else "flagged" if row.flagged else "baseline" if row.baseline else ""
         rows.append({"kind": kind, "cells": cells})
     return {"head": [{"title": title, "word": title in WORDS} for title, *_ in report.columns], "rows": rows,
-            "notes": [{"text": note, "bad": "left the baseline" in note} for note in report.notes]}
+            "notes": [{"text": note, "bad": "left the baseline" in note} for note in filter(None, (*report.notes, report.left_out))]}
 
 
 def data(report: Report) -> dict[str, Any]:
     """Build the data of the plots: the runs with their colours and axes, and the charts."""
+    report = report.drawn
     drawn: list[dict] = [{"kind": "bars", **asdict(chart)} for chart in charts.bar_charts(report)]
     drawn += [{"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)} for chart in charts.drawn(report)]
     drawn += [pipeline(number, one) for number, one in enumerate(timeline.pipelines(report), start=1)]
     for chart in drawn:
         for one in (*chart.get("lines", ()), *chart.get("bars", ())):
-            one.update({name: thin(values) for name, values in one.items() if isinstance(values, list)})
+            one.update({name: [digits(value) for value in values] for name, values in one.items() if isinstance(values, list)})
             one.update({name: None for name, value in one.items() if isinstance(value, float) and not isfinite(value)})
-    return {"runs": [_run(number, row) for number, row in enumerate(report.rows)], "charts": drawn}
+    return {"runs": [_run(number, row, report) for number, row in enumerate(report.rows)], "charts": drawn}
+
+
+def digits(value: float | None) -> float | None:
+    """Round to the digits that a diagram can show: a page of a large sweep consists of little else."""
+    return value if not isinstance(value, float) else int(value) if value.is_integer() else float(f"{value:.6g}")
 
 
 def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
@@ -93,18 +107,12 @@ def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
             "kinds": [(name, kind) for kind, name in timeline.NAMES.items() if kind in kinds]}
 
 
-def _run(number: int, row: ReportRow) -> dict[str, Any]:
+def _run(number: int, row: ReportRow, report: Report) -> dict[str, Any]:
     """Describe one row of the table for the plots: label, line style, coordinates on each axis."""
-    axes = {axis: thin(list(row.cell.places(axis).values())) for axis in charts.AXES}
+    axes = {axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)] for axis in charts.AXES}
     colour, dash = line_style(number)
     return {"label": row.label, "colour": colour, "dash": dash, "baseline": row.baseline, "partial": row.cell.partial,
             "flagged": row.flagged, **axes}
-
-
-def thin(values: list[Any]) -> list[Any]:
-    """Keep about POINTS values of a long list, evenly spaced, and always the last."""
-    every = -(-len(values) // POINTS)
-    return values if every < 2 else values[:-1][::every] + values[-1:]
 
 
 def more(report: Report) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
     """Draw every diagram that has data, lines over an axis of `Cell.places`, losses on a log scale if `log`. Yields the files."""
     import matplotlib
 
+    origin, report = "  \N{MIDDLE DOT}  ".join(filter(None, (report.left_out, report.origin))), report.drawn
     makers = [(chart.name, lambda chart=chart: draw_bars(report, chart)) for chart in charts.bar_charts(report)]
     makers += [(chart.name, lambda chart=chart: lines(report, chart, axis, log)) for chart in charts.drawn(report) if chart.name in FILES]
     makers += [(f"pipeline-{number}", lambda one=one: timeline.draw_timeline(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
@@ -30,7 +31,7 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
     for name, make in makers:
         with matplotlib.rc_context(settings(name)):
             drawn = make()
-            below(drawn, report.origin)
+            below(drawn, origin)
             for ending in ("png", "svg"):
                 drawn.savefig(folder / f"{name}.{ending}", metadata={"Date": None} if ending == "svg" else None, facecolor="white")
                 yield folder / f"{name}.{ending}"

@@ -1,6 +1,6 @@
 """The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes below it."""
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import hypot
 
@@ -85,6 +85,7 @@ COLUMNS = (
     ("difference", "difference_percent", lambda row: row.told, lambda row: truncated_percent(row.difference)),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
+    ("lowest held out", "lowest_held_out_loss", lambda row: _lowest(row), lambda row: row.cell.lowest and row.cell.lowest[0]),
     ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
     ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
     ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
@@ -105,6 +106,7 @@ PREDICTED = (  # with --predicted
     ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
      lambda row: row.prediction and row.prediction.peak.gib),
 )
+DRAWN = 100  # rows that the diagrams show; more cannot be told apart, nor drawn by a browser
 SLOW = 0.2  # share by which a run may be slower than predicted
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")  # no column if all cells have the same
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
@@ -125,6 +127,19 @@ class Report:
     @property
     def baseline(self) -> ReportRow:
         return next(row for row in self.rows if row.baseline)
+
+    @property
+    def drawn(self) -> "Report":
+        """The part of the report that diagrams show: the first rows, and the baseline."""
+        first = self.rows[:DRAWN]
+        return replace(self, rows=first if any(row.baseline for row in first) else [self.baseline, *first[:-1]])
+
+    @property
+    def left_out(self) -> str:
+        """What diagrams do not show, in a sentence; "" if they show all rows."""
+        if len(self.rows) <= DRAWN:
+            return ""
+        return f"the diagrams show {DRAWN} of {len(self.rows)} rows: --over KEY averages those that differ in one key, as seed"
 
     @cached_property
     def columns(self) -> list[tuple]:
@@ -227,13 +242,14 @@ class Report:
     def _mixed(self) -> list[str]:
         notes = []
         for difference in self.found:
-            leave = "on purpose" if difference.purpose else "allowed"
+            leave = " (on purpose)" if difference.purpose else "" if difference.key in compare.HELD_OUT else " (allowed)"
             lost = [name for name, without in (
                 ("no difference in tokens/s", difference.work and not compare.is_allowed(difference.key, self.allowed)),
-                ("losses are not compared", difference.learning)) if without]
+                ("losses are not compared", difference.learning),
+                ("held-out losses are not compared", difference.key in compare.HELD_OUT)) if without]
             values = "; ".join(f"{value} ({', '.join(of)})" for value, of in difference.values.items())
             if lost or not difference.purpose:
-                notes.append(f"{difference.key} differs ({leave}): {values}" + (f": {', '.join(lost)}" if lost else ""))
+                notes.append(f"{difference.key} differs{leave}: {values}" + (f": {', '.join(lost)}" if lost else ""))
         return notes
 
 
@@ -297,13 +313,14 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
     """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference; None if either is not a
     `Mean`.
 
-    The loss is the held-out one if all members have it. If both are means over the same values (the same seeds), the differences are
-    paired.
+    The loss is the held-out one if all members have it, over the same samples. If both are means over the same values (the same seeds), the
+    differences are paired.
     """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None
     every = [*cell.members.values(), *baseline.members.values()]
-    name = "held_out" if all(one.held_out is not None for one in every) else "loss"
+    alike = all(one.held_out is not None and compare.same(one, every[0], compare.HELD_OUT) for one in every)
+    name = "held_out" if alike else "loss"
     a, b = ({value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None} for side in (cell, baseline))
     if not a or not b:
         return None
@@ -312,6 +329,14 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
         return mean(pairs), error_of(pairs)
     errors = [error_of(list(side.values())) for side in (a, b)]
     return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
+
+
+def _lowest(row: ReportRow) -> str | None:
+    """Format the lowest held-out loss, if it is not the last, with its step and whether its checkpoint was kept."""
+    if row.cell.lowest is None or row.cell.lowest[1] == max(row.cell.validation):
+        return None
+    kept = ", kept" if row.cell.result.get("best_checkpoint") else ""
+    return f"{row.cell.lowest[0]:.4f} (step {row.cell.lowest[1]}{kept})"
 
 
 def _change(row: ReportRow) -> str | None:

@@ -40,14 +40,16 @@ def comma_separated(report: Report) -> str:
     """Return all columns as CSV with full digits, empty and constant ones included, and beside them the run's state and directory."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    further = ("baseline", "state", "partial", "reason", "directory", "doubt", "noise_percent", "load", "cores")
+    further = ("baseline", "state", "partial", "reason", "directory", "doubt", "noise_percent", "load", "cores", "lowest_held_out_step",
+               "best_checkpoint")
     writer.writerow([machine for _, machine, *_ in report.every] + [*further])
     for row in report.rows:
         state, load = row.cell.state, row.cell.load
         values = [value(row) for *_, value in report.every]
         reason = state.failure.line if state.failure else state.damage
         values += [row.baseline, row.cell.word, row.cell.partial, reason, row.cell.directory.name, row.doubt,
-                   truncated_percent(row.noise), max(load.get("start", 0), load.get("end", 0)) if load else None, load.get("cores")]
+                   truncated_percent(row.noise), max(load.get("start", 0), load.get("end", 0)) if load else None, load.get("cores"),
+                   row.cell.lowest and row.cell.lowest[1], row.cell.result.get("best_checkpoint")]
         writer.writerow(["" if value is None else value for value in values])
     return out.getvalue()
 

@@ -11,8 +11,12 @@ import shutil
 import threading
 import time
 import zlib
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.fault import Fault
 
 from . import layout
 
@@ -40,10 +44,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
-def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]]) -> None:
-    """Write the manifest of a step. `sums` has size and CRC-32 of every file by name."""
+def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]], held_out: float | None = None) -> None:
+    """Write the manifest of a step. `sums` has size and CRC-32 of every file by name; `held_out` is its held-out loss, if measured."""
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
-    text = json.dumps({"format": 1, "step": step, "world_size": world_size, "time": time.time(), "files": files}, indent=1)
+    text = json.dumps({"format": 1, "step": step, "world_size": world_size, "time": time.time(), "validation_loss": held_out,
+                       "files": files}, indent=1)
     with layout.MANIFEST.of(path).open("w") as file:
         file.write(text + "\n")
         file.flush()
@@ -56,6 +61,17 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         manifest = layout.MANIFEST.read(path)
         return manifest if manifest.get("files") else None
     return None
+
+
+def held_out_loss(path: Path) -> float:
+    """Return the held-out loss of a step's weights; infinity if it was not measured."""
+    loss = (read_manifest(path) or {}).get("validation_loss")
+    return inf if loss is None else loss
+
+
+def best(folder: Path) -> Path | None:
+    """Return the complete step with the lowest held-out loss, the first of equals; None if none has one."""
+    return min((path for path in complete(folder) if held_out_loss(path) < inf), key=held_out_loss, default=None)
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
@@ -92,10 +108,38 @@ def checksum(file: Path) -> str:
     return f"{crc:08x}"
 
 
-def surplus(folder: Path, keep_latest: int, keep_every: int) -> list[Path]:
-    """Return the complete steps that need not be kept: all but the newest keep_latest (0: all are kept) and the multiples of keep_every."""
+def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = False) -> list[Path]:
+    """Return the complete steps that need not be kept: all but the newest keep_latest (0: all are kept), the multiples of keep_every, and
+    with keep_best the one of the lowest held-out loss.
+    """
     old = complete(folder)[:-keep_latest] if keep_latest else []
-    return [path for path in old if not (keep_every and step_of(path) % keep_every == 0)]
+    kept = best(folder) if keep_best and old else None
+    return [path for path in old if path != kept and not (keep_every and step_of(path) % keep_every == 0)]
+
+
+def asked_for(run: Path, step: str | None) -> Path:
+    """Return the checkpoint of a run whose step is a number or `best`, that of the lowest held-out loss; the run itself for None.
+
+    Raises ConfigError if there is none: a best one also if some other step had a lower loss, and was not kept.
+    """
+    if step is None:
+        return run
+    folder = layout.CHECKPOINTS.of(run)
+    there = {str(step_of(path)): path for path in complete(folder)}
+    found, (loss, lowest) = best(folder), lowest_held_out(run)
+    if step == "best" and (found is None or held_out_loss(found) > (inf if loss is None else loss)):
+        reason = "no held-out loss was measured" if loss is None else f"the lowest held-out loss, {loss:.4f} of step {lowest}, is not kept"
+        raise ConfigError(str(Fault("--step", step, f"{reason}; checkpoint.keep_best=true keeps it", legal=tuple(there))))
+    if step != "best" and step not in there:
+        raise ConfigError(str(Fault("--step", step, f"{run.name} has no such checkpoint", legal=(*there, *["best"] * (found is not None)))))
+    return found if step == "best" else there[step]
+
+
+def lowest_held_out(run: Path) -> tuple[float | None, int | None]:
+    """Return the lowest held-out loss that a run has recorded and its step, the first of equals; (None, None) if there is none."""
+    rows = (row for row in layout.EVENTS.rows(run)[0] if row["event"] == "validation")
+    losses = [(loss, row["step"]) for row in rows if isfinite(loss := row.get("validation_loss") or nan)]
+    return min(losses, default=(None, None))
 
 
 class Bin:

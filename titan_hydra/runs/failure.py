@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
+from titan_hydra.base.text import printable
 
 from . import accounting, hang, hints, layout
 
@@ -167,7 +168,8 @@ class Ended:
 
     @classmethod
     def of(cls, attempt: Path, rank: int, said: dict, seen: dict) -> Ended:
-        error = said.get("error")
+        if error := said.get("error"):
+            error |= {name: printable(error[name]) for name in ("message", "traceback")}
         if said.get("exit_status") in STOPPED:
             error = None
         status = said.get("exit_status", seen.get("exit_status"))

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.text import printable
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.schema import Job
 
@@ -84,7 +85,7 @@ def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
-            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:])
+            return printable("\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:]))
     except OSError:
         return ""
 
@@ -96,7 +97,8 @@ ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "
                {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
 OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None,
                                                       "refused": str})
-SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {"executor": str, "index": int})
+SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {
+    "executor": str, "index": int, "cluster": str})
 OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
@@ -115,13 +117,15 @@ EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of repl
 RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
     "final_loss", "validation_loss", "lowest_validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds",
     "gpu_hours", "flops_per_token"), NUMBER) | {
-    "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None, "tokens": int, "parameters": int,
+    "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None,
+    "best_checkpoint": str | None, "tokens": int, "parameters": int,
     "world_size": int, "device": str | None, "git_sha": str | None,
     "versions": dict[str, str]}))
 CHECKPOINTS = Entry("checkpoints/", EVERY, "`step-<n>/`: weights, optimizer, each rank's data state, the manifest; "
                     "`step-<n>.damaged`: one that failed its checksums, set aside")
 MANIFEST = Entry("manifest.json", FIRST, "in a step of `checkpoints/`: every other file with its size and checksum", Fields(
-    {"step": int, "world_size": int, "time": Moment, "files": Each(Fields({"bytes": int, "crc32": str}), named=True)}))
+    {"step": int, "world_size": int, "time": Moment, "files": Each(Fields({"bytes": int, "crc32": str}), named=True)},
+    {"validation_loss": NUMBER}))
 SCHEDULE = Entry("schedule.json", FIRST, "what each pipeline rank computes, in order", Fields(
     {"ranks": Each(Each(Fields({"stage": int, "kind": str, "microbatch": int})))}))
 EXPORT = Entry("export/", EVERY, "the last weights alone (`checkpoint.export_dtype`)")

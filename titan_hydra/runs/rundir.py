@@ -158,7 +158,10 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
     folder = layout.ATTEMPT.of(directory, attempt)
     if layout.RESULT.read(directory).get("status") == "done":
         return State("done", attempt)
-    job = queue.find(owner)
+    cluster = slurm.elsewhere(owner)
+    if cluster and "ended" not in owner:
+        return State("running" if heard_of_ranks(folder) else "unknown", attempt, host=f"cluster {cluster}")
+    job = None if cluster else queue.find(owner)
     if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before recording the id
         with contextlib.suppress(OSError):
             owner = note(folder, job_id=job.id)
@@ -169,6 +172,8 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
+        if "ended" not in owner and owner["job_id"] and heard_of_ranks(folder):
+            return State("running", attempt)  # also of a cluster of the same name that shares the file system
         if not queue.answers and "ended" not in owner:
             alive_lately = owner["job_id"] and heard_lately(folder) and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
@@ -242,7 +247,22 @@ def heard_lately(attempt: Path) -> bool:
         if not file.name.startswith("."):  # in the making, by `write_json`
             with contextlib.suppress(FileNotFoundError):
                 newest = max(newest, file.stat().st_mtime)
-    return time.time() - newest < SILENCE
+    return file_time(attempt) - newest < SILENCE
+
+
+def file_time(folder: Path) -> float:
+    """Return the present time by the clock that gives the files of a folder theirs; hosts' own clocks may differ from it by an hour."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def heard_of_ranks(attempt: Path) -> bool:
+    """Whether ranks of an attempt, on whatever host, have not ended and have written something lately."""
+    return not layout.EXIT.of(attempt).exists() and any(
+        "exit_status" not in rank for rank in layout.RANK.read_all(attempt).values()) and heard_lately(attempt)
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:

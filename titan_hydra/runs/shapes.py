@@ -43,8 +43,8 @@ def test_of(kind: Any) -> Test:
         test = test_of(inner[-1])
         return lambda value: isinstance(value, outer) and all(map(test, value.values() if outer is dict else value))
     if isinstance(kind, tuple) or inner:
-        options = [test_of(one) for one in (kind if isinstance(kind, tuple) else inner)]
-        return lambda value: any(test(value) for test in options)
+        first, *others = (test_of(one) for one in (kind if isinstance(kind, tuple) else inner))
+        return lambda value: first(value) or any(test(value) for test in others)
     return PLAIN.get(kind) or (lambda value: isinstance(value, kind))
 
 

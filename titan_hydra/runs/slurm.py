@@ -1,13 +1,16 @@
 """Ask SLURM about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
 import getpass
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+SETTINGS: list[tuple[float, str]] = []  # when scontrol was asked for all settings, and its answer: once, or again LIMIT after none
 FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start, name
 
 
@@ -51,6 +54,7 @@ def ask_queue(owners: list[dict]) -> Queue:
 
     squeue also lists jobs whose end was recorded before: an administrator may requeue them, and after a failed sbatch they may appear late.
     """
+    owners = [owner for owner in owners if not elsewhere(owner)]
     if not owners:
         return Queue()
     undecided = [owner for owner in owners if "ended" not in owner]
@@ -79,6 +83,29 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
             if state:
                 found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)  # "CANCELLED by 1000"
     return found
+
+
+def setting(name: str) -> str:
+    """Return a setting of this machine's SLURM, such as ClusterName; "" if SLURM is not installed or does not answer."""
+    if not SETTINGS or (not SETTINGS[-1][1] and time.monotonic() - SETTINGS[-1][0] > LIMIT):
+        text = call("scontrol", "show", "config") or ""
+        SETTINGS[:] = [(time.monotonic(), text)]
+    found = re.search(rf"^{name}\s*=\s*(\S+)", SETTINGS[-1][1], re.M)
+    return found[1] if found else ""
+
+
+def elsewhere(owner: dict) -> str:
+    """Return the cluster of an attempt that was submitted to another one than this machine's, which knows nothing of its jobs; else ""."""
+    own = owner.get("cluster") and setting("ClusterName")
+    return owner["cluster"] if own and own != owner["cluster"] else ""
+
+
+def minutes_of(limit: str) -> int | None:
+    """Convert SLURM's [days-]hours:minutes:seconds, or minutes:seconds, to minutes; None for no limit."""
+    if not (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
+        return None
+    days, hours, minutes, _ = (int(part or 0) for part in match.groups())
+    return (days * 24 + hours) * 60 + minutes
 
 
 def call(*command: str) -> str | None:

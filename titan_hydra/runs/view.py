@@ -15,7 +15,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import differing, key_of
 
-from . import find, layout, rundir
+from . import checkpoints, find, layout, rundir
 from .find import RunCell, Selection
 from .run import homes_of
 from .rundir import State
@@ -44,6 +44,7 @@ class RunRow:
     silent: float | None = None  # seconds since its last step, when that is longer than can be expected
     phase: str | None = None  # what a running one does: start, checkpoint, ..., or a part of a step
     cancelled: str | None = None  # by whom
+    best: str | None = None  # of checkpoint.keep_best: the step that is kept, and its held-out loss
 
     @property
     def hash(self) -> str:
@@ -111,8 +112,8 @@ def place_of(target: str, runs: Path) -> Path:
 def look(cells: list[RunCell]) -> tuple[list[RunRow], Queue]:
     """Collect all that is known of these runs now."""
     queue = rundir.queue_of([cell.directory for cell in cells])
-    names = short_names(cells)
-    return [_row(name, cell.directory, rundir.inspect(cell.directory, queue)) for name, cell in zip(names, cells, strict=True)], queue
+    names, now = short_names(cells), rundir.file_time(cells[0].directory.parent) if cells else 0.0
+    return [_row(name, cell.directory, rundir.inspect(cell.directory, queue), now) for name, cell in zip(names, cells, strict=True)], queue
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
@@ -148,8 +149,8 @@ def identities() -> dict[str, bool]:
     return found
 
 
-def _row(cell: str, directory: Path, state: State) -> RunRow:
-    """Read the few files that show the progress of a run."""
+def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
+    """Read the few files that show the progress of a run, now by the clock of its files."""
     if state.kind in ("new", "damaged"):
         return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
@@ -163,8 +164,9 @@ def _row(cell: str, directory: Path, state: State) -> RunRow:
     now, phase, silent, to_go = time.time(), None, None, None
     if state.kind == "running":
         beat = layout.BEAT.read(attempt)
-        logged = layout.METRICS.of(home)
-        steady = bool(last.get("step_seconds")) and logged.stat().st_mtime > rank.get("started", now)  # this attempt has done a step
+        if beat:  # now by the clock of rank 0's host: its last heartbeat, and how long ago that was written
+            now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
+        steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(layout.RANK.of(attempt))  # a step is done
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
         if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
@@ -174,7 +176,21 @@ def _row(cell: str, directory: Path, state: State) -> RunRow:
         cell, directory, state, steps, step, result.get("tokens_per_second", last.get("tokens_per_second")),
         result.get("final_loss") or last.get("loss"), _where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
         phase, layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
+        _best(home) if config.get("checkpoint", {}).get("keep_best") else None,
     )
+
+
+def modified(file: Path) -> float:
+    """Return when a file was written; 0 if there is none."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _best(home: Path) -> str | None:
+    found = checkpoints.best(layout.CHECKPOINTS.of(home))
+    return f"best: step {checkpoints.step_of(found)}, held out {checkpoints.held_out_loss(found):.4f}" if found else None
 
 
 def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_template, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.folder import Folder
+from titan_hydra.checkpoint.reader import Merged, Reader
 from titan_hydra.config.schema import Model
 from titan_hydra.data import tokenizer
 from titan_hydra.models.init import reset_buffers
@@ -30,7 +32,7 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
-    model = load_model(checkpoint, config, seq_len, dtype)
+    model = load_model(reader_of(checkpoint), config, seq_len, dtype)
     new: list[int] = []
     text = ""
     for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
@@ -43,9 +45,8 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
     yield words.decode(new)[len(text):]
 
 
-def load_model(checkpoint: Path, config: Model, seq_len: int, dtype: str) -> nn.Module:
-    """Build the whole model of a checkpoint in `dtype`, on the GPU if there is one, in eval mode. `config` is the checkpoint's."""
-    reader = reader_of(checkpoint)
+def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dtype: str) -> nn.Module:
+    """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. `config` is its own."""
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):
         model = models.build(config, seq_len)

@@ -27,7 +27,7 @@ from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
-from titan_hydra.runs import layout
+from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 
 from .groups import Groups
@@ -50,7 +50,8 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
             checkpointer.save_weights(layout.EXPORT.of(run.directory), job.model, job.checkpoint.export_dtype)
         checkpointer.close()
         if run.rank == 0:
-            result = loop.metrics.result(job.steps)
+            best = checkpoints.best(checkpointer.folder) if job.checkpoint.keep_best else None
+            result = loop.metrics.result(job.steps) | {"best_checkpoint": best and best.name}
             for directory in {run.directory, run.home if loop.groups.leads else run.directory}:
                 write_result(job, directory, result)
 
@@ -139,8 +140,7 @@ class Loop:
                 report_bad_shards(self.loader, self.metrics, step)
             self.metrics.step(step, loss, norm, lr, trainer.balance)
             step, missed = groups.after_step(step, loss)
-            self.validate(step)
-            self.save(step, votes, stop=groups.stops(asked), missed=missed)
+            self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
             self.settle()
             collect_garbage(step, self.job.train.gc_interval)
         self.profiler.close()
@@ -152,23 +152,26 @@ class Loop:
             self.checkpointer.finish_pending()
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
 
-    def validate(self, step: int) -> None:
-        """Measure held-out loss if it is due, always on the same samples, and record it with its own duration."""
+    def validate(self, step: int) -> float:
+        """Measure held-out loss if it is due, always on the same samples, and record it with its own duration. Returns it, or infinity."""
         config = self.job.validation
-        if self.held_out is None or (step % config.interval and step != self.job.steps):
-            return
+        every = config.interval or math.ceil(self.job.steps / 10)
+        if self.held_out is None or (step % every and step != self.job.steps):
+            return math.inf
         self.watch.at("validation")
         began = time.perf_counter()
         loss = self.trainer.validate(self.held_out, config.steps)
         self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
         report_bad_shards(self.held_out, self.metrics, step)
+        return loss
 
-    def save(self, step: int, votes: list[float], stop: bool, missed: bool) -> None:
+    def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
         """Save if a checkpoint is due, or the run is to stop. Raises Stopped if it is; `missed`: a meeting of the groups was, too."""
         if stop or missed:
             refuse_stale(self.watch.run)
         self.watch.at("checkpoint")
-        self.checkpointer.after_step(step, votes, self.loader.state(), step == self.job.steps, stop or missed)
+        self.checkpointer.after_step(step, votes, self.loader.state(), step == self.job.steps, stop or missed,
+                                     held_out)
         if missed or (stop and step < self.job.steps):
             saved = "its checkpoint is written" if self.checkpointer.on else "nothing is saved, as checkpoint=off"
             raise Stopped(f"stopped after step {step} of {self.job.steps}; {saved}")

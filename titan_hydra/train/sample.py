@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import find_section, read_model_config
+from titan_hydra.checkpoint.convert import find_section, read_model_config, reader_of
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import home
 from titan_hydra.data.images import Caption, spoken, to_pixels
@@ -33,7 +33,7 @@ def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, s
     if family_of(config).takes != "latents":
         raise ConfigError(f"model.family={config.family}: takes tokens and draws no images; titan generate continues a text")
     _, section = find_section("data", checkpoint)
-    model = load_model(checkpoint, config, section["seq_len"], dtype)
+    model = load_model(reader_of(checkpoint), config, section["seq_len"], dtype)
     tools = None if section["name"] == "synthetic_images" else encoders_of(section, encoders)
     captions = [spoken(prompt, config) if tools is None else caption_of(prompt, tools, config.text_len) for prompt in ("", *prompts)]
     size = (section["seq_len"] - config.text_len, config.patch_width)

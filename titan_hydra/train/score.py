@@ -1,21 +1,95 @@
-"""Add a reference model's log-probability of each answer to pairs of answers, in one process."""
+"""Log-probabilities of given texts, and of the answers of pairs, under the model of a run or export, in one process."""
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import read_model_config, read_template, read_tokenizer_config
+from titan_hydra.checkpoint import initial
+from titan_hydra.checkpoint.convert import find_checkpoint, find_section, read_model_config, read_template, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.folder import Folder
+from titan_hydra.config.family import family_of
 from titan_hydra.config.files import write_text
+from titan_hydra.config.schema import Tokenizer
 from titan_hydra.data import tokenizer
 from titan_hydra.data.chat import Turns
 from titan_hydra.data.conversations import ConversationFiles, record_of
+from titan_hydra.data.files import texts
 from titan_hydra.data.policy import REFERENCE, PairReader
 from titan_hydra.data.shards import BadShards
 
 from .generate import load_model
+
+TOGETHER = 1000  # texts that are sorted by length, so that those of a forward are about equally long
+LOGITS = 2**28  # of a forward, at most, unless one text has more
+
+
+def score_texts(place: Path, file: Path, text_key: str, context: int | None, dtype: str) -> Iterator[dict[str, float]]:
+    """Yield for each text of a file its row, counted from 1, the negative log-probability in nats of its tokens and of the end-of-text
+    after them, and their number. `place` is a run, a checkpoint or an export.
+
+    A text of more than `context` tokens is scored in windows of so many, each of which begins in the middle of the one before: a token is
+    predicted from half a context at least. The default is the run's data.seq_len; of an export, what its model reads at most.
+    Raises ConfigError for a file without text, or with a row that cannot be read.
+    """
+    if initial.is_hf(place):
+        reader, at_most = Folder(place), None
+        config, words = reader.config, tokenizer.load(Tokenizer("hf", str(place / "tokenizer.json")))
+    else:
+        checkpoint = find_checkpoint(place)
+        config, reader = read_model_config(checkpoint), reader_of(checkpoint)
+        words, at_most = tokenizer.load(read_tokenizer_config(checkpoint)), find_section("data", checkpoint)[1].get("seq_len")
+    if family_of(config).takes != "tokens":
+        raise ConfigError(f"{place}: model.family={config.family}: is no model of text")
+    context = context or at_most or config.max_seq_len
+    if context > config.max_seq_len:
+        raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")
+    before = [words.eos_id] if words.bos_id is None else []  # in training the end of a document stood there
+    rows = ((row, before + words.document(text)) for row, text in texts(file, text_key))
+    model = None
+    while some := list(islice(rows, TOGETHER)):
+        model = model or load_model(reader, config, context, dtype)
+        nats = _score([np.array(ids) for _, ids in some], model, context, LOGITS // config.vocab_size)
+        yield from ({"row": row, "nats": total, "tokens": len(ids) - 1} for (row, ids), total in zip(some, nats, strict=True))
+    if model is None:
+        raise ConfigError(f"{file}: no text in it")
+
+
+def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) -> list[float]:
+    """Return the sum of the losses of each row; a forward takes at most `room` tokens, or one window."""
+    parts = [(number, row[begin:end], first - begin) for number, row in enumerate(rows) for begin, first, end in windows(len(row), context)]
+    parts.sort(key=lambda part: -len(part[1]))
+    totals = [0.0] * len(rows)
+    while parts:
+        length = len(parts[0][1])
+        now, parts = parts[:max(room // length, 1)], parts[max(room // length, 1):]
+        tokens = np.stack([np.pad(part, (0, length - len(part))) for _, part, _ in now])  # what follows a token does not change its loss
+        for (number, part, first), losses in zip(now, token_losses(model, torch.from_numpy(tokens)), strict=True):
+            totals[number] += losses[first - 1:len(part) - 1].sum().item()
+    return totals
+
+
+def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """Yield for each window of a row its begin, the first token whose loss counts in it, and its end. Each token but the row's first counts
+    once; a window takes `context` tokens.
+    """
+    begin, first = 0, 1
+    while first < length:
+        end = min(begin + context + 1, length)
+        yield begin, first, end
+        begin, first = end - 1 - context // 2, end
+
+
+@torch.no_grad()
+def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the loss of each token [batch, n] but the first, given those before it: [batch, n - 1], float64 on the host."""
+    tokens = tokens.long().to(next(model.parameters()).device)
+    return F.cross_entropy(model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none").double().cpu()
 
 
 def score(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
@@ -30,7 +104,7 @@ def score(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
     if not rows or longest > config.max_seq_len:
         reason = f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
         raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
-    model = load_model(checkpoint, config, longest, dtype)
+    model = load_model(reader_of(checkpoint), config, longest, dtype)
     lines = []
     for number, row in enumerate(rows):
         scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))
@@ -39,15 +113,11 @@ def score(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
     return len(rows)
 
 
-@torch.no_grad()
 def log_probabilities(model: nn.Module, turns: Turns) -> list[float]:
     """Return the log-probability of what is to be learned in each document, from a forward of its own."""
-    device = next(model.parameters()).device
     found, begin = [], 0
     for length in turns.documents:
-        tokens = torch.from_numpy(turns.tokens[begin:begin + length]).long().to(device)
-        trained = torch.from_numpy(turns.trained[begin:begin + length]).to(device)
-        losses = F.cross_entropy(model(tokens[None, :-1])[0].float(), tokens[1:], reduction="none")
-        found.append(-losses.double()[trained[1:]].sum().item())
+        losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin:begin + length]))[0]
+        found.append(-losses[torch.from_numpy(turns.trained[begin + 1:begin + length])].sum().item())
         begin += length
     return found

@@ -1,4 +1,5 @@
 """The acceptance matrix: every layout that must learn what one process learns, one line each. Imports no torch."""
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +77,20 @@ BF16 = {"loss": 1e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": (
 TIED = {"loss": 5e-4, "norm": 6e-3}
 HALVED = ("precision=bf16", "optimizer.masters=split")
 SPLIT = BF16 | {"base": HALVED}
+IMAGES = ("data=synthetic_image_text", "data.seq_len=48", "data.patches=24", "data.image_patches=20", "model.vocab_size=4096")
+LAYOUTS_IN_BF16 = (("tp 2", 2, "tp"), ("pp 2", 2, "pp"), ("fsdp 4, tp 2", 4, "fsdp_tp"))
+
+
+def in_bf16(what: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options) -> list[Case]:
+    """Return a case in bf16 for each layout (its name, ranks and option) of what `base` trains; those of four ranks are slow.
+
+    The model is small, and learns by SGD: AdamW moves an element by the whole rate where rounding alone decides the gradient's sign.
+    """
+    small = (*base, "precision=bf16", "optimizer=sgd", "optimizer.lr=0.1", "data.global_batch=8", "model.n_layers=2")
+    batches = {"tp": 8, "pp": 8, "cp": 8, "fsdp": 4, "fsdp_tp": 4, "hsdp": 2}
+    return [case(f"bf16, {what}, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batches[layout]}", slow=slow or ranks > 2,
+                 **BF16 | {"norm": 1e-3} | options | {"base": small}) for name, ranks, layout in layouts]
+
 
 MATRIX = [
     *(case(f"{layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}")
@@ -245,6 +260,8 @@ MATRIX = [
                                     ("float8_tensorwise", ("precision.emulate=true",), 0.25))),
     case("float8 fused against fp32", 2, "parallelism=fsdp", "data.local_batch=8", "precision=float8_emulate", "precision.kernels=fused",
          loss=1e-2, norm=1e-2, gradients=0.15, weights=0.5),
+    case("bf16 linear_cross_entropy against fp32", 2, "parallelism=fsdp", "data.local_batch=8", "precision=bf16", *LINEAR, loss=1e-2,
+         norm=1e-2, gradients=0.03, weights=0.5),
     case("bf16 against fp32, one process", 1, "parallelism=single", "data.local_batch=16", "precision=bf16", loss=1e-3, norm=5e-3,
          gradients=0.03, weights=0.1),
 
@@ -269,6 +286,14 @@ MATRIX = [
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
          **BF16 | TIED | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
+
+    # Other objectives, adapters and families. A gradient that is a small sum of large terms, as of the tower's norms, is 3.3e-2 off.
+    *in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096"),
+    *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
+    *in_bf16("llama3_vision", "model=llama3_vision_debug", *IMAGES, gradients=0.05, norm=2e-3),
+    *in_bf16("qwen3_vision", "model=qwen3_vision_debug", "model.head_dim=16", *IMAGES, gradients=0.05, norm=2e-3, slow=True),
+    *in_bf16("qwen3", *QWEN, gradients=2e-2),
+    *(found for family, base in SPARSE for found in in_bf16(family, *base, gradients=0.2, weights=0.3, routing=False, slow=True)),
 
     # Split masters: layouts against one process with split ones, and against one with whole ones
     case("split masters, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", **SPLIT),

@@ -73,9 +73,11 @@ def _shape(dice: random.Random) -> tuple[str, ...]:
 
 def _experts(dice: random.Random) -> tuple[str, ...]:
     """Draw a model with experts and a sequence length."""
-    groups = dice.choice((1, 2, 4))
+    groups, family = dice.choice((1, 2, 4)), dice.choice((MOE, LATENT))
+    yarn = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", f"model.yarn.temperature={dice.choice((0.7, 1.0))}")
     return (
-        *dice.choice((MOE, LATENT)), f"model.dim={dice.choice((32, 48, 64))}", f"model.expert_dim={dice.choice((8, 24, 48))}",
+        *family, *(yarn if family is LATENT and dice.random() < 0.5 else ()),
+        f"model.dim={dice.choice((32, 48, 64))}", f"model.expert_dim={dice.choice((8, 24, 48))}",
         f"model.n_layers={dice.choice((2, 4))}", f"model.n_dense_layers={dice.choice((0, 1))}",
         f"model.n_experts={groups * dice.choice((4, 6))}", f"model.experts_per_token={dice.choice((2, 3))}",
         f"model.expert_groups={groups}", f"model.groups_per_token={max(1, groups // 2)}",

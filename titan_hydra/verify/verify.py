@@ -22,22 +22,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from titan_hydra import data, models
 from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.data.batch import Batch
-from titan_hydra.kernels.split_masters import halve_into
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.parallel.mesh import local_part
-from titan_hydra.parallel.split_masters import is_split, lower_half, master_of
+from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED, packed
 from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
+from .draws import CutLinears, disturb
 from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
 from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
@@ -94,37 +93,6 @@ def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | 
     result.drift = drift(trainer)
     result.rounded += rounded(trainer, result.gradients)
     return result
-
-
-def disturb(trainer: Trainer, seed: int) -> None:
-    """Move every weight of a trainer in one process to the next float32 above or below, drawn by `seed`."""
-    dice = torch.Generator().manual_seed(seed)
-    for parameter in trainer.masters.weights.parameters():
-        value = master_of(parameter)
-        up = torch.rand(value.shape, generator=dice).to(value.device) < 0.5
-        value = torch.where(up, value.nextafter(value.new_tensor(math.inf)), value.nextafter(value.new_tensor(-math.inf)))
-        if is_split(parameter):
-            halve_into(value, parameter.data, lower_half(parameter))
-        else:
-            parameter.data.copy_(value)
-
-
-class CutLinears(TorchFunctionMode):
-    """Compute every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient, are rounded to the
-    compute dtype before they are summed.
-    """
-
-    def __init__(self, parts: int) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not torch.nn.functional.linear:
-            return function(*args, **kwargs or {})
-        x, weight, *bias = args
-        columns = zip(x.chunk(self.parts, -1), weight.chunk(self.parts, 1), strict=True)
-        y = sum(torch.cat([function(part, rows) for rows in block.chunk(self.parts)], -1) for part, block in columns)
-        return y + bias[0] if bias and bias[0] is not None else y
 
 
 def loads(trainer: Trainer) -> dict[str, list[float]]:
@@ -320,11 +288,11 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{_key(case)}.pt"))
         spread: Differences = {}
-        once = flips(reference)
+        once = flips(reference, config["optimizer"]["name"])
         for seed, parts in DRAWS:
             job = from_dict(Job, config)
             job.data.local_batch = job.data.global_batch // math.gcd(job.data.global_batch, parts)
-            with CutLinears(tp) if tp > 1 else contextlib.nullcontext():
+            with CutLinears(tp, seed or 0) if tp > 1 else contextlib.nullcontext():
                 spread = widen(spread, differ(trace(job, device, case, seed), reference))
             outcomes = [_read(folder, number, case) for number in numbers]
             outcomes = [dataclasses.replace(outcome, band=beyond(outcome.differences, spread, once)) for outcome in outcomes]

@@ -1,5 +1,6 @@
 """Conversations as samples: packed whole, the same on every layout, resumed exactly; what cannot be used is counted with its place."""
 import json
+import os
 import random
 
 import numpy as np
@@ -227,6 +228,9 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path):
     assert faults(*words)[0].startswith(f"data.chat_template={own}: it has no {{% generation %}} tags, and")
     own.write_text("{% for m in messages %}")
     assert faults(*words)[0].startswith(f"data.chat_template={own}: line 1: ")
+    own.unlink()
+    os.mkfifo(own)  # would be waited for
+    assert faults(*words)[0].startswith(f"data.chat_template={own}: not a file")
     file.write_text('{"text": "Hi"}\n')
     reason = "its first conversation: no list of messages under 'messages' (or 'conversations'), but 'text'"
     assert faults(*words[:2]) == [str(Fault("data.path", str(file), reason))]

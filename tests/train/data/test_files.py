@@ -1,12 +1,21 @@
 import gzip
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import compose_job
+from titan_hydra.config.compose import CONF
 from titan_hydra.data import files
+from titan_hydra.data.conversations import ConversationFiles
+from titan_hydra.data.items import TokenFiles
+from titan_hydra.data.shards import BadShards
 
 
 @pytest.fixture
@@ -35,7 +44,7 @@ def test_files_of_no_use(folder):
     (folder / "empty.txt").touch()
     with pytest.raises(ConfigError, match="the file is empty"):
         files.require("data.path", str(folder / "empty.txt"))
-    with pytest.raises(ConfigError, match=r"a\.txt is none of \.bin"):
+    with pytest.raises(ConfigError, match=r"a\.txt ends in none of \.bin"):
         files.require("data.path", str(folder / "a.txt"), (".bin",))
     with pytest.raises(ConfigError, match=r"data\.path=null"):
         files.require("data.path", None)
@@ -52,8 +61,62 @@ def test_rows_are_numbered_alike_in_every_kind_of_file(tmp_path, start, every):
     lines = jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=5)
-    for name in ("x.jsonl", "x.jsonl.gz", "x.parquet"):
+    (tmp_path / "x.jsonl.zst").write_bytes(zst(lines.read_bytes()[:99]) + zst(lines.read_bytes()[99:]))  # two frames, as pzstd writes
+    (tmp_path / "x.csv.zst").write_bytes(zst("\ufeffid,text\r\n".encode() + b"".join(b'7,"text %d"\r\n' % i for i in range(23))))
+    for name in ("x.jsonl", "x.jsonl.gz", "x.jsonl.zst", "x.csv.zst", "x.parquet"):
         assert list(files.rows(tmp_path / name, "text", start, every)) == list(enumerate(texts))[start::every]
+
+
+def zst(content: bytes) -> bytes:
+    out = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(content)
+    return out.getvalue().to_pybytes()
+
+
+def test_a_csv_field_may_hold_lines_and_be_long(tmp_path):
+    long = "x" * 200_000
+    (tmp_path / "x.csv").write_text(f'text,n\n"two\nlines, ""quoted""",1\n{long},2\n')
+    assert [text for _, text in files.rows(tmp_path / "x.csv")] == ['two\nlines, "quoted"', long]
+
+
+def test_chats_are_read_from_packed_files_as_from_plain_ones(tmp_path):
+    content = b'{"messages": [{"role": "user", "content": "a"}]}\n\n' * 3
+    for name, written in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content)), ("a.jsonl.zst", zst(content))):
+        (tmp_path / name).write_bytes(written)
+        lines = ConversationFiles([tmp_path / name], BadShards())
+        assert [lines.row(number)[1] for number in range(len(lines))] == [content[:content.index(b"\n") + 1]] * 3, name
+    (tmp_path / "a.jsonl.zst").write_bytes(zst(content * 1000)[:-9])
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.zst: cannot be read"):
+        ConversationFiles([tmp_path / "a.jsonl.zst"], BadShards())
+
+
+@pytest.mark.parametrize(("name", "kind", "made"), [("x.fasta", "text_files", "x.fasta.jsonl"), ("x.npy", "tokens", "x.npy.bin")])
+def test_the_line_of_a_refusal_converts_the_file(tmp_path, monkeypatch, name, kind, made):
+    monkeypatch.chdir(tmp_path)
+    if kind == "tokens":
+        np.save(name, np.arange(500) % 300)
+    else:
+        Path(name).write_text(">one here\nACD\nEF\n>two\nGH>I\n")
+    with pytest.raises(ConfigError) as refused:
+        compose_job(f"data={kind}", f"data.path={name}")
+    assert "\n" not in str(refused.value) and f"{name} ends in none of" in str(refused.value)
+    line = "python -c" + str(refused.value).partition("python -c")[2]
+    subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
+    compose_job(f"data={kind}", f"data.path={made}", "data.seq_len=64")
+    if kind == "tokens":
+        assert TokenFiles("data.path", made, 300, 100, None).sample(1, 0)["tokens"].tolist() == [*range(100, 201)]
+    else:
+        assert [text for _, text in files.rows(Path(made))] == ["ACDEF", "GH>I"]
+
+
+def test_the_lines_of_the_page_write_your_own_token_ids(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("ids.npy", np.arange(1000))
+    page = (CONF.parent / "docs/data.md").read_text()
+    exec(page.partition("### Your own token ids")[2].partition("```python\n")[2].partition("```")[0], {})
+    job = compose_job("data=tokens", "data.path=corpus.bin", "model.vocab_size=4096", "data.seq_len=10")
+    assert TokenFiles("data.path", job.data.path, 4096, 10, None).sample(3, 0)["tokens"].tolist() == [*range(30, 41)]
 
 
 def test_text_file_is_one_row(folder):

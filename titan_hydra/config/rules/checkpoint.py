@@ -13,6 +13,8 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
         yield Fault("checkpoint.interval", 0, "nothing would be saved; choose that with checkpoint=off", legal=(100,))
     if config.name == "off" and config.export_dtype:
         yield Fault("checkpoint.export_dtype", config.export_dtype, "checkpoint=off writes nothing", legal=("null",))
+    if config.keep_best and job.validation.name == "off":
+        yield Fault("checkpoint.keep_best", True, "the lowest held-out loss is known with validation=on alone", legal=(False,))
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import expand, home, kind, missing, similar, tokenizer_file, vocabulary_size
+from titan_hydra.config.files import PACKED, expand, home, kind, missing, similar, tokenizer_file, unread, vocabulary_size
 from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.config.schema import Data, Job, Source
 
@@ -66,13 +66,14 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
 def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
     """Warn if the text is shorter than one step, so that each step would contain all of it several times.
 
-    A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .parquet) hold more text than bytes and give no warning.
+    A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .zst, .parquet) hold more text than bytes and give no
+    warning.
     """
     step = job.data.global_batch * job.data.seq_len
     for key, source in data_sources(job.data).items():
         files = expand(source.path) if source.name == "text_files" else []
         size = sum(file.stat().st_size for file in files)
-        if files and size < step and not any(file.suffix in (".gz", ".parquet") for file in files):
+        if files and size < step and not any(file.suffix in (*PACKED, ".parquet") for file in files):
             yield Fault(f"{key}.path", source.path, f"{size:,} bytes of text, and a step takes {step:,} tokens")
 
 
@@ -86,7 +87,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
     if not found:
         yield Fault(key, path, "no file in it", ()) if home(path).is_dir() else Fault(key, path, "no such file", similar(path))
     elif not usable:
-        yield Fault(key, path, f"{found[0].name} ends in none of {', '.join(suffixes)}")
+        yield Fault(key, path, unread(found[0], suffixes))
     elif not any(file.stat().st_size for file in usable):
         yield Fault(key, path, "the file is empty" if len(usable) == 1 else "all files are empty")
     elif len(gone := missing(path, found)) > limit:

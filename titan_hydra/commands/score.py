@@ -1,0 +1,55 @@
+"""`titan score`: the log-probability that the model of a run, checkpoint or export gives each text of a file."""
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config import Fault
+from titan_hydra.config.fault import counted
+from titan_hydra.runs.checkpoints import asked_for
+from titan_hydra.runs.view import place_of
+
+from .model import add_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `titan score`."""
+    add_model(parser, "a folder of `titan convert --to hf`")
+    parser.add_argument("texts", type=Path, metavar="FILE", help=".jsonl, .csv, .parquet or .md as data.path takes them, packed too; of a "
+                        ".txt file each line is a text")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="jsonl to write: row, nats and tokens of each text (printed)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="name of the column that holds the text (text)")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens that a text is read in at a time; a longer one is read in windows "
+                        "that overlap by half (the run's data.seq_len; of an export, model.max_seq_len)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write a line for each text, and print the mean."""
+    if args.context is not None and args.context < 1:
+        raise ConfigError(str(Fault("--context", args.context, "must be at least 1", legal=(1,))))
+    if args.out and args.out.exists():
+        raise ConfigError(f"--out={args.out}: exists already")
+    from titan_hydra.train.score import score_texts
+
+    place = asked_for(place_of(args.cell, args.runs), args.step)
+    texts = nats = tokens = 0
+    with contextlib.ExitStack() as opened:
+        out = sys.stdout
+        for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
+            if args.out and not texts:  # not before there is something to write
+                out = opened.enter_context(open_new(args.out))
+            print(json.dumps(found), file=out)
+            texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]
+    print(f"{args.out or args.texts}: {counted(texts, 'text')}, {tokens:,} tokens, {nats / tokens:.4f} nats per token",
+          file=sys.stdout if args.out else sys.stderr)
+    return Exit.DONE
+
+
+def open_new(file: Path):
+    """Open a file that does not exist for writing. Raises ConfigError if it cannot be written."""
+    try:
+        return file.open("x")
+    except OSError as error:
+        raise ConfigError(f"--out={file}: cannot be written ({error.strerror})") from error

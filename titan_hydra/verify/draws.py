@@ -1,0 +1,52 @@
+"""What a draw of the reference changes to measure rounding: the last bits of its weights, and the order of sums in its linears."""
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from titan_hydra.kernels.split_masters import halve_into
+from titan_hydra.parallel.split_masters import is_split, lower_half, master_of
+from titan_hydra.train.trainer import Trainer
+
+
+def disturb(trainer: Trainer, seed: int) -> None:
+    """Move every weight of a trainer in one process to the next float32 above or below, drawn by `seed`."""
+    dice = torch.Generator().manual_seed(seed)
+    for parameter in trainer.masters.weights.parameters():
+        value = master_of(parameter)
+        up = torch.rand(value.shape, generator=dice).to(value.device) < 0.5
+        value = torch.where(up, value.nextafter(value.new_tensor(math.inf)), value.nextafter(value.new_tensor(-math.inf)))
+        if is_split(parameter):
+            halve_into(value, parameter.data, lower_half(parameter))
+        else:
+            parameter.data.copy_(value)
+
+
+class CutLinears(TorchFunctionMode):
+    """Compute every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient, are rounded to the
+    compute dtype before they are summed.
+
+    Where each linear is cut is drawn by `seed`: in bfloat16 the last bits of float32 weights are lost, and all draws would be the same.
+    """
+
+    def __init__(self, parts: int, seed: int) -> None:
+        super().__init__()
+        self.parts, self.dice = parts, random.Random(seed)
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.nn.functional.linear:
+            return function(*args, **kwargs or {})
+        x, weight, *bias = args
+        rows, columns = map(self.cut, weight.shape)
+        blocks = zip(x.split(columns, -1), weight.split(columns, 1), strict=True)
+        y = sum(torch.cat([function(part, block) for block in across.split(rows)], -1) for part, across in blocks)
+        return y + bias[0] if bias and bias[0] is not None else y
+
+    def cut(self, size: int) -> list[int]:
+        """Return the sizes of the parts of `size`, each between a half of an even part and one and a half."""
+        even, off = size // self.parts, size // self.parts // 4
+        return [end - start for start, end in pairwise((0, *(even * i + self.dice.randint(-off, off) for i in range(1, self.parts)), size))]
