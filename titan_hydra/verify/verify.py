@@ -233,8 +233,9 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             _spawn(ranks, _run_cases, folder, jobs)
             return
         except (Raised, Crashed) as error:
-            lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
-            _tell(lines[-1] if lines[-1].startswith(REFUSED) else str(error))
+            said = [line for line in str(error).splitlines() if line.strip()]
+            lines = [line for line in said if not line.startswith(NOTE)]
+            _tell(", ".join(said[said.index(lines[-1]):]) if lines[-1].startswith(REFUSED) else str(error))  # with the case's name
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
                 raise
