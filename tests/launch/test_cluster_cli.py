@@ -66,11 +66,3 @@ def test_without_slurm_it_is_one_line(launcher):
     result = launcher.python("-m", "titan_hydra.cli", "cluster", "init", "mysite")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "sinfo does not answer" in result.stderr and not (cluster.CONF / "cluster" / "mysite.yaml").exists()
-
-
-def test_a_folder_of_another_user_is_one_line(monkeypatch, capsys):
-    def refused(args):
-        raise PermissionError(13, "Permission denied", "/lab/runs/a/attempts")
-
-    monkeypatch.setattr("titan_hydra.commands.retry.main", refused)
-    assert (cli.main(["retry"]), capsys.readouterr().err) == (2, "/lab/runs/a/attempts: Permission denied\n")
