@@ -1,7 +1,6 @@
 """What sinfo says, in other sites' words; tests/slurm has the command on a real SLURM."""
 import pytest
 
-from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import cluster
 from titan_hydra.commands.cluster import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
