@@ -222,7 +222,7 @@ def test_a_window_that_only_one_process_has_is_found(folder, capsys, monkeypatch
     assert capsys.readouterr().out == "  2  cp 2, allgather in order, sequence 16\n  2  cp 2, alltoall in order, sequence 16\n"
     assert cli.main([*words, "alltoall in order, sequence 16"]) == 2
     shown = capsys.readouterr()
-    assert "covers 0 of the 1 chosen of 365 cases; 1 left out: 0 have keys that the model has not, 1 are refused; " in shown.out
+    assert f"covers 0 of the 1 chosen of {len(MATRIX)} cases; 1 left out: 0 have keys that the model has not, 1 are refused; " in shown.out
     assert "a ring replaces the attention kernel of keyed, a Window, by torch's\n" in shown.out and "Traceback" not in shown.err
     assert cli.main([*words, "ulysses, sequence 16", "model.wrong=true"]) == 1
     assert re.search(r"^cp 2, ulysses, sequence 16 .* NO$", capsys.readouterr().out, re.M)
