@@ -120,9 +120,10 @@ def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) ->
 def faults_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template or with the first pair. Imports no torch."""
     def scored(template: Template, source: schema.Source, line: bytes) -> list[str]:
+        texts = _texts(template, source, line)
         for column in REFERENCE:
             _number(record_of(line), column)
-        return _texts(template, source, line)
+        return texts
 
     return faults_of_first(key, source, job, "row", scored)
 
