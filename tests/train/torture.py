@@ -101,9 +101,9 @@ def sabotage(case: Case, rank: int, kill: Callable[[], None]) -> None:
     calls, begun = [0], [False]
     save, function = Checkpointer.save, getattr(owner, name)
 
-    def noted(self, step, data_state):
+    def noted(self, step, *args):
         begun[0] = step >= FATAL
-        return save(self, step, data_state)
+        return save(self, step, *args)
 
     def deadly(*args, **kwargs):
         calls[0] += begun[0]
