@@ -197,7 +197,7 @@ LINES = {  # of a room, at most. A number may fall; it rises for a reason: what 
     "runs": 2153,  # 1,150; places of ranks, shapes and names of files; 20: lost nodes; 135: other clusters, clocks, best checkpoints
     "kernels": 1033,  # 710 of version 2; 320: attention, grouped matmuls, cross entropy, the update of split masters, rows in two passes
     "parallel": 2247,  # 1,700; experts over ranks, adapters, losses, masters, fused casts; 120: a user's modules are kept or refused
-    "data": 2629,  # 1,400; conversations, packing, pairs, rollouts, images; 25: marks; 190: unknown text, .zst and .csv
+    "data": 2630,  # 1,400; conversations, packing, pairs, rollouts, images; 25: marks; 190: unknown text, .zst and .csv
     "observe": 1290,  # 1,100; 30: devices of threads; 25: a frozen neighbour
     "checkpoint": 1444,  # 900; experts and float8 of Hugging Face, adapters, masters; 130: planners, reading back; 10: the best one
     "train": 1826,  # 1,200; fine-tuning, policies, images, split masters; 70: connections, files, environment; 75: scores of texts
