@@ -12,7 +12,7 @@ import pytest
 from titan_hydra.commands.cancel import ranges
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
-from titan_hydra.launch import dispatch, limits, snapshot, submit
+from titan_hydra.launch import limits, snapshot, submit
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.dispatch import Cell, gpu_hours
 from titan_hydra.launch.submit import JobShape
@@ -305,61 +305,6 @@ def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, over
     packed = [cell(tmp_path, f"seed={seed}", *line) for seed in range(3)]
     assert [str(fault) for fault in limits.faults(submit.planned(packed))][:1] == [
         "cluster.time_minutes=600: 4 cells in one job take 2,400 minutes, and partition gpu allows 1,440; nearest legal: 360"]
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A git repository with a package of its own, as the code of this project."""
-    root = tmp_path / "code"
-    (root / "titan_hydra").mkdir(parents=True)
-    (root / "titan_hydra" / "a.py").write_text("a = 1\n")
-    (root / "link").symlink_to("titan_hydra")
-    for command in (["init", "-q"], ["add", "-A"]):
-        subprocess.run(["git", *command], cwd=root, check=True)
-    monkeypatch.setattr(snapshot, "ROOT", root)
-    return root
-
-
-def test_a_snapshot_is_the_code_as_it_is_now(checkout):
-    runs = checkout / "runs"
-    first = snapshot.take(runs, {})
-    assert snapshot.take(runs, {}) == first, "its own copies belong to the code"
-    (checkout / "titan_hydra" / "a.py").write_text("a = 2\n")  # not committed
-    (checkout / "titan_hydra" / "new.py").write_text("")  # not even tracked
-    second = snapshot.take(runs, {})
-    assert second != first and (second / "titan_hydra/a.py").read_text() == "a = 2\n" and (second / "titan_hydra/new.py").exists()
-    assert (first / "titan_hydra/a.py").read_text() == "a = 1\n"
-    for folder in (first, second):
-        (folder / "titan_hydra/__pycache__").mkdir()
-        (folder / "titan_hydra/__pycache__/a.pyc").touch()
-        assert snapshot.digest_of_code(snapshot.copied(folder)) == folder.name
-    (second / "titan_hydra/a.py").write_text("a = 3\n")
-    assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
-
-
-@pytest.mark.parametrize("damage", [lambda copy: (copy / "titan_hydra/a.py").unlink(), lambda copy: (copy / "titan_hydra/b.py").touch(),
-                                    lambda copy: (copy / "link").unlink()])
-def test_a_damaged_copy_is_replaced(checkout, damage):
-    """A purge of old files takes single ones, or somebody has written into the copy; jobs that run it keep what is left."""
-    runs = checkout / "runs"
-    copy = snapshot.take(runs, {})
-    damage(copy)
-    assert snapshot.take(runs, {}) == copy and snapshot.digest_of_code(snapshot.copied(copy)) == copy.name
-    assert (copy / "titan_hydra/a.py").read_text() == "a = 1\n"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
-def test_a_checkout_that_git_refuses_is_one_line(checkout, tmp_path, monkeypatch):
-    """A folder of code that several people share belongs to one of them; git lists its files for no other without being told to."""
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "sbatch").touch(mode=0o755)
-    for path in [checkout, *checkout.rglob("*")]:
-        os.chown(path, 65534, 65534, follow_symlinks=False)
-    cells = [cell(tmp_path)]
-    (fault,) = dispatch.faults_of_the_place(cells, [rundir.State("new")])
-    assert str(fault).startswith(f"cluster.executor=slurm: {checkout}: git: ") and "dubious ownership" in str(fault)
-    assert "\n" not in str(fault) and "safe.directory" in str(fault) and not cells[0].runs.exists()
 
 
 def test_the_same_sweep_has_one_manifest(tmp_path, monkeypatch):
