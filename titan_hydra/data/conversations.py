@@ -1,6 +1,5 @@
 """Conversations in files of JSON lines: where each row begins, and what a row must hold. Imports no torch."""
 import functools
-import io
 import json
 import mmap
 from dataclasses import dataclass
@@ -66,10 +65,11 @@ class ConversationFiles:
 def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
     """Return the content of a file, and where its lines begin, with the end of the last."""
     with opened(file) as stream:
-        if file.suffix in PACKED:
-            content = b"".join(islice(stream, most))
-            return content, np.fromiter(accumulate(map(len, io.BytesIO(content)), initial=0), dtype=np.int64)
-        ends = np.fromiter(accumulate(map(len, islice(stream, most)), initial=0), dtype=np.int64)
+        packed = file.suffix in PACKED
+        lines = [*islice(stream, most)] if packed else islice(stream, most)
+        ends = np.fromiter(accumulate(map(len, lines), initial=0), dtype=np.int64)
+        if packed:
+            return b"".join(lines), ends
         return (mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if ends[-1] else b""), ends
 
 

@@ -71,7 +71,7 @@ def held_out_loss(path: Path) -> float:
 
 def best(folder: Path) -> Path | None:
     """Return the complete step with the lowest held-out loss, the first of equals; None if none has one."""
-    return min((path for path in complete(folder) if held_out_loss(path) < inf), key=held_out_loss, default=None)
+    return min(((loss, path) for path in complete(folder) if (loss := held_out_loss(path)) < inf), default=(inf, None))[1]
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
