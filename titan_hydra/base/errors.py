@@ -1,4 +1,4 @@
-"""The exit statuses of a run, the classes of failure, the errors that carry them, and whose a file is that may not be used."""
+"""The exit statuses of a run, the classes of failure, the errors that carry them, and the line for a file that may not be used."""
 import grp
 import pwd
 import stat

@@ -7,7 +7,7 @@ from titan_hydra.runs.view import add_runs, place_of
 
 
 def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
-    """Add the arguments that say which model is loaded, and in which number format. `further` is what else RUN may be."""
+    """Add the arguments that say which model is loaded, and in which number format. `further` names another kind of RUN that is taken."""
     parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder"
                         + f", or {further}" * bool(further))
     add_step(parser)

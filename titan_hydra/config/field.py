@@ -14,7 +14,7 @@ def key(default: Any, help: str, range: Range | None = None, only: Sequence[str]
 
     Range and choices apply to each element where the key is a list or a table. `late` fields were added after the first release: they are
     not hashed while at their default, so that earlier runs keep their identity. `changes` says what another value changes: what is learned,
-    the work of a step (what it computes, or how long it takes), both, what the held-out loss is a loss of, or only the technique;
+    the work of a step (what it computes, or how long it takes), both, the samples of the held-out loss, or only the technique;
     `changes_of` (load.py) says what None means.
     """
     metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "late": late,

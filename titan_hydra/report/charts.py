@@ -23,7 +23,7 @@ ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
     ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
     ("step_seconds", "Step times", "seconds", "step_seconds"),
 )
-POINTS, TOGETHER = 2000, 15_000  # of a line, and of all lines of a diagram; longer lines are thinned
+POINTS, TOGETHER = 2000, 15_000  # values that a line has at most, and all lines of a diagram together
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Lines:
     title: str
     unit: str
     lines: list[Curve]
-    over: str = "step"  # or devices, or what else the x axis is
+    over: str = "step"  # what the x axis shows; also devices, training FLOPs or parameters
     log: bool = False
     bands: list[tuple[str, list[float], list[float]]] = field(default_factory=list)
 

@@ -106,7 +106,7 @@ PREDICTED = (  # with --predicted
     ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
      lambda row: row.prediction and row.prediction.peak.gib),
 )
-DRAWN = 100  # rows that the diagrams show; more cannot be told apart, nor drawn by a browser
+DRAWN = 100  # rows that the diagrams show at most: a reader cannot tell more apart, and a browser cannot draw them
 SLOW = 0.2  # share by which a run may be slower than predicted
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")  # no column if all cells have the same
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left

@@ -173,7 +173,7 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
         if "ended" not in owner and owner["job_id"] and heard_of_ranks(folder):
-            return State("running", attempt)  # also of a cluster of the same name that shares the file system
+            return State("running", attempt)  # another cluster of this name may know the job
         if not queue.answers and "ended" not in owner:
             alive_lately = owner["job_id"] and heard_lately(folder) and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
@@ -260,7 +260,7 @@ def file_time(folder: Path) -> float:
 
 
 def heard_of_ranks(attempt: Path) -> bool:
-    """Whether ranks of an attempt, on whatever host, have not ended and have written something lately."""
+    """Whether a rank of an attempt has not ended, and some rank has written to a file within the last SILENCE seconds."""
     return not layout.EXIT.of(attempt).exists() and any(
         "exit_status" not in rank for rank in layout.RANK.read_all(attempt).values()) and heard_lately(attempt)
 

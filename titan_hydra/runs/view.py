@@ -80,8 +80,8 @@ def choose(target: str | None, runs: Path) -> Selection:
             if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
                 return Selection(target, named)
     selection = find.select_runs(target, runs)
-    for cell in selection.cells if len(selection.cells) == 1 and selection.cells[0].directory.is_dir() else ():
-        next(cell.directory.iterdir(), None)  # raises PermissionError for a colleague's
+    if len(selection.cells) == 1 and (directory := selection.cells[0].directory).is_dir():
+        next(directory.iterdir(), None)  # raises PermissionError for another user's
     if selection.manifest or len(selection.cells) < 2:
         return selection
     return replace(selection, cells=sorted(selection.cells, key=lambda cell: begun(cell.directory), reverse=True))
@@ -150,7 +150,7 @@ def identities() -> dict[str, bool]:
 
 
 def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
-    """Read the few files that show the progress of a run, now by the clock of its files."""
+    """Read the few files that show the progress of a run. `file_now` is the present time by the clock of its file system."""
     if state.kind in ("new", "damaged"):
         return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)

@@ -25,8 +25,8 @@ from titan_hydra.data.shards import BadShards
 
 from .generate import load_model
 
-TOGETHER = 1000  # texts that are sorted by length, so that those of a forward are about equally long
-LOGITS = 2**28  # of a forward, at most, unless one text has more
+TOGETHER = 1000  # texts that are sorted by length at a time: the texts of a forward are then about equally long
+LOGITS = 2**28  # at most in a forward; a single text may need more
 
 
 def score_texts(place: Path, file: Path, text_key: str, context: int | None, dtype: str) -> Iterator[dict[str, float]]:

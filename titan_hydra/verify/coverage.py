@@ -31,7 +31,7 @@ class Coverage:
         return [outcome for outcome in outcomes if not outcome.error.startswith(REFUSED)]
 
     def lines(self, ran: int, whole: int) -> list[str]:
-        """Return what is covered: how many cases ran of the `whole` matrix, how many were left out, and below why."""
+        """Return a line with how many of the `whole` cases ran and how many were left out, and a line for each reason."""
         out = self.left_out.total()
         keys = sum(number for reason, number in self.left_out.items() if reason.endswith("no such key"))
         chosen = f"the {whole} cases" if ran + out == whole else f"the {ran + out} chosen of {whole} cases"

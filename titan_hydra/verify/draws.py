@@ -1,4 +1,4 @@
-"""What a draw of the reference changes to measure rounding: the last bits of its weights, and the order of sums in its linears."""
+"""The two changes that a draw makes to the reference run: other last bits of its weights, and another order of sums in its linears."""
 import math
 import random
 from collections.abc import Callable

@@ -287,7 +287,7 @@ MATRIX = [
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
          **BF16 | TIED | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
 
-    # Other objectives, adapters and families. A gradient that is a small sum of large terms, as of the tower's norms, is 3.3e-2 off.
+    # Other objectives, adapters and families. The gradients of the tower's norms are small sums of large terms: they differ by 3.3e-2.
     *in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096"),
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
     *in_bf16("llama3_vision", "model=llama3_vision_debug", *IMAGES, gradients=0.05, norm=2e-3),

@@ -123,7 +123,7 @@ def sources_find_nothing_wrong(job: Job) -> Iterator[Fault]:
 
 
 def sources_find_little_wrong(job: Job) -> Iterator[Fault]:
-    """Sources with warnings of their own give none, as text that the tokenizer does not know."""
+    """Yield the warnings of each source about its own files, such as text that the tokenizer does not know."""
     for key, source in data_sources(job.data).items():
         if record_warnings := resolve(DATA_SOURCES[source.name].warnings):
             yield from record_warnings(key, source, job)
