@@ -2,7 +2,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}  # parts of a secret's name
@@ -20,6 +20,7 @@ NAMED = re.compile(r"""(?P<name>\b[A-Za-z_]\w*)(?P<is>["']?\]?\s*[:=!]=?\s*|["']
 LITERAL = re.compile(r"""(?P<quote>["'])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)""")
 
 
+@lru_cache(4096)  # each value of a config is searched for the values of the whole environment
 def sureness(name: str) -> int:
     """Rate whether a variable of this name holds a secret: 0 no, 1 perhaps, 2 surely. HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
     whole = (re.sub("(?<=[a-z])(?=[A-Z])", "_", name) if name[:1].islower() else name).upper()

@@ -200,22 +200,22 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     """Run cases and their references, one set of processes for each number of ranks. Outcomes are in the order of the cases."""
     cases = list(cases)
-    references: dict[str, tuple[Case, Job]] = {}
-    by_ranks: dict[int, list[tuple[int, Job]]] = defaultdict(list)
-    for number, case in enumerate(cases):
-        if _key(case) not in references:
-            references[_key(case)] = case, reference_of(case, steps)
-        job = job_of(case, steps)
-        by_ranks[case.ranks].append((number, job))
+    jobs = [job_of(case, steps) for case in cases]
+    firsts: dict[str, Case] = {}
+    for case in cases:
+        firsts.setdefault(_key(case), case)
+    references = {key: (case, reference_of(case, steps)) for key, case in firsts.items()}
+    by_ranks: dict[int, list[tuple[int, Case, dict]]] = defaultdict(list)
+    for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
+        by_ranks[case.ranks].append((number, case, to_dict(job)))
     with tempfile.TemporaryDirectory() as folder:
         _spawn(1, _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
-        for ranks, jobs in sorted(by_ranks.items()):
-            _run_all(ranks, folder, [(number, cases[number], to_dict(job)) for number, job in jobs])
+        for ranks, own in sorted(by_ranks.items()):
+            _run_all(ranks, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
         judged = defaultdict(list)  # by reference and tensor-parallel ranks: cases that are not within the tight tolerances
-        for number, outcome in enumerate(outcomes):
+        for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[_key(outcome.case)]
-            job = job_of(outcome.case, steps)
             alike = case.reference == "process" and rounds_alike(job, alone)
             if not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
                 judged[_key(case), job.parallelism.tp].append(number)
