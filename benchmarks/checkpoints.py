@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from titan_hydra.checkpoint.checkpointer import Checkpointer
-from titan_hydra.config.schema import Checkpoint
+from titan_hydra.config.operation import Checkpoint
 from titan_hydra.runs.run import Run
 
 WIDTH = 2048

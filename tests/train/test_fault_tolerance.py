@@ -4,7 +4,7 @@ import shutil
 import pytest
 import torch
 
-from titan_hydra.config.schema import FaultTolerance
+from titan_hydra.config.operation import FaultTolerance
 from titan_hydra.fault_tolerance.outer import Fragment, due, fragment_of
 from titan_hydra.runs.checkpoints import step_folder
 

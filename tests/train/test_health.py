@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.errors import ConfigError, Unhealthy
-from titan_hydra.config.schema import Comm
+from titan_hydra.config.operation import Comm
 from titan_hydra.launch.submit import unfit_hosts
 from titan_hydra.observe import health
 from titan_hydra.runs.failure import Kind, describe, guilty

@@ -10,7 +10,7 @@ from titan_hydra.base.text import table
 from titan_hydra.config import Fault
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.files import write_text
-from titan_hydra.config.schema import Hardware
+from titan_hydra.config.operation import Hardware
 from titan_hydra.launch.worker import load_job
 from titan_hydra.plan import calibrate as plan
 from titan_hydra.runs import layout

@@ -10,7 +10,7 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import write_text
-from titan_hydra.config.schema import Cluster
+from titan_hydra.config.operation import Cluster
 from titan_hydra.launch.limits import limits_of
 from titan_hydra.runs import slurm
 

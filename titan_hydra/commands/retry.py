@@ -11,7 +11,7 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit, Kind
 from titan_hydra.config import Job
 from titan_hydra.config.fault import quoted
-from titan_hydra.config.schema import Launch, Paths
+from titan_hydra.config.operation import Launch, Paths
 from titan_hydra.config.user_code import edited_sources
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.dispatch import Cell

@@ -14,9 +14,10 @@ from typing import Any
 from .family import families, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
 from .field import Changes
+from .operation import Validation
 from .ranges import Interval, Text, range_of
 from .registry import Names
-from .schema import Job, Model, Source, Validation, default_of
+from .schema import Job, Model, Source, default_of
 from .user_code import digest, load_user_modules, require_user_modules
 
 # Keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their hash.

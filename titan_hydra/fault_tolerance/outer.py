@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_hydra.config.family import place_in_order, places_of_blocks
-from titan_hydra.config.schema import FaultTolerance
+from titan_hydra.config.operation import FaultTolerance
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.mesh import local_part
 

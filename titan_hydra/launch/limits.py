@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import counted
-from titan_hydra.config.schema import Cluster
+from titan_hydra.config.operation import Cluster
 from titan_hydra.runs import slurm
 
 if TYPE_CHECKING:

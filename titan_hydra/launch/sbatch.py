@@ -19,8 +19,8 @@ from pathlib import Path
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_hydra.base.errors import Exit
+from titan_hydra.config.operation import Cluster
 from titan_hydra.config.rules.cluster import warning_seconds
-from titan_hydra.config.schema import Cluster
 from titan_hydra.runs import layout
 
 from .worker import LATE

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titan_hydra.base.private import dump_memory_snapshot, record_memory_history
-from titan_hydra.config.schema import Profiling
+from titan_hydra.config.operation import Profiling
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 

@@ -7,7 +7,8 @@ from math import exp, log
 
 from titan_hydra.config.fault import counted
 from titan_hydra.config.load import all_ranks
-from titan_hydra.config.schema import Hardware, Job
+from titan_hydra.config.operation import Hardware
+from titan_hydra.config.schema import Job
 
 from . import time
 from .predict import changed

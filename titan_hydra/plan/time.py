@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 
 from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offsets
 from titan_hydra.config.load import all_ranks
+from titan_hydra.config.operation import Hardware
 from titan_hydra.config.rules import pipeline
-from titan_hydra.config.schema import Hardware, Job
+from titan_hydra.config.schema import Job
 
 from . import messages
 from .schedules import actions_of, idle_time, known

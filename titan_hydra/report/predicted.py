@@ -6,7 +6,8 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import from_dict
-from titan_hydra.config.schema import Hardware, Job
+from titan_hydra.config.operation import Hardware
+from titan_hydra.config.schema import Job
 from titan_hydra.plan.calibrate import on
 from titan_hydra.plan.predict import Prediction, predict
 from titan_hydra.plan.shape import NotPredictable

@@ -3,7 +3,8 @@ from collections.abc import Iterator
 
 from titan_hydra.config.family import Linear, family_of
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.schema import LOADED, Job
+from titan_hydra.config.operation import LOADED
+from titan_hydra.config.schema import Job
 
 
 def adapted(job: Job) -> list[Linear]:

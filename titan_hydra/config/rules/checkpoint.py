@@ -3,7 +3,8 @@ from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import home, similar
-from titan_hydra.config.schema import LOADED, Job
+from titan_hydra.config.operation import LOADED
+from titan_hydra.config.schema import Job
 
 
 def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:

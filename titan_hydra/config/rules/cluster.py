@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault, suggest
 from titan_hydra.config.load import elements
+from titan_hydra.config.operation import Cluster
 from titan_hydra.config.ranges import PATH
-from titan_hydra.config.schema import Cluster, Job
+from titan_hydra.config.schema import Job
 
 # sbatch flags that follow from the layout, or that the batch script relies on, and the key that sets each. A site may drop one (null).
 OURS = {
