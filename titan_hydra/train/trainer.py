@@ -163,10 +163,14 @@ class Parts:
         return Trainer(job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes)
 
 
-def assemble(job: Job, device: torch.device) -> Parts:
-    """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in memory."""
+def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
+    """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in memory.
+
+    `mesh` is that of an earlier job with the same degrees in this process.
+    """
     check_attention(job, device)
-    mesh = parallel.build_mesh(job.parallelism, device.type, job.model.sparse)
+    if mesh is None:
+        mesh = parallel.build_mesh(job.parallelism, device.type, job.model.sparse)
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -181,9 +185,9 @@ def assemble(job: Job, device: torch.device) -> Parts:
     return Parts(job, mesh, stages, parameters, notes)
 
 
-def build(job: Job, device: torch.device) -> Trainer:
-    """Build this rank's part of the model in memory, with its initial values, and its optimizers."""
-    parts = assemble(job, device)
+def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Trainer:
+    """Build this rank's part of the model in memory, with its initial values, and its optimizers; `mesh` as for `assemble`."""
+    parts = assemble(job, device, mesh)
     for stage in parts.stages:
         stage.to_empty(device=device)
         init_weights(stage, job.model, job.seed)

@@ -28,7 +28,7 @@ from titan_hydra.config import Job, compose_job, from_dict, to_dict
 from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.data.batch import Batch
 from titan_hydra.models.init import init_weights, local_box
-from titan_hydra.parallel.mesh import local_part
+from titan_hydra.parallel.mesh import Mesh, build_mesh, local_part
 from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED, packed
@@ -60,12 +60,12 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
     return job
 
 
-def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | None = None) -> Trace:
+def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None) -> Trace:
     """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets whole tensors.
 
-    With a `seed` the last bits of the initial weights are others.
+    With a `seed` the last bits of the initial weights are others. `mesh` is that of an earlier job with the same degrees.
     """
-    trainer = build(job, device)
+    trainer = build(job, device, mesh)
     if seed is not None:
         disturb(trainer, seed)
     result = Trace([], [], {}, _of_all_stages(trainer, master_of), {}, [], {})
@@ -270,9 +270,16 @@ def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Cas
 
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    for number, case, job in jobs:
+    # A thread of each of gloo's groups wakes a hundred times a second: hundreds of meshes would keep the cores from the cases.
+    meshes: dict[tuple, Mesh] = {}
+    for number, case, config in jobs:
+        job = from_dict(Job, config)
+        degrees = job.parallelism
+        key = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp, degrees.ep, job.model.sparse)
         try:
-            run = trace(from_dict(Job, job), device, case)
+            if key not in meshes:
+                meshes[key] = build_mesh(degrees, device.type, job.model.sparse)
+            run = trace(job, device, case, mesh=dataclasses.replace(meshes[key], degrees=degrees))
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
