@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models.init import init_weights
 from titan_hydra.models.moe import MoE, Router
 from titan_hydra.parallel import experts

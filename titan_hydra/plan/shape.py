@@ -6,14 +6,14 @@ from functools import cached_property
 from itertools import accumulate
 
 from titan_hydra.config.family import Linear, family_of
-from titan_hydra.config.load import data_parallel
 from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
-from titan_hydra.config.rules import pipeline
-from titan_hydra.config.rules.adapter import adapted
-from titan_hydra.config.rules.experts import sparse
-from titan_hydra.config.rules.memory import SIZE, gradient_dtype
-from titan_hydra.config.rules.precision import has_one_scale
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapted
+from titan_hydra.job.batches import microbatches
+from titan_hydra.job.dtypes import SIZE, gradient_dtype, has_one_scale
+from titan_hydra.job.experts import sparse
+from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
+from titan_hydra.job.ranks import data_parallel
 
 from .experts import ExpertShape, experts_of, lighter, shared_width
 
@@ -223,13 +223,13 @@ def shape_of(job: Job) -> Shape:
     block = (family.parameters(model) - ends + dense * less) / model.n_layers
     whole = (sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0))
     block = (block - whole) / degrees.tp + whole
-    number = max(pipeline.microbatches(job), 1)
+    number = max(microbatches(job), 1)
     samples = job.data.local_batch / number
     shards = degrees.dp_shard * degrees.cp
     locally = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
     return Shape(
         job, linears, block, _dense(layers, dense), less / degrees.tp, table, 0 if model.tie_embeddings else table, layers,
-        pipeline.stages_of_ranks(job) if pp else [[0]], number, samples, samples * job.data.seq_len / degrees.cp,
+        stages_of_ranks(job) if pp else [[0]], number, samples, samples * job.data.seq_len / degrees.cp,
         max(job.data.global_batch // locally, 1), shards,
         shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1, experts)
 
@@ -243,5 +243,5 @@ def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
 def _layers(job: Job) -> tuple[int, ...]:
     """Return the number of blocks of each stage."""
     if job.pp_schedule.split:
-        return tuple(sum("." in name for name in names) for names in pipeline.modules_of_stages(job))
-    return tuple(pipeline.blocks_of_stages(job))
+        return tuple(sum("." in name for name in names) for names in modules_of_stages(job))
+    return tuple(blocks_of_stages(job))

@@ -20,9 +20,9 @@ from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
-from titan_hydra.config.rules.pipeline import Action
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
+from titan_hydra.job.pipeline import Action
 from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler

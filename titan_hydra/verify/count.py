@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from titan_hydra.config import world_size
-from titan_hydra.config.load import data_parallel
-from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
+from titan_hydra.job.pipeline import modules_of_stages, stage_count, stages_of_ranks
+from titan_hydra.job.ranks import data_parallel, world_size
 from titan_hydra.parallel.split_masters import is_split, lower_half
 from titan_hydra.train.trainer import Trainer
 
@@ -43,7 +42,7 @@ def count_rank(job: Job, rank: int) -> Counted:
         job.data.global_batch = 2 * whole
         found = count_rank(job, rank)
         return Counted(found.live, {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()})
-    stages = pipeline.stage_count(job) if job.parallelism.pp > 1 else 1
+    stages = stage_count(job) if job.parallelism.pp > 1 else 1
     if job.model.n_layers <= DEPTHS[-1] * stages:
         return _count(job, rank)
     few, more = (_count(_cut(job, depth, stages), rank) for depth in DEPTHS)
@@ -67,8 +66,8 @@ def _blocks(job: Job, rank: int) -> float:
     """Return the blocks of a rank's average stage."""
     if job.parallelism.pp == 1:
         return job.model.n_layers
-    stages = pipeline.stages_of_ranks(job)[rank // (world_size(job) // job.parallelism.pp)]
-    modules = pipeline.modules_of_stages(job)
+    stages = stages_of_ranks(job)[rank // (world_size(job) // job.parallelism.pp)]
+    modules = modules_of_stages(job)
     return sum("." in name for stage in stages for name in modules[stage]) / len(stages)
 
 

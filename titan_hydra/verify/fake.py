@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.private import FakeStore, FakeTensorMode, settle_shapes
-from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
+from titan_hydra.job.ranks import world_size
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import write_result

@@ -15,9 +15,11 @@ from titan_hydra.config import user_code
 from titan_hydra.config.attention import call_of, kernel_fault
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors, multiples_around
-from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dict, values_are_what_the_schema_takes, world_size
+from titan_hydra.config.load import to_dict, values_are_what_the_schema_takes
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
+from titan_hydra.job.pipeline import splits_backward
+from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, world_size
 
 from . import adapter, checkpoint, cluster, data, experts, memory, objective, pipeline, precision, replicas
 
@@ -231,7 +233,7 @@ def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
     """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an error."""
-    if job.parallelism.pp == 1 or not pipeline.splits_backward(job):
+    if job.parallelism.pp == 1 or not splits_backward(job):
         return
     if job.parallelism.reshard_after_forward == "always":
         yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",

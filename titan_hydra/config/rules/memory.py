@@ -10,15 +10,13 @@ from pathlib import Path
 
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
-from titan_hydra.config.load import data_parallel, devices_here, processes
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job, Model
+from titan_hydra.job.adapter import adapter_parameters
+from titan_hydra.job.batches import microbatches
+from titan_hydra.job.dtypes import GIB, SIZE, gradient_dtype
+from titan_hydra.job.ranks import data_parallel, devices_here, processes
 
-from .adapter import adapter_parameters
-from .pipeline import microbatches
-
-GIB = 2**30
-SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
 PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
 
@@ -27,21 +25,6 @@ def _parameters(model: Model) -> int | None:
     """Count the parameters of a model; None if its family cannot without torch."""
     count = family_of(model).parameters
     return count(model) if count else None
-
-
-def gradient_dtype(job: Job) -> str:
-    """Return the dtype in which the optimizer gets the gradients.
-
-    Under split masters it is that of their sum over ranks, or without FSDP that of the backward; float32 where several are added up.
-    """
-    if job.optimizer.masters == "whole":
-        return job.precision.param_dtype
-    layout = job.parallelism
-    if job.data.global_batch > job.data.local_batch * data_parallel(job):
-        return "float32"
-    if layout.dp_replicate * layout.dp_shard * layout.cp > 1:  # FSDP sums, after the last microbatch of a pipeline
-        return job.precision.reduce_dtype
-    return "float32" if layout.pp > 1 or job.model.tie_embeddings else job.precision.compute_dtype
 
 
 def of_a_rank(job: Job) -> dict[str, float]:

@@ -5,8 +5,8 @@ from math import gcd
 from titan_hydra.config.fault import Fault, multiples_around, suggest
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
-
-from .pipeline import microbatches
+from titan_hydra.job.batches import microbatches
+from titan_hydra.job.dtypes import has_one_scale
 
 
 def recipe_is_chosen(job: Job) -> Iterator[Fault]:
@@ -85,12 +85,6 @@ def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
     if has_one_scale(job) and not precision.emulate and precision.skip != ["output"]:
         reason = f"under tp with {precision.recipe} {format.name} the linears of a block share an input in that format"
         yield Fault("precision.skip", precision.skip, reason, legal=("[output]",))
-
-
-def has_one_scale(job: Job) -> bool:
-    """Whether the job's format has one scale for a whole tensor."""
-    format = FORMATS.get(job.precision.converter)
-    return format is not None and job.precision.recipe in format.one_scale
 
 
 RULES = [recipe_is_chosen, widths_suit_the_format, tokens_suit_the_format, weights_can_be_gathered, fused_kernels_suit,
