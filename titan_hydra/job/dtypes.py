@@ -2,7 +2,7 @@
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
 
-from .ranks import data_parallel
+from .batches import local_batches
 
 GIB = 2**30
 SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
@@ -16,7 +16,7 @@ def gradient_dtype(job: Job) -> str:
     if job.optimizer.masters == "whole":
         return job.precision.param_dtype
     layout = job.parallelism
-    if job.data.global_batch > job.data.local_batch * data_parallel(job):
+    if local_batches(job) > 1:
         return "float32"
     if layout.dp_replicate * layout.dp_shard * layout.cp > 1:  # FSDP sums, after the last microbatch of a pipeline
         return job.precision.reduce_dtype

@@ -5,6 +5,7 @@ import math
 from titan_hydra.config.schema import Job
 from titan_hydra.config.user_code import digest
 
+from .batches import samples_at_once
 from .ranks import DEGREES, data_parallel, devices_here
 
 
@@ -27,5 +28,5 @@ def freeze(job: Job) -> Job:
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)
     if job.data.global_batch is None and data_parallel(job) > 0 and job.data.local_batch > 0:
-        job.data.global_batch = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
+        job.data.global_batch = samples_at_once(job)
     return job

@@ -15,7 +15,7 @@ from titan_hydra.base.private import Action as TorchAction
 from titan_hydra.base.private import ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, load_csv
 from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.schema import Job
-from titan_hydra.job.batches import microbatches
+from titan_hydra.job.batches import microbatch_size, microbatches
 from titan_hydra.job.pipeline import Action, stage_count, stages_of_ranks
 from titan_hydra.job.schedules import TIME, actions_of_one_stage
 
@@ -65,7 +65,7 @@ class Pipeline:
         indices = stages_of_ranks(job)[mesh.coordinate("pp")]
         self.stages = [Stage(module, index, mesh, job, device, first, inputs) for module, index in zip(modules, indices, strict=True)]
         self.has_loss = self.stages[-1].is_last
-        self.size = job.data.local_batch // microbatches(job)  # of a microbatch
+        self.size = microbatch_size(job)
         self.device, self.loss, self.measure = device, loss, measure
         self.summed, self.count = loss, torch.ones((), device=device)
         self.schedule = build_schedule(self.stages, job, self._loss_of)
@@ -153,5 +153,5 @@ def hidden_state(job: Job) -> Tensor:
     """
     degrees = job.parallelism
     parts = degrees.cp * (degrees.tp if degrees.sequence_parallel else 1)
-    shape = (job.data.local_batch // microbatches(job), job.data.seq_len // parts, job.model.dim)
+    shape = (microbatch_size(job), job.data.seq_len // parts, job.model.dim)
     return torch.empty(shape, dtype=getattr(torch, job.precision.compute_dtype), device="meta", requires_grad=True)

@@ -18,6 +18,7 @@ from titan_hydra.config.fault import Fault, counted, divisors, multiples_around
 from titan_hydra.config.load import to_dict, values_are_what_the_schema_takes
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
+from titan_hydra.job.batches import samples_at_once
 from titan_hydra.job.pipeline import splits_backward
 from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, world_size
 
@@ -203,7 +204,7 @@ def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
 def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
     """global batch = local batch x data-parallel ranks (of all replica groups) x accumulation steps."""
     ranks = data_parallel(job) * job.fault_tolerance.replicas
-    batch, once = job.data.global_batch, job.data.local_batch * ranks
+    batch, once = job.data.global_batch, samples_at_once(job)
     if once > 0 and batch % once:
         yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} "
                     "data-parallel ranks)", legal=multiples_around(batch, once))

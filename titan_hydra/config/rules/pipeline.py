@@ -121,7 +121,7 @@ def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
         least = next(size for size in range(1, 64 * stage_count(job)) if microbatch_objection(job, size) is None)
         why = microbatch_objection(job, batch) or f"cannot be cut into {least} microbatches"
         yield Fault("data.local_batch", batch, f"too few samples to cut into microbatches: {why}", legal=(least,))
-    elif number < 1 or batch % number:
+    elif batch % number:
         yield Fault("pp_schedule.microbatches", number, f"data.local_batch {batch} cannot be cut into so many", legal=tuple(choices))
     elif why := microbatch_objection(job, number):
         yield Fault("pp_schedule.microbatches", number, why, legal=tuple(choices))

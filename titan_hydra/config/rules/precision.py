@@ -5,7 +5,7 @@ from math import gcd
 from titan_hydra.config.fault import Fault, multiples_around, suggest
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
-from titan_hydra.job.batches import microbatches
+from titan_hydra.job.batches import microbatch_size
 from titan_hydra.job.dtypes import has_one_scale
 
 
@@ -35,8 +35,7 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
     format, precision = FORMATS.get(job.precision.converter), job.precision
     if format is None or precision.emulate or precision.recipe in format.plain_gradients:
         return
-    samples = job.data.local_batch // microbatches(job)  # some number is legal: the rules of the layout have passed
-    each = format.step // gcd(format.step, samples) * job.parallelism.cp
+    each = format.step // gcd(format.step, microbatch_size(job)) * job.parallelism.cp
     if job.data.seq_len % each:
         reason = f"{format.name} matmuls over the tokens of a microbatch need multiples of {format.step}"
         yield Fault("data.seq_len", job.data.seq_len, reason, legal=multiples_around(job.data.seq_len, each))
