@@ -35,7 +35,7 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
         return
     degrees, model = job.parallelism, sparse(job)
     shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
-    if model.n_experts // degrees.ep % shards == 0:
+    if shards == 0 or model.n_experts // degrees.ep % shards == 0:  # 0: more ep ranks than ranks, which another rule refuses
         return
     for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):
         if width % shards:
