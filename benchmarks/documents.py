@@ -9,8 +9,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.job.freeze import freeze
 from titan_hydra.kernels.documents import document_mask, document_offsets
 from titan_hydra.models import layers
 from titan_hydra.train.objectives.language import ends_of

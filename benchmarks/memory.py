@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py            # Llama 3.1 8B with 12 of its layers at batch 2, and whole at batch 1; no GPU; a few minutes
 """
-from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.config.rules.memory import GIB
+from titan_hydra.job.dtypes import GIB
+from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import memory
 from titan_hydra.verify.count import count_rank
 

@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 from titan_hydra.base.errors import Exit, Stopped
-from titan_hydra.config import compose_job, freeze
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json, write_text
+from titan_hydra.job.freeze import freeze
 from titan_hydra.runs import rundir
 from titan_hydra.runs.failure import describe
 

@@ -12,8 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titan_hydra.config import compose_job, freeze, to_dict
+from titan_hydra.config import to_dict
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
+from titan_hydra.job.freeze import freeze
 from titan_hydra.runs import layout, rundir
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import random
 import typing
 from pathlib import Path
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import default_options
 from titan_hydra.config.load import kind_of, known_keys

@@ -2,8 +2,8 @@
 import pytest
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
 from titan_hydra.config.attention import KERNELS, Call, Machine, call_of, kernel_fault, kernels, refusal, takes_offsets
+from titan_hydra.config.compose import compose_job
 
 H100, B200 = Machine((9, 0), (13, 0), 91900), Machine((10, 0), (13, 0), 91900)
 ON_H100 = Call("cuda", machine=H100)

@@ -12,9 +12,8 @@ from omegaconf import OmegaConf, open_dict
 
 from tests.config import corpus
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import register_schema
 from titan_hydra.config.cells import Composer, combinations, with_count
-from titan_hydra.config.compose import CONF
+from titan_hydra.config.compose import CONF, register_schema
 
 OWN = {  # a folder of the user's own: plain options, options that set other groups, nested groups, interpolated lists of defaults
     "model/mine": "name: mine\nvocab_size: 4096\ndim: ${data.seq_len}\nn_layers: 2\nn_heads: 4\nn_kv_heads: 4",

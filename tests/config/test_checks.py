@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_hydra.config import check, compose_job, freeze
-from titan_hydra.config.compose import CONF
+from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.config.load import values_are_what_the_schema_takes
 from titan_hydra.config.rules import checks
-from titan_hydra.config.rules.checks import LAYOUT, RECIPE, degrees_fill_the_ranks
+from titan_hydra.config.rules.checks import LAYOUT, RECIPE, check, degrees_fill_the_ranks
+from titan_hydra.job.freeze import freeze
 from titan_hydra.parallel import build_mesh
 
 

@@ -6,11 +6,12 @@ from collections import Counter
 import pytest
 
 from tests.config import corpus
-from titan_hydra.config import check, explain, freeze, from_dict, identity, read, to_dict
+from titan_hydra.config import explain, from_dict, identity, read, to_dict
 from titan_hydra.config.compose import own_composer
 from titan_hydra.config.overrides import mistakes
-from titan_hydra.config.rules.checks import warnings
+from titan_hydra.config.rules.checks import check, warnings
 from titan_hydra.config.schema import Job
+from titan_hydra.job.freeze import freeze
 
 LINES = list(corpus.lines())
 SECONDS = 40  # after which a line counts as one that hangs

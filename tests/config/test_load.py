@@ -2,9 +2,9 @@
 import pytest
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job, explain, from_dict, identity, read, to_dict
+from titan_hydra.config import explain, from_dict, identity, read, to_dict
 from titan_hydra.config.change import change
-from titan_hydra.config.compose import CONF, own_composer
+from titan_hydra.config.compose import CONF, compose_job, own_composer
 from titan_hydra.config.overrides import mistakes
 from titan_hydra.config.schema import Job
 

@@ -2,7 +2,8 @@
 import pytest
 
 from titan_hydra.base.redact import found, redact, sureness
-from titan_hydra.config import check, compose_job
+from titan_hydra.config.compose import compose_job
+from titan_hydra.config.rules.checks import check
 
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"
 WANDB, HF = "0123456789abcdef0123456789abcdef01234567", "hf_" + "aB3" * 11

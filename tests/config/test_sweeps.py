@@ -4,10 +4,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
-from titan_hydra.config import check, describe, freeze, identity, read, register_schema
-from titan_hydra.config.compose import CONF
+from titan_hydra.config import describe, identity, read
+from titan_hydra.config.compose import CONF, register_schema
 from titan_hydra.config.rules import checks
+from titan_hydra.config.rules.checks import check
 from titan_hydra.config.sweep import expand_sweep, named
+from titan_hydra.job.freeze import freeze
 
 FILES = describe.option_files("sweeps")
 EXAMPLE = """\

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import check, compose_job, identity, user_code
+from titan_hydra.config import identity, user_code
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import CONF
 from titan_hydra.config.overrides import mistakes
+from titan_hydra.config.rules.checks import check
 from titan_hydra.config.user_code import digest, load_user_modules, sources
 
 FILES = {

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from titan_hydra.checkpoint import state
-from titan_hydra.config import Job, compose_job, identity
+from titan_hydra.config import Job, identity
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
 from titan_hydra.launch import worker

@@ -20,8 +20,9 @@ from gpu_checks import Here, rows, trained
 
 from titan_hydra import cli
 from titan_hydra.checkpoint.reader import PREFIX, Reader
-from titan_hydra.config import Job, identity, processes
+from titan_hydra.config import Job, identity
 from titan_hydra.config.files import ASSETS, read_json
+from titan_hydra.job.ranks import processes
 from titan_hydra.runs import checkpoints, rundir
 
 ROOT = Path(__file__).parents[2]

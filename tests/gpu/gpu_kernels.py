@@ -9,9 +9,9 @@ from gpu_cases import EXPERTS
 from gpu_checks import Here
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_hydra.config import compose_job
 from titan_hydra.config.attention import kernels as allowed
 from titan_hydra.config.attention import takes_offsets
+from titan_hydra.config.compose import compose_job
 from titan_hydra.kernels import float8
 from titan_hydra.kernels.attention import SDPA, call_on
 from titan_hydra.kernels.documents import document_mask, document_offsets

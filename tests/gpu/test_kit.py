@@ -27,7 +27,7 @@ from hydra.plugins.sweeper import Sweeper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.observe import memory
 from titan_hydra.runs.run import Run
 from titan_hydra.verify import verify

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.base.errors import Unhealthy
-from titan_hydra.config import compose_job, to_dict
+from titan_hydra.config import to_dict
+from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import worker
 
 

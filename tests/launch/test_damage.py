@@ -6,7 +6,8 @@ import socket
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.config import compose_job, identity, to_dict
+from titan_hydra.config import identity, to_dict
+from titan_hydra.config.compose import compose_job
 
 BYTES, CUT, GONE, FOLDER, DEEP = b"\xff\xfe\x00{\x80", "cut", "gone", "folder", b"[" * 100_000
 PROCESS = {"pid": 1, "born": "another boot 1", "host": socket.gethostname()}

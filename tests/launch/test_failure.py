@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.errors import CheckpointError, ConfigError, Kind, NotFinite, Stopped
-from titan_hydra.config import compose_job, to_dict
+from titan_hydra.config import to_dict
+from titan_hydra.config.compose import compose_job
 from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe, guilty
 

@@ -6,7 +6,8 @@ import wandb
 
 from tests.wandb_file import records, rows
 from titan_hydra import cli
-from titan_hydra.config import compose_job, identity, to_dict
+from titan_hydra.config import identity, to_dict
+from titan_hydra.config.compose import compose_job
 
 
 @pytest.fixture

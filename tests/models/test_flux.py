@@ -13,7 +13,7 @@ from titan_hydra import cli, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import import_hf
 from titan_hydra.checkpoint.initial import load_hf
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models.flux.config import FluxConfig
 from titan_hydra.models.flux.model import Flux
 

@@ -5,7 +5,7 @@ import torch
 from tests.train.conversion import assert_transformers_agrees, exported, load, some_tokens, titan_convert
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import convert
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models import build, family_of
 from titan_hydra.models.qwen3.config import Qwen3Config
 

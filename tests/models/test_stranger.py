@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import convert as convert_command
-from titan_hydra.config import compose_job, from_dict, identity, to_dict
+from titan_hydra.config import from_dict, identity, to_dict
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.family import FAMILIES, Family
 from titan_hydra.config.registry import register
 from titan_hydra.config.schema import Job

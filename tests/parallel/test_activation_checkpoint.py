@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import activation_checkpoint

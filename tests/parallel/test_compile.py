@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import profile
 
 from titan_hydra import models
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.models.init import init_weights
 from titan_hydra.models.moe import Experts

@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental import _attention as ring
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import Parallelism
 from titan_hydra.data.batch import Batch
 from titan_hydra.kernels.documents import document_mask, document_offsets

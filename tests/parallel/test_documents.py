@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.job.freeze import freeze
 from titan_hydra.kernels.documents import attend_documents, attend_within, document_mask, document_offsets
 from titan_hydra.models.layers import SDPA, Decoder
 from titan_hydra.train.objectives.language import ends_of

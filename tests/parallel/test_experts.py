@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models.init import init_weights
 from titan_hydra.models.moe import MoE, Router
 from titan_hydra.parallel import experts
@@ -375,6 +375,7 @@ def test_initial_weights_shrink_with_depth_as_in_a_dense_block():
 @pytest.mark.parametrize(("overrides", "line"), [
     (("gpus=4", "parallelism=fsdp", "parallelism.ep=3"),
      "parallelism.ep=3: dp_shard x cp x tp = 4 cannot be divided by it; nearest legal: 2"),
+    (("gpus=2", "parallelism=fsdp", "parallelism.ep=4"), "parallelism.ep=4: dp_shard x cp x tp = 2 cannot be divided by it"),
     (("gpus=6", "parallelism=fsdp", "parallelism.ep=3", "data.global_batch=12"),
      "parallelism.ep=3: 8 experts cannot be split over it; nearest legal: 2"),
     (("model.n_experts=9", "parallelism=single", "model.expert_groups=2"), "model.expert_groups=2: 9 experts cannot be divided by it"),

@@ -7,7 +7,7 @@ from torch import nn
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.checkpointer import Checkpointer
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models import layers
 from titan_hydra.models.flux.model import Modulation
 from titan_hydra.models.llama3 import sharding

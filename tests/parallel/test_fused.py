@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.kernels import float8 as reference
 from titan_hydra.kernels.float8_units import Float8Linears
@@ -213,7 +213,7 @@ def test_equal_blocks_are_compiled_once_and_without_a_break(ac):
 def test_a_rank_with_fused_kernels_imports_no_torchao():
     code = """import sys, torch
 from titan_hydra import models
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.mesh import Mesh
 job = compose_job("precision=float8_emulate", "precision.kernels=fused", "parallelism=single", "data=synthetic")

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import data
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import Parallelism, Precision
 from titan_hydra.parallel.masters import separate
 from titan_hydra.parallel.mesh import Mesh

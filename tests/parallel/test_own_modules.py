@@ -6,7 +6,7 @@ from torch import nn
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models.layers import SDPA
 from titan_hydra.parallel import context, formats, lora, loss_head, tensor
 from titan_hydra.parallel.mesh import Mesh

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from titan_hydra import models
-from titan_hydra.config import check, compose_job
-from titan_hydra.config.compose import CONF
+from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.config.family import family_of
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
-from titan_hydra.config.rules import pipeline as layout
+from titan_hydra.config.rules.checks import check
+from titan_hydra.job.batches import microbatch_objection, microbatches
+from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, splits_backward, stages_of_ranks
 from titan_hydra.parallel import stages
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.pipeline import Stage, build_schedule, hidden_state
@@ -36,27 +37,27 @@ def job_with(schedule, pp=2, **values):
 def test_blocks_are_balanced_with_embedding_and_head(layers, stages, blocks):
     job = job_with("1f1b", pp=stages)
     job.model.n_layers = layers
-    assert layout.blocks_of_stages(job) == blocks
+    assert blocks_of_stages(job) == blocks
     weights = [count + (stage in (0, stages - 1)) for stage, count in enumerate(blocks)]
     assert max(weights) - min(weights) <= 1 or min(blocks) == 1
 
 
 def test_a_split_by_names_or_by_number_is_what_was_asked_for():
     by_names = job_with("1f1b", pp=4, split=["layers.1", "layers.6", "norm"])
-    assert layout.modules_of_stages(by_names)[0] == ["tok_embeddings", "layers.0"]
-    assert layout.modules_of_stages(by_names)[3] == ["norm", "output"]
+    assert modules_of_stages(by_names)[0] == ["tok_embeddings", "layers.0"]
+    assert modules_of_stages(by_names)[3] == ["norm", "output"]
     by_number = job_with("1f1b", pp=4, layers_per_stage=2)
     by_number.model.n_layers = 7
-    assert layout.blocks_of_stages(by_number) == [2, 2, 2, 1]
+    assert blocks_of_stages(by_number) == [2, 2, 2, 1]
     for job in (by_names, by_number, job_with("zbv", pp=3)):
-        assert [name for names in layout.modules_of_stages(job) for name in names] == family_of(job.model).modules(job.model)
+        assert [name for names in modules_of_stages(job) for name in names] == family_of(job.model).modules(job.model)
 
 
 def test_stages_lie_in_a_loop_or_in_a_v():
-    assert layout.stages_of_ranks(job_with("interleaved_1f1b", pp=3)) == [[0, 3], [1, 4], [2, 5]]
-    assert layout.stages_of_ranks(job_with("zbv", pp=3)) == [[0, 5], [1, 4], [2, 3]]
+    assert stages_of_ranks(job_with("interleaved_1f1b", pp=3)) == [[0, 3], [1, 4], [2, 5]]
+    assert stages_of_ranks(job_with("zbv", pp=3)) == [[0, 5], [1, 4], [2, 3]]
     by_file = job_with("csv", stages_per_rank=1, csv=f"{CONF}/pp_schedule/zb_h1.csv")
-    assert layout.stages_of_ranks(by_file) == [[0], [1]] and layout.splits_backward(by_file) and layout.microbatches(by_file) == 8
+    assert stages_of_ranks(by_file) == [[0], [1]] and splits_backward(by_file) and microbatches(by_file) == 8
 
 
 @pytest.mark.parametrize("schedule", [name for name in PIPELINE_SCHEDULES if name != "csv"])
@@ -67,8 +68,8 @@ def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
         for number in range(1, 13):
             job.pp_schedule.microbatches = job.data.local_batch = number
             first = torch.empty(1)
-            parts = [Stage(nn.Linear(1, 1), stage, mesh, job, torch.device("cpu"), first, dict) for stage in layout.stages_of_ranks(job)[0]]
-            if layout.microbatch_objection(job, number) is None:
+            parts = [Stage(nn.Linear(1, 1), stage, mesh, job, torch.device("cpu"), first, dict) for stage in stages_of_ranks(job)[0]]
+            if microbatch_objection(job, number) is None:
                 build_schedule(parts, job, lambda output, labels: output.sum())
             else:
                 with pytest.raises(ValueError, match="microbatches"):
@@ -76,11 +77,11 @@ def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "batch", "number"), [
-    ("1f1b", 16, 4), ("1f1b", 6, 3), ("gpipe", 1, 1), ("zbv", 8, 8), ("interleaved_1f1b", 12, 6), ("1f1b", 7, 7), ("1f1b", 1, 0)])
+    ("1f1b", 16, 4), ("1f1b", 6, 3), ("gpipe", 1, 1), ("zbv", 8, 8), ("interleaved_1f1b", 12, 6), ("1f1b", 7, 7), ("1f1b", 1, 1)])
 def test_microbatches_are_up_to_twice_the_stages(schedule, batch, number):
     job = job_with(schedule)
     job.data.local_batch = batch
-    assert layout.microbatches(job) == number
+    assert microbatches(job) == number
 
 
 def test_stages_hold_every_parameter_once_under_its_own_name(world):
@@ -139,7 +140,7 @@ def test_a_schedule_file_that_can_run_passes(tmp_path):
     path = tmp_path / "schedule.csv"
     path.write_text("\n".join(GOOD))
     job = job_with("csv", stages_per_rank=1, csv=str(path))
-    assert check(job) == [] and layout.microbatches(job) == 2
+    assert check(job) == [] and microbatches(job) == 2
     path = tmp_path / "v.csv"
     path.write_text("0F0,3F0,3B0,0B0\n1F0,2F0,2I0,2W0,1B0\n".replace("2I0,2W0", "(2I0;2W0)OVERLAP_F_B"))
     assert check(job_with("csv", stages_per_rank=2, csv=str(path))) == []

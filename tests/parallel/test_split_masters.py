@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw
 
 from titan_hydra import data
 from titan_hydra.base.private import foreach_copy
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.kernels import split_masters as kernel
 from titan_hydra.kernels.split_masters import halves_of, join
 from titan_hydra.parallel.masters import Masters

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import build_mesh, compile, lora, tensor
 from titan_hydra.parallel.gradients import gradient_norm

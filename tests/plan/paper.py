@@ -8,8 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from titan_hydra.config import Job, freeze
+from titan_hydra.config import Job
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import memory, time
 from titan_hydra.plan.shape import shape_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.family import FAMILIES, decoder_parameters
 
 ROOT = Path(__file__).parents[2]

@@ -1,10 +1,10 @@
 """What a prediction says of our own jobs: its terms, its fixes, and how it moves when the job does."""
 import pytest
 
-from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.config.rules.adapter import adapter_parameters
 from titan_hydra.config.rules.checks import check
+from titan_hydra.job.adapter import adapter_parameters
+from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import memory, predict, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
 

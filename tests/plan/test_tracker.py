@@ -1,9 +1,9 @@
 """The formulas of memory and of messages against what a rank of the fake world holds and sends, counted."""
 import pytest
 
-from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules.checks import check
+from titan_hydra.job.freeze import freeze
 from titan_hydra.kernels import split_masters
 from titan_hydra.plan import memory, messages
 from titan_hydra.plan.shape import shape_of

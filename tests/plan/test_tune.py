@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.config import freeze
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.files import load_yaml, read_json
+from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import calibrate
 from titan_hydra.plan.predict import predict
 

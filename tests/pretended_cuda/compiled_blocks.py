@@ -180,8 +180,8 @@ def compile_step(words: tuple[str, ...]) -> list[Graph]:
     from torch._inductor.runtime import triton_helpers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from titan_hydra.config import freeze
     from titan_hydra.config.compose import compose_unchecked
+    from titan_hydra.job.freeze import freeze
     from titan_hydra.train.trainer import assemble
     from titan_hydra.verify.fake import fake_world
 

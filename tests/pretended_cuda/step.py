@@ -17,7 +17,7 @@ def step(chosen: Layout, rank: int, records: dict) -> None:
     import torch
 
     from tests.pretended_cuda.record import Recorder
-    from titan_hydra.config import compose_job
+    from titan_hydra.config.compose import compose_job
     from titan_hydra.verify.fake import fake_step, fake_world
 
     job = compose_job(*chosen.overrides)

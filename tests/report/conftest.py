@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.config import compose_job, to_dict
+from titan_hydra.config import to_dict
+from titan_hydra.config.compose import compose_job
 
 HERE = Path(__file__).parent
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.config import compose_job
-from titan_hydra.config.compose import CONF
-from titan_hydra.config.rules.pipeline import stage_count, stages_of_ranks, wrong_with
+from titan_hydra.config.compose import CONF, compose_job
+from titan_hydra.config.rules.pipeline import wrong_with
+from titan_hydra.job.pipeline import stage_count, stages_of_ranks
 from titan_hydra.parallel import pipeline
 from titan_hydra.report.charts import looks
 from titan_hydra.report.style import DASHES, LIGHT, LINES, line_style

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from titan_hydra.base.errors import Kind
-from titan_hydra.config import compose_job, to_dict
+from titan_hydra.config import to_dict
+from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import show
 from titan_hydra.runs import hints, layout, rundir, slurm, view
 from titan_hydra.runs.find import RunCell

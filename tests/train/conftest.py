@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titan_hydra.config import Job, all_ranks, compose_job, from_dict, identity, to_dict, world_size
+from titan_hydra.config import Job, from_dict, identity, to_dict
+from titan_hydra.config.compose import compose_job
+from titan_hydra.job.ranks import all_ranks, world_size
 from titan_hydra.launch import local
 from titan_hydra.runs.run import Run, folders_of
 

@@ -41,7 +41,7 @@ def flip(file: Path) -> None:
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory):
     """A finished run of two ranks with checkpoints of steps 2, 4 and 6, and its job."""
-    from titan_hydra.config import compose_job
+    from titan_hydra.config.compose import compose_job
 
     job = compose_job("debug=tiny", "precision=fp32", "metrics.log_every=1", "parallelism=fsdp", "gpus=2", "steps=6",
                       "checkpoint.interval=2", "checkpoint.keep_latest_k=0")

@@ -1,7 +1,7 @@
 """A run whose sequences are split learns in mixed precision too."""
 import pytest
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 
 
 @pytest.mark.slow

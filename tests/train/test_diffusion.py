@@ -6,7 +6,7 @@ import torch
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.data import images
 from titan_hydra.models.init import init_weights
 from titan_hydra.runs.checkpoints import newest

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from titan_hydra import cli, data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands.sample import png
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.data.images import CAPTIONS, picture
 from titan_hydra.train.sample import as_bytes
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.runs.checkpoints import newest
 
 from .steps import cut_back, tensors

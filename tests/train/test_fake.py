@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.base.private import TorchDispatchMode
-from titan_hydra.config import compose_job, freeze, world_size
-from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.compose import compose_job, compose_unchecked
+from titan_hydra.job.freeze import freeze
+from titan_hydra.job.ranks import world_size
 from titan_hydra.train.trainer import assemble
 from titan_hydra.verify.fake import fake_step, fake_world
 

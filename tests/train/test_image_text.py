@@ -11,7 +11,7 @@ from PIL import Image
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.data import tokenizer
 from titan_hydra.data.image_text import cells_of
 from titan_hydra.models.image_text.model import resized

@@ -6,7 +6,8 @@ import torch
 
 from titan_hydra import cli
 from titan_hydra.checkpoint.convert import Reader
-from titan_hydra.config import check, compose_job
+from titan_hydra.config.compose import compose_job
+from titan_hydra.config.rules.checks import check
 from titan_hydra.runs import checkpoints
 
 BASE = ("debug=tiny", "precision=fp32", "metrics.log_every=1", "data.global_batch=8", "data.local_batch=2", "lr_scheduler.warmup_steps=2")

@@ -8,7 +8,9 @@ from titan_hydra import cli, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import find_checkpoint, reader_of
 from titan_hydra.checkpoint.reader import Reader
-from titan_hydra.config import Job, compose_job, freeze, from_dict, identity
+from titan_hydra.config import Job, from_dict, identity
+from titan_hydra.config.compose import compose_job
+from titan_hydra.job.freeze import freeze
 from titan_hydra.models.hf import meta_state
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import lora

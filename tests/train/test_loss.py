@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import data, models
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.kernels import cross_entropy as kernel
 from titan_hydra.models.init import reset_buffers
 from titan_hydra.parallel import loss_head

@@ -6,7 +6,7 @@ import torch
 
 from tests import wandb_file
 from titan_hydra import data
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
 from titan_hydra.train.objectives import build_objective

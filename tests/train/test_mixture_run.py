@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.runs.checkpoints import complete
 
 SIX = ("debug=tiny", "precision=fp32", "steps=6", "checkpoint.interval=3", "checkpoint.keep_latest_k=0", "data=mixture",

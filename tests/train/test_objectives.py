@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job, from_dict, identity, to_dict
+from titan_hydra.config import from_dict, identity, to_dict
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.registry import OBJECTIVES, ObjectiveKind, register
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims

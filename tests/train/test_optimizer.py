@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import LrSchedule
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.train.muon import Muon

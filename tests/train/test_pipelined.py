@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 
 FOUR = ("debug=tiny", "model.n_layers=4", "steps=4", "checkpoint.interval=2", "checkpoint.keep_latest_k=0", "data.global_batch=8")
 LAYOUTS = {

@@ -9,7 +9,7 @@ from torch.nn.functional import log_softmax
 
 from titan_hydra import cli, data, models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import ASSETS
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import loss_head

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.data.loader import merge
 from titan_hydra.runs.checkpoints import complete, newest
 from titan_hydra.verify.matrix import later_wins

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from titan_hydra import data
-from titan_hydra.config import freeze
+from titan_hydra.job.freeze import freeze
 from titan_hydra.runs.checkpoints import complete, held_out_loss, newest, step_of
 
 from .conftest import losses, rows

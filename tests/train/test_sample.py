@@ -6,7 +6,7 @@ from torch import nn
 
 from titan_hydra import cli
 from titan_hydra.commands.sample import png
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.data.images import Caption
 from titan_hydra.train.sample import flow, times
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 
 from titan_hydra import cli, data, models
 from titan_hydra.checkpoint.convert import read_template
-from titan_hydra.config import compose_job, freeze
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import ASSETS
 from titan_hydra.data import tokenizer
 from titan_hydra.data.chat import ConversationReader
+from titan_hydra.job.freeze import freeze
 from titan_hydra.models import layers
 from titan_hydra.models.init import init_weights
 from titan_hydra.runs.checkpoints import newest

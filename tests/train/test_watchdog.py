@@ -12,7 +12,7 @@ import torch
 
 from titan_hydra import data
 from titan_hydra.base.errors import Stopped
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.observe import watchdog
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.runs.failure import Kind, guilty
@@ -22,7 +22,7 @@ from titan_hydra.train.trainer import build
 STUCK = """
 import ctypes, json, signal, sys, time
 from pathlib import Path
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.runs.run import Run
 from titan_hydra.observe import watchdog
 watchdog.TICK, watchdog.BLOCKED, watchdog.MARGIN = 0.1, 0.5, 0

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import Parallelism
 from titan_hydra.observe import flight, metrics
 from titan_hydra.parallel import build_mesh
@@ -54,7 +54,7 @@ def test_freed_memory_is_used_again():
 
 PRECISION = """
 import torch
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.train.world import set_determinism
 assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 set_determinism(compose_job("debug=tiny"))
@@ -179,7 +179,7 @@ def test_a_process_may_train_any_number_of_compiled_models(tmp_path):
     code = f"""
 from pathlib import Path
 import torch.distributed as dist
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import train
 for cell in range(1, 21):

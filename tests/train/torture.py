@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import _state_dict_stager
 from titan_hydra.base.errors import RunError
 from titan_hydra.checkpoint import safe, writer
 from titan_hydra.checkpoint.checkpointer import Checkpointer
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import Job
 from titan_hydra.launch.worker import own_process
 from titan_hydra.runs import checkpoints, layout

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config.load import DEGREES
+from titan_hydra.job.ranks import DEGREES
 from titan_hydra.runs import layout
 from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.view import add_runs, choose_one

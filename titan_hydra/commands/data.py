@@ -10,13 +10,16 @@ import numpy as np
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import COLOURS, table
-from titan_hydra.config import Fault, Job, check, freeze
+from titan_hydra.config import Fault, Job
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.registry import DATA_SOURCES, resolve
-from titan_hydra.config.rules.data import data_sources, sources_find_little_wrong
+from titan_hydra.config.rules.checks import check
+from titan_hydra.config.rules.data import sources_find_little_wrong
 from titan_hydra.data import Wanted
 from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
+from titan_hydra.job.freeze import freeze
+from titan_hydra.job.sources import data_sources
 
 from .model import add_model, checkpoint_of
 

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config import Fault, Job, check
+from titan_hydra.config import Fault, Job
 from titan_hydra.config.change import change
 from titan_hydra.config.fault import as_value
 from titan_hydra.config.operation import Launch, Paths, Sweep
+from titan_hydra.config.rules.checks import check
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.dispatch import Cell
 from titan_hydra.launch.worker import load_job

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table
-from titan_hydra.config import Fault, Job, freeze
+from titan_hydra.config import Fault, Job
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.fault import multiples_around
-from titan_hydra.config.load import world_size
 from titan_hydra.config.rules import checks
+from titan_hydra.job.freeze import freeze
+from titan_hydra.job.ranks import world_size
 from titan_hydra.plan import memory, messages, predict
 from titan_hydra.plan.predict import FITS, REFUSED, Prediction
 from titan_hydra.plan.search import Row, prepared, search

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config import Fault, Job, freeze
+from titan_hydra.config import Fault, Job
 from titan_hydra.config.compose import compose_unchecked, own_composer
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.load import read
 from titan_hydra.config.operation import Hardware
+from titan_hydra.job.freeze import freeze
 from titan_hydra.launch.dispatch import dispatch
 from titan_hydra.plan.calibrate import Fit, on
 from titan_hydra.plan.search import DEGREES, search

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.job.freeze import freeze
 
 from .explain import explain
 from .files import CONF
-from .load import freeze, read
+from .load import read
 from .overrides import mistakes
 from .rules.checks import check
 from .schema import Job

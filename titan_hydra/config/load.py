@@ -1,12 +1,8 @@
-"""Turn a composed Hydra configuration into a typed `Job` with every derived value filled in, and compute its identity."""
-import copy
+"""Turn a composed Hydra configuration into a typed `Job`, and compute its identity."""
 import dataclasses
 import functools
-import glob
 import hashlib
 import json
-import math
-import os
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,14 +14,13 @@ from .operation import Validation
 from .ranges import Interval, Text, range_of
 from .registry import Names
 from .schema import Job, Model, Source, default_of
-from .user_code import digest, load_user_modules, require_user_modules
+from .user_code import load_user_modules, require_user_modules
 
 # Keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their hash.
 HASHED_ONCE: dict[type, dict[str, Any]] = {
     Model: {"extra": {}}, Validation: {"name": "off", "interval": 100, "steps": 10},
     Source: {"validation_path": None, "validation_split": "validation"},
 }
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def to_dict(job: Any) -> dict:
@@ -122,57 +117,6 @@ def _as_written(config: Any, key: str) -> Any:
     for part in key.split("."):
         value = value.get(part, "?") if isinstance(value, dict) else "?"
     return value
-
-
-def freeze(job: Job) -> Job:
-    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the digest of the user's
-    modules.
-
-    Values that do not divide evenly are left as they are; `check` reports them.
-    """
-    job = copy.deepcopy(job)
-    if job.train.imports and job.train.sources is None:
-        job.train.sources = digest(job.train.imports)
-    degrees = job.parallelism
-    free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
-    fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)
-    if job.gpus is None:
-        node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
-        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)  # on one machine they share it
-        job.gpus = max(node // fixed // groups, 1) * fixed if free else fixed
-    if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
-        setattr(degrees, free[0], job.gpus // fixed)
-    if job.data.global_batch is None and data_parallel(job) > 0 and job.data.local_batch > 0:
-        job.data.global_batch = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
-    return job
-
-
-def world_size(job: Job) -> int:
-    """Return the ranks of one replica group: the product of the degrees."""
-    return math.prod(getattr(job.parallelism, name) for name in DEGREES)
-
-
-def all_ranks(job: Job) -> int:
-    """Return the ranks of all replica groups together."""
-    return job.fault_tolerance.replicas * world_size(job)
-
-
-def processes(job: Job) -> int:
-    """Return the number of processes of a job: one for each rank, or a single one that simulates the others (comm=fake)."""
-    return 1 if job.comm.name == "fake" else all_ranks(job)
-
-
-def data_parallel(job: Job) -> int:
-    """Return the ranks of a replica group that see different samples: dp_replicate x dp_shard."""
-    return job.parallelism.dp_replicate * job.parallelism.dp_shard
-
-
-def devices_here() -> int:
-    """Count the CUDA devices of this machine that are visible to this user, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def identity(job: Job) -> str:

@@ -123,6 +123,10 @@ class Cluster:
     stop_seconds: int = key(180, "how long before the time limit ranks finish their step, save and requeue", COUNT, identity=False)
     max_requeues: int = key(100, "a job that was preempted or timed out more often than this fails", NATURAL, identity=False)
 
+    def warning_seconds(self, minutes: int | None) -> int:
+        """Return how many seconds before the end of a job of `minutes` (None: no limit) its ranks are asked to stop."""
+        return self.stop_seconds if minutes is None else min(self.stop_seconds, 30 * minutes)
+
 
 @dataclass
 class Hardware:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.rules.data import PERIOD, shares
+from titan_hydra.job.sources import PERIOD, shares
 
 from .permutation import permute
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.redact import redact
-from titan_hydra.config import Fault, Job, all_ranks, check, freeze, identity, processes, read
+from titan_hydra.config import Fault, Job, identity, read
 from titan_hydra.config.cells import with_count
 from titan_hydra.config.fault import counted, quoted, shown
-from titan_hydra.config.rules.checks import warnings
+from titan_hydra.config.rules.checks import check, warnings
 from titan_hydra.config.sweep import named
+from titan_hydra.job.freeze import freeze
+from titan_hydra.job.ranks import all_ranks, processes
 from titan_hydra.plan import predict
 from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.rundir import State

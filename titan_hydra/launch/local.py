@@ -22,8 +22,9 @@ from submitit.local.local import Controller, LocalExecutor, LocalJob
 import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.private import process_of
-from titan_hydra.config import Job, processes
+from titan_hydra.config import Job
 from titan_hydra.config.user_code import folders
+from titan_hydra.job.ranks import processes
 from titan_hydra.runs import layout
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of

@@ -9,8 +9,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from titan_hydra.base.errors import RunError, denied
-from titan_hydra.config import explain, register_schema
+from titan_hydra.config import explain
 from titan_hydra.config.arguments import arranged
+from titan_hydra.config.compose import register_schema
 from titan_hydra.config.describe import help_text
 from titan_hydra.config.files import CONF
 from titan_hydra.config.sweep import Composed, expand_sweep

@@ -20,7 +20,6 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.operation import Cluster
-from titan_hydra.config.rules.cluster import warning_seconds
 from titan_hydra.runs import layout
 
 from .worker import LATE
@@ -144,13 +143,12 @@ class SlurmBatch(SlurmExecutor):
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
         self.token, self.lines, self.cluster, self.paths = name.rpartition("-")[2], lines, cluster, paths
         self.array = len(lines) > 1 and not packed
-        seconds = cluster.stop_seconds if shape.time_minutes is None else warning_seconds(cluster, shape.time_minutes)
         settings = {
             "job_name": name, "nodes": shape.nodes, "ntasks_per_node": shape.ranks_per_node, "gpus_per_node": shape.ranks_per_node,
             "cpus_per_task": cluster.cpus_per_task, "time": shape.time_minutes, "partition": cluster.partition,
             "account": cluster.account, "qos": cluster.qos, "constraint": cluster.constraint, "comment": cluster.comment,
-            "exclude": ",".join(cluster.exclude) or None, "signal_delay_s": seconds, "use_srun": False, "stderr_to_stdout": True,
-            "setup": self.setup(),
+            "exclude": ",".join(cluster.exclude) or None, "signal_delay_s": cluster.warning_seconds(shape.time_minutes),
+            "use_srun": False, "stderr_to_stdout": True, "setup": self.setup(),
         }
         self.update_parameters(**{key: value for key, value in settings.items() if value is not None})
         self.parameters["additional_parameters"] = self.flags(shape, cluster)

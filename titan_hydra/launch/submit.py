@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import Exit
-from titan_hydra.config import processes
 from titan_hydra.config.fault import counted
 from titan_hydra.config.user_code import sources
+from titan_hydra.job.ranks import processes
 from titan_hydra.runs import layout, manifest, rundir, slurm
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State

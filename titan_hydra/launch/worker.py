@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
-from titan_hydra.config import Job, from_dict, identity, processes
+from titan_hydra.config import Job, from_dict, identity
 from titan_hydra.config.files import write_json, write_text
 from titan_hydra.config.user_code import digest_of_code, edited_sources
+from titan_hydra.job.ranks import processes
 from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process

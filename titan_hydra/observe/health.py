@@ -16,8 +16,8 @@ from titan_hydra.base.errors import ConfigError, Unhealthy
 from titan_hydra.base.private import set_allocator
 from titan_hydra.base.threads import thread
 from titan_hydra.config.fault import counted
-from titan_hydra.config.load import devices_here
 from titan_hydra.config.operation import Comm
+from titan_hydra.job.ranks import devices_here
 from titan_hydra.runs.run import Run
 
 TAKEN = 0.1  # share of a device's memory that other processes may hold: a desktop holds less, another job more

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
-from titan_hydra.config.load import all_ranks
 from titan_hydra.config.schema import Job
+from titan_hydra.job.ranks import all_ranks
 from titan_hydra.parallel.experts import Balance
 from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import lowest_held_out

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.family import family_of
-from titan_hydra.config.rules.adapter import adapted
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapted
 
 from .formats.select import is_plain
 from .mesh import Mesh

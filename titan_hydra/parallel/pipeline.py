@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from titan_hydra.base.private import Action, ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, load_csv
+from titan_hydra.base.private import Action as TorchAction
+from titan_hydra.base.private import ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, load_csv
 from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
-from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
+from titan_hydra.job.batches import microbatch_size, microbatches
+from titan_hydra.job.pipeline import Action, stage_count, stages_of_ranks
+from titan_hydra.job.schedules import TIME, actions_of_one_stage
 
 from .mesh import Mesh, local_part
 
@@ -30,7 +33,7 @@ class Stage(PipelineStage):
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs):
         hidden = hidden_state(job)
         # Given shapes save torch a run to infer them. The last stage's output is used only by the loss.
-        super().__init__(module, index, layout.stage_count(job), device, output_args=hidden, group=mesh.pipeline,
+        super().__init__(module, index, stage_count(job), device, output_args=hidden, group=mesh.pipeline,
                          input_args=hidden if index else torch.empty_like(first, device="meta"))
         self.inputs, self.microbatches = inputs, list[Tensors]()
         self.newest: Tensors = {}  # the microbatch whose forward was run last
@@ -59,10 +62,10 @@ class Pipeline:
 
     def __init__(self, modules: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs, loss: Summed,
                  measure: Summed):
-        indices = layout.stages_of_ranks(job)[mesh.coordinate("pp")]
+        indices = stages_of_ranks(job)[mesh.coordinate("pp")]
         self.stages = [Stage(module, index, mesh, job, device, first, inputs) for module, index in zip(modules, indices, strict=True)]
         self.has_loss = self.stages[-1].is_last
-        self.size = job.data.local_batch // layout.microbatches(job)  # of a microbatch
+        self.size = microbatch_size(job)
         self.device, self.loss, self.measure = device, loss, measure
         self.summed, self.count = loss, torch.ones((), device=device)
         self.schedule = build_schedule(self.stages, job, self._loss_of)
@@ -101,25 +104,25 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
     """
     kind = resolve(PIPELINE_SCHEDULES[job.pp_schedule.name].schedule)
     single = issubclass(kind, PipelineScheduleSingle)
-    schedule = kind(stages[0] if single else stages, n_microbatches=layout.microbatches(job), loss_fn=loss, scale_grads=False)
+    schedule = kind(stages[0] if single else stages, n_microbatches=microbatches(job), loss_fn=loss, scale_grads=False)
     if job.pp_schedule.name == "csv":
         load_csv(schedule, job.pp_schedule.csv)
     return schedule
 
 
-def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[layout.Action]]:
+def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[Action]]:
     """Return the computations of every pipeline rank in order, from torch's own list."""
     if job.pp_schedule.name in ("gpipe", "1f1b"):  # torch's own list of 1F1B has wrong microbatches on the last rank (2.13)
-        pp, number, gpipe = job.parallelism.pp, layout.microbatches(job), job.pp_schedule.name == "gpipe"
-        return [layout.actions_of_one_stage(rank, pp, number, gpipe) for rank in range(pp)]
+        pp, number, gpipe = job.parallelism.pp, microbatches(job), job.pp_schedule.name == "gpipe"
+        return [actions_of_one_stage(rank, pp, number, gpipe) for rank in range(pp)]
     order = schedule.pipeline_order
     return [[action for step in order[rank] if step for action in _computations(step)] for rank in sorted(order)]
 
 
-def _computations(step: Action) -> list[layout.Action]:
+def _computations(step: TorchAction) -> list[Action]:
     """Return the computations of a step; one that overlaps a forward with a backward has both. What is left out is communication."""
     parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
-    return [part for part in parts if part[1] in layout.TIME]
+    return [part for part in parts if part[1] in TIME]
 
 
 @contextlib.contextmanager
@@ -134,7 +137,7 @@ def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[No
         return
     whole = schedule.pipeline_order_with_comms
     own = sorted({stage.stage_index for stage in stages})
-    gather, free = ([Action(stage, kind) for stage in own] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD))
+    gather, free = ([TorchAction(stage, kind) for stage in own] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD))
     forward = [part for action in whole[schedule.rank] for part in action.sub_actions or (action,) if part.computation_type in FORWARD]
     schedule.pipeline_order_with_comms = whole | {schedule.rank: [*gather, *forward, *free]}
     try:
@@ -150,5 +153,5 @@ def hidden_state(job: Job) -> Tensor:
     """
     degrees = job.parallelism
     parts = degrees.cp * (degrees.tp if degrees.sequence_parallel else 1)
-    shape = (job.data.local_batch // layout.microbatches(job), job.data.seq_len // parts, job.model.dim)
+    shape = (microbatch_size(job), job.data.seq_len // parts, job.model.dim)
     return torch.empty(shape, dtype=getattr(torch, job.precision.compute_dtype), device="meta", requires_grad=True)

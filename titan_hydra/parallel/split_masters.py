@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_hydra.base.private import keep_gradients_in
-from titan_hydra.config.rules.memory import gradient_dtype
 from titan_hydra.config.schema import Job
+from titan_hydra.job.dtypes import gradient_dtype
 from titan_hydra.kernels.split_masters import halves_of, join
 
 from .masters import Masters

@@ -6,8 +6,8 @@ import copy
 from torch import nn
 
 from titan_hydra.config.family import family_of
-from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
+from titan_hydra.job.pipeline import modules_of_stages, stages_of_ranks
 
 from .mesh import Mesh
 
@@ -19,8 +19,8 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
     """
     if mesh.degrees.pp == 1:
         return [model]
-    names, every = layout.modules_of_stages(job), family_of(job.model).modules(job.model)
-    return [_cut(copy.deepcopy(model), names[stage], every) for stage in layout.stages_of_ranks(job)[mesh.coordinate("pp")]]
+    names, every = modules_of_stages(job), family_of(job.model).modules(job.model)
+    return [_cut(copy.deepcopy(model), names[stage], every) for stage in stages_of_ranks(job)[mesh.coordinate("pp")]]
 
 
 def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from math import exp, log
 
 from titan_hydra.config.fault import counted
-from titan_hydra.config.load import all_ranks
 from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
+from titan_hydra.job.ranks import all_ranks
 
 from . import time
 from .predict import changed

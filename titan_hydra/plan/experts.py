@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_hydra.config.rules.experts import sparse
-from titan_hydra.config.rules.memory import SIZE
 from titan_hydra.config.schema import Job
+from titan_hydra.job.dtypes import SIZE
+from titan_hydra.job.experts import sparse
 
 
 @dataclass(frozen=True)

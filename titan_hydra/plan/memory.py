@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titan_hydra.config.attention import call_of
-from titan_hydra.config.rules.memory import GIB
 from titan_hydra.config.schema import Job
+from titan_hydra.job.dtypes import GIB
+from titan_hydra.job.schedules import in_flight
 
-from .schedules import in_flight
 from .shape import Shape, shape_of
 
 SAVED = "saved activations"  # the term that checkpointing changes

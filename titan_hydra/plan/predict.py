@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.load import all_ranks, freeze
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import ActivationCheckpoint, Job
+from titan_hydra.job.freeze import freeze
+from titan_hydra.job.ranks import all_ranks
 
 from . import memory, time
 from .memory import Peak

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from titan_hydra.config.fault import divisors
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.rules import checks
-from titan_hydra.config.rules.experts import expert_degrees
 from titan_hydra.config.schema import Job
+from titan_hydra.job.experts import expert_degrees
 
 from .predict import MODES, Prediction, changed, in_memory, on_nodes, timed, with_mode
 from .shape import NotPredictable

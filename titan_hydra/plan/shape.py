@@ -6,14 +6,13 @@ from functools import cached_property
 from itertools import accumulate
 
 from titan_hydra.config.family import Linear, family_of
-from titan_hydra.config.load import data_parallel
 from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
-from titan_hydra.config.rules import pipeline
-from titan_hydra.config.rules.adapter import adapted
-from titan_hydra.config.rules.experts import sparse
-from titan_hydra.config.rules.memory import SIZE, gradient_dtype
-from titan_hydra.config.rules.precision import has_one_scale
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapted
+from titan_hydra.job.batches import local_batches, microbatch_size, microbatches
+from titan_hydra.job.dtypes import SIZE, gradient_dtype, has_one_scale
+from titan_hydra.job.experts import sparse
+from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
 
 from .experts import ExpertShape, experts_of, lighter, shared_width
 
@@ -36,7 +35,7 @@ class Shape:
     layers: tuple[int, ...]  # blocks of each stage
     stages: list[list[int]]  # of each pipeline rank
     microbatches: int  # of a local batch
-    samples: float  # of a microbatch
+    samples: int  # of a microbatch
     tokens: float  # of a microbatch on a context-parallel rank
     rounds: int  # local batches of a step
     shards: int  # ranks over which each parameter is sharded
@@ -223,15 +222,11 @@ def shape_of(job: Job) -> Shape:
     block = (family.parameters(model) - ends + dense * less) / model.n_layers
     whole = (sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0))
     block = (block - whole) / degrees.tp + whole
-    number = max(pipeline.microbatches(job), 1)
-    samples = job.data.local_batch / number
-    shards = degrees.dp_shard * degrees.cp
-    locally = job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
+    samples, shards = microbatch_size(job), degrees.dp_shard * degrees.cp
     return Shape(
         job, linears, block, _dense(layers, dense), less / degrees.tp, table, 0 if model.tie_embeddings else table, layers,
-        pipeline.stages_of_ranks(job) if pp else [[0]], number, samples, samples * job.data.seq_len / degrees.cp,
-        max(job.data.global_batch // locally, 1), shards,
-        shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1, experts)
+        stages_of_ranks(job) if pp else [[0]], microbatches(job), samples, samples * job.data.seq_len / degrees.cp,
+        local_batches(job), shards, shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1, experts)
 
 
 def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
@@ -243,5 +238,5 @@ def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
 def _layers(job: Job) -> tuple[int, ...]:
     """Return the number of blocks of each stage."""
     if job.pp_schedule.split:
-        return tuple(sum("." in name for name in names) for names in pipeline.modules_of_stages(job))
-    return tuple(pipeline.blocks_of_stages(job))
+        return tuple(sum("." in name for name in names) for names in modules_of_stages(job))
+    return tuple(blocks_of_stages(job))

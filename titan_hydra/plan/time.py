@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offsets
-from titan_hydra.config.load import all_ranks
 from titan_hydra.config.operation import Hardware
-from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Job
+from titan_hydra.job.pipeline import splits_backward
+from titan_hydra.job.ranks import all_ranks
+from titan_hydra.job.schedules import actions_of, idle_time, known, play
 
 from . import messages
-from .schedules import actions_of, idle_time, known
 from .shape import NotPredictable, Shape, shape_of
 
 Passes = dict[str, tuple[float, float]]  # seconds of the forward and of the backward, by what takes them
@@ -69,7 +69,7 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
     forward, backward = (sum(passes[side] for passes in block.values()) for side in (0, 1))
     if len(shape.stages) > 1:
-        passes = (2 + pipeline.splits_backward(job)) * len(shape.stages[0]) * shape.microbatches
+        passes = (2 + splits_backward(job)) * len(shape.stages[0]) * shape.microbatches
         parts["pipeline calls"] = _call(job) * passes * shape.rounds
         span = _span(shape, (forward, backward), head, exact)
         parts["pipeline idle"] = (span - (sum(parts.values()) - parts["optimizer"]) / shape.rounds) * shape.rounds
@@ -235,7 +235,7 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
                          for side in (0, 1))
     half = [(seconds + call) / 2 for seconds in backward]  # of a backward in two passes
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
-    most = max(sum(forward[stage] + backward[stage] + call * pipeline.splits_backward(job) for stage in stages)
+    most = max(sum(forward[stage] + backward[stage] + call * splits_backward(job) for stage in stages)
                for stages in shape.stages)
     number = min(shape.microbatches, (4 if exact else 2) * pp)  # idle time grows no more, so the rest costs the slowest rank's work
     if job.pp_schedule.name == "csv":
@@ -244,6 +244,6 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
         chunks = job.pp_schedule.stages_per_rank
         return most * (shape.microbatches + idle_time(known(job.pp_schedule.name), pp, chunks, number) / (3 * chunks))
     seconds = {"F": forward, "B": backward, "I": half, "W": half}
-    played = pipeline.play(actions_of(job, number), last + 1, lambda action: seconds[action[1]][action[0]], hop)
+    played = play(actions_of(job, number), last + 1, lambda action: seconds[action[1]][action[0]], hop)
     ends = (start + seconds[action[1]][action[0]] for rank in played for start, action in rank[-1:])
     return max(ends) + (shape.microbatches - number) * most

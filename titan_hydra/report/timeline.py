@@ -8,7 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_hydra.config.rules.pipeline import TIME, Action, play
+from titan_hydra.job.pipeline import Action
+from titan_hydra.job.schedules import TIME, play
 from titan_hydra.runs import layout
 
 from .style import LIGHT, short

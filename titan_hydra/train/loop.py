@@ -20,9 +20,10 @@ from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
-from titan_hydra.config.rules.pipeline import Action
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
+from titan_hydra.job.batches import local_batches
+from titan_hydra.job.pipeline import Action
 from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
@@ -210,11 +211,10 @@ def listen(trainer: Trainer) -> None:
 def start_line(job: Job, trainer: Trainer, start: int) -> str:
     """Format the first line of the log: the model, the devices, the batch and the steps."""
     groups = job.fault_tolerance.replicas
-    accumulation = job.data.global_batch // (job.data.local_batch * trainer.mesh.data_ranks * groups)
     return (
         f"{job.model.name}: {trainer.parameters:,} parameters on {f'{groups} x ' * (groups > 1)}{dist.get_world_size()} x "
         f"{trainer.device.type}, {job.parallelism.name}, "
-        f"{job.precision.name}; global batch {job.data.global_batch} ({accumulation} accumulation), sequence {job.data.seq_len}; "
+        f"{job.precision.name}; global batch {job.data.global_batch} ({local_batches(job)} accumulation), sequence {job.data.seq_len}; "
         f"steps {start + 1} to {job.steps}"
     )
 

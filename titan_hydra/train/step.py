@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from titan_hydra.config.rules import pipeline as layout
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
+from titan_hydra.job.batches import microbatch_size
 from titan_hydra.parallel import compile
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import data as data_parallel
@@ -27,7 +27,7 @@ def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.devi
         return Plain(stages[0], objective.inputs, loss, measure)
     from titan_hydra.parallel.pipeline import Pipeline  # a second of imports that other jobs need not wait for
 
-    microbatch = objective.example(job.data.local_batch // layout.microbatches(job))
+    microbatch = objective.example(microbatch_size(job))
     first, _ = objective.inputs(context_parallel.shard_batch(microbatch, mesh).tensors)
     return Pipeline(stages, mesh, job, device, first, objective.inputs, loss, measure)
 

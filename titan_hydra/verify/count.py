@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from titan_hydra.config import world_size
-from titan_hydra.config.load import data_parallel
-from titan_hydra.config.rules import pipeline
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
+from titan_hydra.job.batches import local_batches, samples_at_once
+from titan_hydra.job.pipeline import modules_of_stages, stage_count, stages_of_ranks
+from titan_hydra.job.ranks import world_size
 from titan_hydra.parallel.split_masters import is_split, lower_half
 from titan_hydra.train.trainer import Trainer
 
@@ -37,13 +37,12 @@ def eager(job: Job) -> Job:
 
 def count_rank(job: Job, rank: int) -> Counted:
     """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks a stage: every further one adds as much."""
-    whole = job.data.local_batch * data_parallel(job)
-    if (rounds := job.data.global_batch // whole) > 2:  # each local batch after the second sends as much again
+    if (rounds := local_batches(job)) > 2:  # each local batch after the second sends as much again
         job = copy.deepcopy(job)
-        job.data.global_batch = 2 * whole
+        job.data.global_batch = 2 * samples_at_once(job)
         found = count_rank(job, rank)
         return Counted(found.live, {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()})
-    stages = pipeline.stage_count(job) if job.parallelism.pp > 1 else 1
+    stages = stage_count(job) if job.parallelism.pp > 1 else 1
     if job.model.n_layers <= DEPTHS[-1] * stages:
         return _count(job, rank)
     few, more = (_count(_cut(job, depth, stages), rank) for depth in DEPTHS)
@@ -67,8 +66,8 @@ def _blocks(job: Job, rank: int) -> float:
     """Return the blocks of a rank's average stage."""
     if job.parallelism.pp == 1:
         return job.model.n_layers
-    stages = pipeline.stages_of_ranks(job)[rank // (world_size(job) // job.parallelism.pp)]
-    modules = pipeline.modules_of_stages(job)
+    stages = stages_of_ranks(job)[rank // (world_size(job) // job.parallelism.pp)]
+    modules = modules_of_stages(job)
     return sum("." in name for stage in stages for name in modules[stage]) / len(stages)
 
 

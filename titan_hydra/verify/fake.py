@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.base.private import FakeStore, FakeTensorMode, settle_shapes
-from titan_hydra.config import world_size
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
+from titan_hydra.job.batches import local_batches
+from titan_hydra.job.ranks import world_size
 from titan_hydra.parallel.pipeline import Pipeline
 from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import write_result
@@ -71,7 +72,7 @@ def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) 
         trainer = parts.trainer(device)
         if isinstance(trainer.step, Pipeline):
             settle_shapes(trainer.step.schedule)
-        samples = job.data.global_batch // trainer.mesh.data_ranks
+        samples = job.data.local_batch * local_batches(job)
         batch = trainer.objective.example(samples).each(lambda tensor, dims: torch.zeros_like(tensor))
         with watch(trainer, batch) if watch else nullcontext():
             share = trainer.forward_backward(batch)

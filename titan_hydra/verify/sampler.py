@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.fault import divisors
 
 from .matrix import BASE, LATENT, MOE, SCHEDULES, Case, later_wins

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra import data, models
-from titan_hydra.config import Job, compose_job, from_dict, to_dict
-from titan_hydra.config.rules import pipeline as layout
+from titan_hydra.config import Job, from_dict, to_dict
+from titan_hydra.config.compose import compose_job
 from titan_hydra.data.batch import Batch
+from titan_hydra.job.batches import local_batches, microbatches
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.parallel.mesh import Mesh, build_mesh, local_part
 from titan_hydra.parallel.split_masters import master_of
@@ -123,8 +124,7 @@ def reductions() -> Iterator[list[torch.dtype]]:
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     """Count the parameters with gradients summed in bfloat16 although float32 is asked for: such a sum lacks the lower bits."""
     job = trainer.job
-    parts = trainer.mesh.data_ranks * job.parallelism.cp * layout.microbatches(job)
-    parts *= job.data.global_batch // trainer.mesh.data_ranks // job.data.local_batch
+    parts = trainer.mesh.data_ranks * job.parallelism.cp * microbatches(job) * local_batches(job)
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
     alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None  # the gradient of a single rank

@@ -9,12 +9,13 @@ import tokenizers
 
 from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import Fault, compose_job, freeze
-from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config import Fault
+from titan_hydra.config.compose import compose_job, compose_unchecked
 from titan_hydra.config.rules import checks
 from titan_hydra.data import chat
 from titan_hydra.data import loader as loaders
 from titan_hydra.data.chat import Turns, first_fit
+from titan_hydra.job.freeze import freeze
 from titan_hydra.train.objectives.language import IGNORED
 
 

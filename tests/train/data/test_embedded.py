@@ -1,7 +1,7 @@
 """The embedded corpus: whole, apart from what is held out, and the same everywhere."""
 import hashlib
 
-from titan_hydra.config import compose_job
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import ASSETS
 from titan_hydra.data import tokenizer
 from titan_hydra.data.embedded import PIECE, Embedded, held_out

@@ -10,8 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import compose_job
-from titan_hydra.config.compose import CONF
+from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.data import files
 from titan_hydra.data.conversations import ConversationFiles
 from titan_hydra.data.items import TokenFiles

@@ -9,9 +9,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from titan_hydra import cli
-from titan_hydra.config import compose_job, freeze
+from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import warnings
 from titan_hydra.data import files, unknown
+from titan_hydra.job.freeze import freeze
 
 ROWS = ["ACGT" * 20] * 90 + ["ACgt\n" * 16] * 10  # 6 % of the characters are g, t or newlines
 PAIR = {"prompt": ROWS[-1], "chosen": "A", "rejected": "C", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}

@@ -15,9 +15,12 @@ from titan_hydra.config import user_code
 from titan_hydra.config.attention import call_of, kernel_fault
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors, multiples_around
-from titan_hydra.config.load import DEGREES, data_parallel, devices_here, to_dict, values_are_what_the_schema_takes, world_size
+from titan_hydra.config.load import to_dict, values_are_what_the_schema_takes
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
+from titan_hydra.job.batches import samples_at_once
+from titan_hydra.job.pipeline import splits_backward
+from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, world_size
 
 from . import adapter, checkpoint, cluster, data, experts, memory, objective, pipeline, precision, replicas
 
@@ -201,7 +204,7 @@ def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
 def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
     """global batch = local batch x data-parallel ranks (of all replica groups) x accumulation steps."""
     ranks = data_parallel(job) * job.fault_tolerance.replicas
-    batch, once = job.data.global_batch, job.data.local_batch * ranks
+    batch, once = job.data.global_batch, samples_at_once(job)
     if once > 0 and batch % once:
         yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} "
                     "data-parallel ranks)", legal=multiples_around(batch, once))
@@ -231,7 +234,7 @@ def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
     """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an error."""
-    if job.parallelism.pp == 1 or not pipeline.splits_backward(job):
+    if job.parallelism.pp == 1 or not splits_backward(job):
         return
     if job.parallelism.reshard_after_forward == "always":
         yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault, suggest
 from titan_hydra.config.load import elements
-from titan_hydra.config.operation import Cluster
 from titan_hydra.config.ranges import PATH
 from titan_hydra.config.schema import Job
 
@@ -65,18 +64,13 @@ def text_reaches_the_script_as_it_is(job: Job) -> Iterator[Fault]:
             yield Fault("paths.runs", runs, reason or "sbatch drops the backslash")
 
 
-def warning_seconds(cluster: Cluster, minutes: int) -> int:
-    """Return how many seconds before the end of a job of `minutes` its ranks are asked to stop."""
-    return min(cluster.stop_seconds, 30 * minutes)
-
-
 def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
     """A job can take a step before it is asked to stop, or it would requeue for ever. SLURM may send the signal a minute early."""
     minutes = job.cluster.time_minutes
     if job.cluster.executor == "slurm" and minutes:
-        enough = next(some for some in itertools.count(1) if 60 * some - warning_seconds(job.cluster, some) - EARLY >= START)
+        enough = next(some for some in itertools.count(1) if 60 * some - job.cluster.warning_seconds(some) - EARLY >= START)
         if minutes < enough:
-            stop = f"{warning_seconds(job.cluster, minutes)} s, and SLURM may signal {EARLY} s early"
+            stop = f"{job.cluster.warning_seconds(minutes)} s, and SLURM may signal {EARLY} s early"
             yield Fault("cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,))
 
 

@@ -5,22 +5,8 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import PACKED, expand, home, kind, missing, similar, tokenizer_file, unread, vocabulary_size
 from titan_hydra.config.registry import DATA_SOURCES, resolve
-from titan_hydra.config.schema import Data, Job, Source
-
-PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to this
-
-
-def data_sources(data: Data) -> dict[str, Source]:
-    """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
-    return {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)} if data.name == "mixture" else {"data": data}
-
-
-def shares(weights: list[float]) -> list[int]:
-    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remainder goes to the sources that lost most."""
-    exact = [PERIOD * weight / sum(weights) for weight in weights]
-    left = PERIOD - sum(map(int, exact))
-    cut_most = sorted(range(len(exact)), key=lambda part: int(exact[part]) - exact[part])[:left]
-    return [int(share) + (part in cut_most) for part, share in enumerate(exact)]
+from titan_hydra.config.schema import Job
+from titan_hydra.job.sources import PERIOD, data_sources, shares
 
 
 def mixture_has_weighted_sources(job: Job) -> Iterator[Fault]:

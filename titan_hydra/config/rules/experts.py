@@ -2,23 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
-from typing import Any
 
-from titan_hydra.config.fault import Fault, divisors, multiples_around
+from titan_hydra.config.fault import Fault, multiples_around
 from titan_hydra.config.schema import Job
-
-from .memory import SIZE
-
-
-def sparse(job: Job) -> Any:
-    """Return the model section of a job with experts, whose family's keys this room does not import."""
-    return job.model
-
-
-def expert_degrees(job: Job, ranks: int) -> tuple[int, ...]:
-    """Return the numbers of ranks, among so many, over which a model's experts can be split; 1 without experts."""
-    return divisors(gcd(ranks, sparse(job).n_experts)) if job.model.sparse else (1,)
+from titan_hydra.job.dtypes import SIZE
+from titan_hydra.job.experts import expert_degrees, sparse
 
 
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
@@ -47,7 +35,7 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
         return
     degrees, model = job.parallelism, sparse(job)
     shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
-    if model.n_experts // degrees.ep % shards == 0:
+    if shards == 0 or model.n_experts // degrees.ep % shards == 0:  # 0: more ep ranks than ranks, which another rule refuses
         return
     for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):
         if width % shards:

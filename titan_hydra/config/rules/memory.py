@@ -10,15 +10,13 @@ from pathlib import Path
 
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
-from titan_hydra.config.load import data_parallel, devices_here, processes
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job, Model
+from titan_hydra.job.adapter import adapter_parameters
+from titan_hydra.job.batches import local_batches, microbatch_size
+from titan_hydra.job.dtypes import GIB, SIZE, gradient_dtype
+from titan_hydra.job.ranks import devices_here, processes
 
-from .adapter import adapter_parameters
-from .pipeline import microbatches
-
-GIB = 2**30
-SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
 PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
 
@@ -29,33 +27,18 @@ def _parameters(model: Model) -> int | None:
     return count(model) if count else None
 
 
-def gradient_dtype(job: Job) -> str:
-    """Return the dtype in which the optimizer gets the gradients.
-
-    Under split masters it is that of their sum over ranks, or without FSDP that of the backward; float32 where several are added up.
-    """
-    if job.optimizer.masters == "whole":
-        return job.precision.param_dtype
-    layout = job.parallelism
-    if job.data.global_batch > job.data.local_batch * data_parallel(job):
-        return "float32"
-    if layout.dp_replicate * layout.dp_shard * layout.cp > 1:  # FSDP sums, after the last microbatch of a pipeline
-        return job.precision.reduce_dtype
-    return "float32" if layout.pp > 1 or job.model.tie_embeddings else job.precision.compute_dtype
-
-
 def of_a_rank(job: Job) -> dict[str, float]:
     """Return a rank's least bytes by the key that each part grows with: data.global_batch those of the host, the others the device's."""
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments, gradient = OPTIMIZERS[job.optimizer.name].moments(job.optimizer), SIZE[gradient_dtype(job)]
     ranks, whole, adapters = layout.dp_shard * layout.cp * layout.tp * layout.pp, _parameters(model) or 0, adapter_parameters(job)
-    tokens = job.data.local_batch * job.data.seq_len / layout.cp / layout.tp / microbatches(job)
+    tokens = microbatch_size(job) * job.data.seq_len / layout.cp / layout.tp
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
     return {
         "model.name": ((adapters * stored * (2 + moments) + whole * used) if adapters else
                        whole * (stored * (1 + moments) + gradient)) / ranks,
         "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
-        "data.global_batch": job.data.global_batch / data_parallel(job) / job.fault_tolerance.replicas * job.data.seq_len * 16,
+        "data.global_batch": local_batches(job) * job.data.local_batch * job.data.seq_len * 16,
     }
 
 

@@ -6,8 +6,7 @@ from titan_hydra.config.family import families, family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.config.schema import Job, default_of
-
-from .data import data_sources
+from titan_hydra.job.sources import data_sources
 
 
 def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:

@@ -5,8 +5,8 @@ from math import gcd
 from titan_hydra.config.fault import Fault, multiples_around, suggest
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
-
-from .pipeline import microbatches
+from titan_hydra.job.batches import microbatch_size
+from titan_hydra.job.dtypes import has_one_scale
 
 
 def recipe_is_chosen(job: Job) -> Iterator[Fault]:
@@ -35,8 +35,7 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
     format, precision = FORMATS.get(job.precision.converter), job.precision
     if format is None or precision.emulate or precision.recipe in format.plain_gradients:
         return
-    samples = job.data.local_batch // microbatches(job)  # some number is legal: the rules of the layout have passed
-    each = format.step // gcd(format.step, samples) * job.parallelism.cp
+    each = format.step // gcd(format.step, microbatch_size(job)) * job.parallelism.cp
     if job.data.seq_len % each:
         reason = f"{format.name} matmuls over the tokens of a microbatch need multiples of {format.step}"
         yield Fault("data.seq_len", job.data.seq_len, reason, legal=multiples_around(job.data.seq_len, each))
@@ -85,12 +84,6 @@ def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
     if has_one_scale(job) and not precision.emulate and precision.skip != ["output"]:
         reason = f"under tp with {precision.recipe} {format.name} the linears of a block share an input in that format"
         yield Fault("precision.skip", precision.skip, reason, legal=("[output]",))
-
-
-def has_one_scale(job: Job) -> bool:
-    """Whether the job's format has one scale for a whole tensor."""
-    format = FORMATS.get(job.precision.converter)
-    return format is not None and job.precision.recipe in format.one_scale
 
 
 RULES = [recipe_is_chosen, widths_suit_the_format, tokens_suit_the_format, weights_can_be_gathered, fused_kernels_suit,

@@ -1,9 +1,8 @@
 """The actions of schedules without torch are torch's own."""
 import pytest
 
-from titan_hydra.config import compose_job
-from titan_hydra.config.rules.pipeline import TIME
-from titan_hydra.plan import schedules
+from titan_hydra.config.compose import compose_job
+from titan_hydra.job.schedules import TIME, actions, idle_time, in_flight
 
 TORCHS = {"looped_bfs": "LoopedBFS", "interleaved_1f1b": "Interleaved1F1B", "interleaved_zb": "InterleavedZeroBubble",
           "zbv": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"}
@@ -40,7 +39,7 @@ def test_actions_are_torchs(name):
     for ranks, chunks, number in SIZES:
         if (name in ("zbv", "dualpipe_v") and chunks != 2) or (name == "dualpipe_v" and number < 2 * ranks):
             continue
-        mine, theirs = schedules.actions(name, ranks, chunks, number), of_torch(name, ranks, chunks, number)
+        mine, theirs = actions(name, ranks, chunks, number), of_torch(name, ranks, chunks, number)
         if name == "looped_bfs":  # its backward takes the microbatches from the last to the first
             mine, theirs = ([[action[:2] for action in rank] for rank in order] for order in (mine, theirs))
         assert mine == theirs, (name, ranks, chunks, number)
@@ -49,12 +48,12 @@ def test_actions_are_torchs(name):
 def test_first_and_last_rank_of_1f1b_hold_all_and_one():
     job = compose_job("parallelism=pp", "parallelism.pp=4", "model.n_layers=8", "data.local_batch=8", "pp_schedule.microbatches=8",
                       "comm=fake", "gpus=4")
-    assert [schedules.in_flight(job, rank, (1,) * 4).most for rank in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(job, rank, (1,) * 4).most for rank in range(4)] == [4, 3, 2, 1]
     job.pp_schedule.name = "gpipe"
-    assert {schedules.in_flight(job, rank, (1,) * 4).most for rank in range(4)} == {8}
+    assert {in_flight(job, rank, (1,) * 4).most for rank in range(4)} == {8}
 
 
 @pytest.mark.parametrize(("name", "chunks", "idle"), [("1f1b", 1, 0.273), ("interleaved_1f1b", 2, 0.158), ("zbv", 2, 0.059)])
 def test_idle_time_of_four_ranks_and_eight_microbatches(name, chunks, idle):
-    wait, work = schedules.idle_time(name, 4, chunks, 8), 3 * 8 * chunks
+    wait, work = idle_time(name, 4, chunks, 8), 3 * 8 * chunks
     assert wait / (wait + work) == pytest.approx(idle, abs=1e-3)

@@ -1,5 +1,5 @@
 """The order in which pipeline ranks compute, for torch's schedules without torch, and what follows from it: idle time, microbatches in
-flight. tests/plan compares it with torch's own lists.
+flight. tests/job compares it with torch's own lists.
 """
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
-from titan_hydra.config.rules import pipeline
-from titan_hydra.config.rules.pipeline import Action
 from titan_hydra.config.schema import Job
 
+from .batches import microbatches
+from .pipeline import Action, read_schedule
+
+TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of an action on one stage, in forwards
 Step = tuple[int | None, str]  # stage, kind; a W without a stage is that of the oldest I without one
 
 
 def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
     """Return the actions of every pipeline rank; `number`: for other microbatches than the job's."""
     if job.pp_schedule.name == "csv":
-        return pipeline.read_schedule(job.pp_schedule.csv)
-    number = pipeline.microbatches(job) if number is None else number
+        return read_schedule(job.pp_schedule.csv)
+    number = microbatches(job) if number is None else number
     return actions(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, number)
 
 
@@ -42,7 +44,7 @@ def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
 def actions_of_rank(rank: int, name: str, pp: int, stages: int, number: int) -> list[Action]:
     """Return the actions of one pipeline rank."""
     if name in ("gpipe", "1f1b"):
-        return pipeline.actions_of_one_stage(rank, pp, number, name == "gpipe")
+        return actions_of_one_stage(rank, pp, number, name == "gpipe")
     order = numbered(STEPS[name](rank, pp, stages, number))
     return [action for action in order if action[2] < number]  # zbv plans more than there may be
 
@@ -63,6 +65,14 @@ def numbered(steps: Iterable[Step]) -> list[Action]:
             pending.remove(entry)
             done.append((entry[0], "W", entry[1]))
     return done
+
+
+def actions_of_one_stage(rank: int, ranks: int, number: int, all_forwards: bool) -> list[Action]:
+    """Return the actions of a pipeline rank with one stage for a number of microbatches: all forwards first (gpipe), or 1F1B."""
+    ahead = number if all_forwards else min(number, ranks - rank)
+    forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
+    alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
+    return [*forward[:ahead], *alternating, *backward[number - ahead:]]
 
 
 def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
@@ -142,7 +152,7 @@ def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
         return Held(weights[0], weights[0])
     if job.pp_schedule.name == "csv":
         return _held(actions_of(job)[rank], weights)
-    return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, pipeline.microbatches(job), rank,
+    return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, microbatches(job), rank,
                     weights)
 
 
@@ -171,6 +181,42 @@ def _held(order: Iterable[Action], weights: tuple[float, ...]) -> Held:
 def idle_time(name: str, pp: int, stages: int, number: int) -> float:
     """Return how long the average rank waits, in forwards of a stage, for stages that all take as long and a backward twice a forward."""
     order = actions(name, pp, stages, number)
-    played = pipeline.play(order, pp * stages)
-    span = max(start + pipeline.TIME[action[1]] for rank in played for start, action in rank)
-    return span - sum(pipeline.TIME[action[1]] for rank in order for action in rank) / pp
+    played = play(order, pp * stages)
+    span = max(start + TIME[action[1]] for rank in played for start, action in rank)
+    return span - sum(TIME[action[1]] for rank in order for action in rank) / pp
+
+
+def play(ranks: list[list[Action]], stages: int, seconds: Callable[[Action], float] = lambda action: TIME[action[1]],
+         travel: float = 0.0) -> list[list[tuple[float, Action]]]:
+    """Simulate a schedule: when each action starts if each rank runs its own in order, each as soon as its inputs exist.
+
+    `seconds` is the duration of an action, `travel` that of sending its output to the next stage. A rank with an action that waits for ever
+    has no entries from there on.
+    """
+    ends: dict[Action, float] = {}
+    played: list[list[tuple[float, Action]]] = [[] for _ in ranks]
+    free = [0.0] * len(ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(ranks):
+            while len(played[rank]) < len(actions) and (ready := _ready(actions[len(played[rank])], ends, stages, travel)) is not None:
+                action = actions[len(played[rank])]
+                start = max(ready, free[rank])
+                played[rank].append((start, action))
+                ends[action] = free[rank] = start + seconds(action)
+                moved = True
+    return played
+
+
+def _ready(action: Action, ends: dict[Action, float], stages: int, travel: float) -> float | None:
+    """Return the time at which the inputs of an action are complete; None if that is not known yet."""
+    stage, kind, number = action
+    if kind == "F":
+        before = ends.get((stage - 1, "F", number))
+        return 0.0 if stage == 0 else None if before is None else before + travel
+    if kind == "W":
+        return ends.get((stage, "I", number))
+    own = ends.get((stage, "F", number))
+    after = own if stage == stages - 1 else ends.get((stage + 1, "B", number), ends.get((stage + 1, "I", number)))
+    return None if own is None or after is None else max(own, after + travel * (stage < stages - 1))

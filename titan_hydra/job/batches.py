@@ -1,0 +1,49 @@
+"""How a global batch is cut: into local batches, and these into microbatches."""
+from titan_hydra.config.fault import divisors
+from titan_hydra.config.registry import PIPELINE_SCHEDULES
+from titan_hydra.config.schema import Job
+
+from .pipeline import read_schedule, stage_count
+from .ranks import data_parallel
+
+
+def samples_at_once(job: Job) -> int:
+    """Return the samples that all data-parallel ranks, of all replica groups, take at a time: a local batch each."""
+    return job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
+
+
+def local_batches(job: Job) -> int:
+    """Return the local batches of a rank in a step, which is the number of accumulation steps."""
+    return job.data.global_batch // samples_at_once(job)
+
+
+def microbatches(job: Job) -> int:
+    """Return the microbatches of a local batch: 1 without a pipeline, else as configured, or the largest legal number up to twice the
+    stages; 1 if none is legal, which a rule refuses.
+    """
+    if job.parallelism.pp == 1:
+        return 1
+    if job.pp_schedule.microbatches is not None:
+        return job.pp_schedule.microbatches
+    choices = legal_microbatches(job)
+    return max((number for number in choices if number <= 2 * stage_count(job)), default=min(choices, default=1))
+
+
+def microbatch_size(job: Job) -> int:
+    """Return the samples of a microbatch."""
+    return job.data.local_batch // microbatches(job)
+
+
+def legal_microbatches(job: Job) -> list[int]:
+    """Return the numbers of microbatches that divide the local batch and that the schedule accepts."""
+    return [number for number in divisors(job.data.local_batch) if microbatch_objection(job, number) is None]
+
+
+def microbatch_objection(job: Job, number: int) -> str | None:
+    """Return why the schedule does not accept this number of microbatches; None if it does."""
+    schedule = job.pp_schedule
+    if reason := PIPELINE_SCHEDULES[schedule.name].objection(number, stage_count(job), job.parallelism.pp):
+        return f"{schedule.name} {reason}"
+    if schedule.name == "csv" and number != (written := 1 + max(microbatch for _, _, microbatch in read_schedule(schedule.csv)[0])):
+        return f"{schedule.csv} schedules {written}"
+    return None

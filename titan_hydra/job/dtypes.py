@@ -1,0 +1,29 @@
+"""The dtypes of a job's numbers, and how many bytes they take."""
+from titan_hydra.config.registry import FORMATS
+from titan_hydra.config.schema import Job
+
+from .batches import local_batches
+
+GIB = 2**30
+SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
+
+
+def gradient_dtype(job: Job) -> str:
+    """Return the dtype in which the optimizer gets the gradients.
+
+    Under split masters it is that of their sum over ranks, or without FSDP that of the backward; float32 where several are added up.
+    """
+    if job.optimizer.masters == "whole":
+        return job.precision.param_dtype
+    layout = job.parallelism
+    if local_batches(job) > 1:
+        return "float32"
+    if layout.dp_replicate * layout.dp_shard * layout.cp > 1:  # FSDP sums, after the last microbatch of a pipeline
+        return job.precision.reduce_dtype
+    return "float32" if layout.pp > 1 or job.model.tie_embeddings else job.precision.compute_dtype
+
+
+def has_one_scale(job: Job) -> bool:
+    """Whether the job's format has one scale for a whole tensor."""
+    format = FORMATS.get(job.precision.converter)
+    return format is not None and job.precision.recipe in format.one_scale

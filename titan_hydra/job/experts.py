@@ -1,0 +1,16 @@
+"""The model section of a job with experts, and the ranks over which its experts can be split."""
+from math import gcd
+from typing import Any
+
+from titan_hydra.config.fault import divisors
+from titan_hydra.config.schema import Job
+
+
+def sparse(job: Job) -> Any:
+    """Return the model section of a job with experts, whose family's keys this room does not import."""
+    return job.model
+
+
+def expert_degrees(job: Job, ranks: int) -> tuple[int, ...]:
+    """Return the numbers of ranks, among so many, over which a model's experts can be split; 1 without experts."""
+    return divisors(gcd(ranks, sparse(job).n_experts)) if job.model.sparse else (1,)

@@ -1,0 +1,32 @@
+"""Fill in what follows from a job's keys."""
+import copy
+import math
+
+from titan_hydra.config.schema import Job
+from titan_hydra.config.user_code import digest
+
+from .batches import samples_at_once
+from .ranks import DEGREES, data_parallel, devices_here
+
+
+def freeze(job: Job) -> Job:
+    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the digest of the user's
+    modules.
+
+    Values that do not divide evenly are left as they are; `check` reports them.
+    """
+    job = copy.deepcopy(job)
+    if job.train.imports and job.train.sources is None:
+        job.train.sources = digest(job.train.imports)
+    degrees = job.parallelism
+    free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
+    fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)
+    if job.gpus is None:
+        node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
+        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)  # on one machine they share it
+        job.gpus = max(node // fixed // groups, 1) * fixed if free else fixed
+    if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
+        setattr(degrees, free[0], job.gpus // fixed)
+    if job.data.global_batch is None and data_parallel(job) > 0 and job.data.local_batch > 0:
+        job.data.global_batch = samples_at_once(job)
+    return job

@@ -1,0 +1,36 @@
+"""The ranks of a job, and the devices of this machine."""
+import glob
+import math
+import os
+
+from titan_hydra.config.schema import Job
+
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+def world_size(job: Job) -> int:
+    """Return the ranks of one replica group: the product of the degrees."""
+    return math.prod(getattr(job.parallelism, name) for name in DEGREES)
+
+
+def all_ranks(job: Job) -> int:
+    """Return the ranks of all replica groups together."""
+    return job.fault_tolerance.replicas * world_size(job)
+
+
+def processes(job: Job) -> int:
+    """Return the number of processes of a job: one for each rank, or a single one that simulates the others (comm=fake)."""
+    return 1 if job.comm.name == "fake" else all_ranks(job)
+
+
+def data_parallel(job: Job) -> int:
+    """Return the ranks of a replica group that see different samples: dp_replicate x dp_shard."""
+    return job.parallelism.dp_replicate * job.parallelism.dp_shard
+
+
+def devices_here() -> int:
+    """Count the CUDA devices of this machine that are visible to this user, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))

@@ -1,0 +1,17 @@
+"""The data sources of a job, and the shares of a mixture's."""
+from titan_hydra.config.schema import Data, Source
+
+PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to this
+
+
+def data_sources(data: Data) -> dict[str, Source]:
+    """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
+    return {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)} if data.name == "mixture" else {"data": data}
+
+
+def shares(weights: list[float]) -> list[int]:
+    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remainder goes to the sources that lost most."""
+    exact = [PERIOD * weight / sum(weights) for weight in weights]
+    left = PERIOD - sum(map(int, exact))
+    cut_most = sorted(range(len(exact)), key=lambda part: int(exact[part]) - exact[part])[:left]
+    return [int(share) + (part in cut_most) for part, share in enumerate(exact)]
