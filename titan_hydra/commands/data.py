@@ -17,6 +17,7 @@ from titan_hydra.config.rules.data import data_sources, sources_find_little_wron
 from titan_hydra.data import Wanted
 from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
+from titan_hydra.data.unknown import told
 
 from .model import add_model, checkpoint_of
 
@@ -146,8 +147,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     windows = [short[begin:begin + WINDOW] for begin in range(0, len(short), WINDOW)]
     packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
     unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
-    lost = f", {unknown / tokens:.1%} unknown to the tokenizer" if unknown else ""
-    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{lost}"
+    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{told(unknown, tokens)}"
     steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
     yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
     columns = {"tokens": [len(one.tokens) for one in turns], "learned, %": [100 * one.trained.mean() for one in turns]}
