@@ -97,7 +97,8 @@ def show_rows(args: argparse.Namespace) -> int:
     wanted = Wanted(job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards))
     for key, source in found.items():
         _show(resolve(DATA_SOURCES[source.name].build)(key, source, wanted, job.seed), job, args.row)
-    print(*(f"\nwarning: {warning}" for warning in sources_find_little_wrong(job)), sep="", end="\n")
+    for warning in sources_find_little_wrong(job):
+        print(f"\nwarning: {warning}")
     return Exit.DONE
 
 
