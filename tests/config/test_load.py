@@ -183,6 +183,19 @@ def test_what_the_debug_model_and_the_embedded_text_choose_is_theirs_alone():
     assert (job.precision.name, job.validation.name, job.steps) == ("bf16", "off", 200)
 
 
+@pytest.mark.parametrize("data", ["embedded", "embedded_chat"])
+def test_the_validations_of_the_texts_of_the_package_are_short(data):
+    """Ten of them, of a forward each, take at most a tenth of the time of the README's run, whose hash they leave alone."""
+    job = compose_job(f"data={data}")
+    batches = 10 * job.validation.steps
+    assert batches / 3 <= job.steps / 10  # a step is a forward and a backward of twice its work
+    assert identity(job) == identity(compose_job(f"data={data}", "validation.steps=10"))
+
+
+def test_the_readmes_first_command_names_the_run_that_it_starts():
+    assert f"llama3_debug-fsdp-fp32-{identity(compose_job())}" in (CONF.parent / "README.md").read_text()
+
+
 def test_identity_does_not_depend_on_how_a_value_was_given():
     assert identity(compose_job("parallelism=single")) == identity(compose_job("parallelism=fsdp", "parallelism.name=single"))
     assert identity(compose_job("gpus=1")) == identity(compose_job())

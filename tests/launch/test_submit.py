@@ -261,6 +261,13 @@ def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, cap
     assert json.loads((cells[5].directory / "attempts/2/attempt.json").read_text())["job_id"] == "103"
 
 
+def test_cells_of_several_arrays_that_are_refused_alike_are_one_line(tmp_path, site, capsys):
+    cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}") for gpus in (1, 2) for seed in range(4)]
+    assert site.submit(0, *cells) == 1
+    said = capsys.readouterr().err
+    assert said.count("SLURM refused") == 1 and said.startswith("SLURM refused 8 cells: ") and said.count("launch.packed=true") == 1
+
+
 def test_a_site_that_takes_nothing_is_not_asked_for_each_cell(tmp_path, site, capsys):
     cells = [cell(tmp_path, f"seed={seed}") for seed in range(3)]
     assert site.submit(0, *cells) == 1 and site.calls == 3

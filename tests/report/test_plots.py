@@ -115,7 +115,8 @@ def test_held_out_loss_is_drawn_against_what_cells_differ_in(sweep, capsys, tmp_
 def test_two_keys_of_a_sweep_are_colours_and_dashes():
     def shown(*cells):
         rows = [SimpleNamespace(cell=SimpleNamespace(overrides=cell.split()), baseline=not number) for number, cell in enumerate(cells)]
-        return [(look.colour, look.dash, look.baseline) for look in looks(SimpleNamespace(rows=rows))]
+        report = SimpleNamespace(rows=rows, reference=rows[0] if len(rows) > 1 else None)
+        return [(look.colour, look.dash, look.baseline) for look in looks(report)]
 
     widths, seeds = (1, 2, 3), (0, 1)
     grid = shown(*(f"steps=9 model.dim={width} seed={seed}" for width in widths for seed in seeds))

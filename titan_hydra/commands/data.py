@@ -18,6 +18,7 @@ from titan_hydra.config.rules.data import sources_find_little_wrong
 from titan_hydra.data import Wanted
 from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
+from titan_hydra.data.unknown import told
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.sources import data_sources
 
@@ -99,7 +100,8 @@ def show_rows(args: argparse.Namespace) -> int:
     wanted = Wanted(job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards))
     for key, source in found.items():
         _show(resolve(DATA_SOURCES[source.name].build)(key, source, wanted, job.seed), job, args.row)
-    print(*(f"\nwarning: {warning}" for warning in sources_find_little_wrong(job)), sep="", end="\n")
+    for warning in sources_find_little_wrong(job):
+        print(f"\nwarning: {warning}")
     return Exit.DONE
 
 
@@ -149,8 +151,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     windows = [short[begin:begin + WINDOW] for begin in range(0, len(short), WINDOW)]
     packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
     unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
-    lost = f", {unknown / tokens:.1%} unknown to the tokenizer" if unknown else ""
-    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{lost}"
+    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{told(unknown, tokens)}"
     steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
     yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
     columns = {"tokens": [len(one.tokens) for one in turns], "learned, %": [100 * one.trained.mean() for one in turns]}

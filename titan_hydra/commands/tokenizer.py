@@ -23,6 +23,7 @@ from titan_hydra.config import schema
 from titan_hydra.data import files
 from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
+from titan_hydra.data.unknown import told
 
 BATCH_CHARACTERS = 1 << 20  # text sent to a worker at a time
 WORKER: dict[str, Any] = {}  # of this process: its tokenizer and dtype
@@ -102,8 +103,7 @@ def encode(args: argparse.Namespace) -> int:
     _write(header, json.dumps({
         "dtype": dtype, "tokens": tokens, "documents": documents, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id, "tokenizer_sha256": tokenizer.sha256}, indent=2).encode() + b"\n")
-    lost = f"; {unknown / tokens:.1%} of them are unknown to the tokenizer" if unknown else ""
-    print(f"{args.out}: {documents} documents, {tokens} tokens, {dtype}{lost}")
+    print(f"{args.out}: {documents} documents, {tokens} tokens{told(unknown, tokens)}, {dtype}")
     return Exit.DONE
 
 

@@ -277,4 +277,4 @@ def warnings_of_first(key: str, source: schema.Source, job: schema.Job, texts: T
                 yield from texts(own, source, lines.row(number)[1])
 
     where, path = files.path_of(key, source, "train")
-    return unknown.warning(where, path, job, lambda: unknown.of_some(path, of_file))
+    return unknown.warning(where, path, job.tokenizer, lambda: unknown.of_some(path, SUFFIXES, of_file))

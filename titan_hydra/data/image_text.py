@@ -5,6 +5,7 @@ The size of an image is read from its header, so every rank knows all lengths, a
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import io
@@ -14,6 +15,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 
-from . import files
+from . import files, unknown
 from .chat import Chat, ConversationReader, Turns
 from .shards import BadShard, BadShards
 from .tokenizer import Tokenizer
@@ -85,29 +87,31 @@ def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
 class TarRows:
     """The samples of webdataset tars by number: the members of a file whose names agree up to the first dot."""
 
-    def __init__(self, files: list[Path], bad: BadShards):
+    def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
+        """Find the samples; with `most`, among so many members of each file."""
         self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []  # file, name, and of each member by its suffix where it is
         self.open = functools.lru_cache(64)(lambda file: file.open("rb", buffering=0))
         for file in files:
             try:
-                self.rows += _members(file)
+                self.rows += _members(file, most)
             except (OSError, tarfile.TarError) as error:
                 bad.add(BadShard(file, f"{file}: cannot be read as a plain tar: {error}"))
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def row(self, number: int) -> tuple[str, dict[str, bytes]]:
-        """Return the place of a sample, as file:name, and its members."""
+    def row(self, number: int, omit: tuple[str, ...] = ()) -> tuple[str, dict[str, bytes]]:
+        """Return the place of a sample, as file:name, and its members. Those with a suffix in `omit` are not read, and empty."""
         file, name, members = self.rows[number]
         descriptor = self.open(file).fileno()
-        return f"{file}:{name}", {suffix: os.pread(descriptor, size, start) for suffix, (start, size) in members.items()}
+        return f"{file}:{name}", {
+            suffix: b"" if suffix in omit else os.pread(descriptor, size, start) for suffix, (start, size) in members.items()}
 
 
-def _members(file: Path) -> list[tuple[Path, str, dict[str, tuple[int, int]]]]:
+def _members(file: Path, most: int | None) -> list[tuple[Path, str, dict[str, tuple[int, int]]]]:
     rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []
     with tarfile.open(file, "r:") as tar:
-        for member in tar:
+        for member in islice(tar, most):
             folder, _, base = member.name.rpartition("/")
             name, _, suffix = base.partition(".")
             if member.isfile() and name:
@@ -307,3 +311,16 @@ def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterato
     if job.data.image_patches > job.data.patches:
         yield Fault("data.image_patches", job.data.image_patches, f"more than data.patches={job.data.patches} of a sample",
                     legal=(job.data.patches,))
+
+
+def warnings(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning about texts that the tokenizer does not know. Imports no torch."""
+    return unknown.warning(f"{key}.path", source.path, job.tokenizer, lambda: unknown.of_some(source.path, (".tar",), _first_texts))
+
+
+def _first_texts(file: Path) -> Iterator[str]:
+    """Yield the texts of the first samples of a tar. No image is read, and samples that cannot be used are left out."""
+    rows = TarRows([file], BadShards(1), 2 * unknown.ROWS)
+    for number in range(len(rows)):
+        with contextlib.suppress(ValueError):
+            yield from (part for part in parts_of(rows.row(number, omit=SUFFIXES)[1]) if isinstance(part, str))

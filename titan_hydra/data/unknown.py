@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import expand
+from titan_hydra.config.files import expand, home, kind
 
 from . import files
 from .embedded import Embedded
@@ -18,6 +18,7 @@ from .tokenizer import Tokenizer, load
 
 FILES, ROWS, LENGTH = 8, 32, 10_000  # files that are looked at, rows of each, characters of a row
 SHARE = 0.01  # of tokens or characters: more unknown ones are a warning
+ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")  # of a local folder in the hub's layout, which may hold notes in .md beside them
 
 
 @dataclass(frozen=True)
@@ -56,36 +57,56 @@ def tokenizer_at(path: str) -> Tokenizer:
     return load(schema.Tokenizer(name="hf", path=path))
 
 
-def warning(key: str, value: str | None, job: schema.Job, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
-    """Yield a warning if more than SHARE of what `read` returns is unknown to the job's tokenizer. What cannot be read gives none: another
-    rule names it.
+def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
+    """Yield a warning if more than SHARE of what `read` returns is unknown to a tokenizer. What cannot be read gives none: another rule
+    names it.
     """
-    path = job.tokenizer.path
-    if job.tokenizer.name != "hf" or not path:
+    if tokenizer.name != "hf" or not tokenizer.path:
         return  # tokens of bytes, which know everything
     try:
-        found = count(path, tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)))
+        found = count(tokenizer.path, tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)))
     except Exception:  # files can be damaged in any way
         return
     if max(found.shares) > SHARE:
         tokens, characters = found.shares
         most = ", ".join(repr(text[:20]) for text, _ in found.texts.most_common(8))
         yield Fault(key, value, f"{tokens:.1%} of the tokens and {characters:.1%} of the characters of its first documents are unknown to "
-                    f"tokenizer.path={path}, most often {most}")
+                    f"the tokenizer {tokenizer.path}, most often {most}")
 
 
-def of_some(path: str | None, texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
+def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
     """Return the texts of some files of a source, from its first to its last. `texts` reads the first ones of a file."""
-    found = [file for file in expand(path or "") if file.stat().st_size]
+    found = [file for file in expand(path or "") if kind(file) in suffixes and file.stat().st_size]
     return chain.from_iterable(map(texts, found[::-(-len(found) // FILES) or 1]))
 
 
 def in_files(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about files of text."""
-    yield from warning(f"{key}.path", source.path, job,
-                       lambda: of_some(source.path, lambda file: files.beginnings(file, source.text_key, ROWS, LENGTH)))
+    yield from _in_rows(key, source, job.tokenizer, files.TEXT_SUFFIXES, source.text_key)
+
+
+def in_folder(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning about a data set in a local folder. What lies on the hub is not looked at."""
+    if source.path and home(source.path).is_dir():
+        yield from _in_rows(key, source, job.tokenizer, ROWS_OF_TEXT, source.text_key)
+
+
+def in_captions(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning about captions that the second text encoder, T5, does not know. CLIP's tokenizer has tokens of bytes."""
+    words = schema.Tokenizer(name="hf", path=str(home(source.encoders or "") / "tokenizer_2" / "tokenizer.json"))
+    yield from _in_rows(key, source, words, (".jsonl",), "caption")
+
+
+def _in_rows(key: str, source: schema.Source, tokenizer: schema.Tokenizer, suffixes: tuple[str, ...], column: str) -> Iterator[Fault]:
+    return warning(f"{key}.path", source.path, tokenizer,
+                   lambda: of_some(source.path, suffixes, lambda file: files.beginnings(file, column, ROWS, LENGTH)))
 
 
 def in_embedded(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about the embedded corpus."""
-    yield from warning(f"{key}.name", source.name, job, lambda: Embedded().pieces)
+    yield from warning(f"{key}.name", source.name, job.tokenizer, lambda: Embedded().pieces)
+
+
+def told(unknown: int, tokens: int) -> str:
+    """Return the share of unknown tokens for a message, behind a comma, or nothing if there is none."""
+    return f", {unknown / tokens:.1%} unknown to the tokenizer" if unknown else ""

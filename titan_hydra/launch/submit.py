@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,7 @@ class ArrayOrder:
 
     def __init__(self, states: list[State]) -> None:
         """Count the cells of the line that are queued or running already."""
+        self.refused = Counter[str]()  # cells that SLURM has refused, by its sentence
         active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
         self.before: list[str] = []  # jobs that must have ended
         self.now, self.used = list(dict.fromkeys(active)), len(active)  # jobs after these, and how many cells of them may run at once
@@ -192,6 +194,10 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
             mine, attempts = map(list, zip(*claimed, strict=True))
             exclude = unfit_hosts([states[cell.directory] for cell in mine])
             status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, order) or status
+    for reason, number in order.refused.items():
+        print(f"SLURM refused {counted(number, 'cell')}: {reason}", file=sys.stderr)
+    if any(re.search(TOO_MANY, reason, re.I) for reason in order.refused):
+        print("  the same line submits them when others have ended; launch.packed=true is one job for all", file=sys.stderr)
     return status
 
 
@@ -222,8 +228,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
                 continue
             if refused := not re.search(NO_ANSWER, reason, re.I):
                 attempts = [attempt for own in claimed[first:] for attempt in own]
-            cells = counted(len(claimed[first:] if refused else claimed[some]), "cell")
-            status = after_refusal(attempts, cells, reason) or status
+            status = after_refusal(attempts, len(claimed[first:] if refused else claimed[some]), reason, order.refused) or status
             if refused:
                 break
         if job_id := layout.CLAIM.read(attempts[0])["job_id"]:
@@ -246,13 +251,14 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
         rundir.note(attempt, job_id=job_id, **({"cluster": cluster} if cluster else {}))
 
 
-def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
-    """Check whether SLURM has the job although sbatch failed, as when the controller answers too late. Returns the exit status.
+def after_refusal(attempts: list[Path], number: int, reason: str, refused: Counter[str]) -> int:
+    """Check whether SLURM has the job of so many cells although sbatch failed, as when the controller answers too late. If it has not, the
+    cells are counted in `refused`. Returns the exit status.
 
     After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.
     """
     owners = [layout.CLAIM.read(attempt) for attempt in attempts]
-    uncertain = re.search(NO_ANSWER, reason, re.I)
+    uncertain, cells = re.search(NO_ANSWER, reason, re.I), counted(number, "cell")
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)
         queue = slurm.ask_queue(owners)
@@ -266,9 +272,7 @@ def after_refusal(attempts: list[Path], cells: str, reason: str) -> int:
         return Exit.BUG
     for attempt in attempts:
         rundir.note(attempt, ended=time.time(), refused=reason)
-    print(f"SLURM refused {cells}: {reason}", file=sys.stderr)
-    if re.search(TOO_MANY, reason, re.I):
-        print("  the same line submits them when others have ended; launch.packed=true is one job for all", file=sys.stderr)
+    refused[reason] += number
     return Exit.BUG
 
 

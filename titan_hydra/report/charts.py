@@ -89,7 +89,7 @@ def bar_charts(report: Report) -> Iterator[Bars]:
     speeds, memory = [], []
     for number, row in enumerate(report.rows):
         cell = row.cell
-        what = [row.told, "baseline" if row.baseline and len(report.rows) > 1 else None, "loss left the band" if row.flagged else None]
+        what = [row.told, "baseline" if row is report.reference else None, "loss left the band" if row.flagged else None]
         spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
         speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
@@ -136,7 +136,7 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low, high = ([loss + sign * errors.get(step, 0) for step, loss in found.items()] if errors else [] for sign in (-1, 1))
-        label = row.label + " (baseline)" * (row.baseline and len(report.rows) > 1)
+        label = row.label + " (baseline)" * (row is report.reference)
         lines.append(Curve(number, label, list(found), list(found.values()), low, high))
     return Lines(name, title, unit, lines)
 
@@ -179,7 +179,7 @@ def looks(report: Report) -> list[Look]:
         if len(values[keys[0]]) <= len(LINES) and len(others) <= len(DASHES):
             return [Look(LINES[values[keys[0]].index(one.get(keys[0]))], DASHES[others.index(mine)])
                     for one, mine in zip(own, rest, strict=True)]
-    return [Look(*line_style(number), row.baseline and len(own) > 1) for number, row in enumerate(report.rows)]
+    return [Look(*line_style(number), row is report.reference) for number, row in enumerate(report.rows)]
 
 
 def distances(report: Report) -> Lines:

@@ -70,7 +70,7 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
     for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
         flagged, known = row.flagged, bar.value is not None and isfinite(bar.value)
         if known:
-            colour = LIGHT["base" if row.baseline and len(report.rows) > 1 else "red" if flagged else "blue"]
+            colour = LIGHT["base" if row is report.reference else "red" if flagged else "blue"]
             hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
             axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
         if known and bar.spread and isfinite(bar.spread):
@@ -80,7 +80,7 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
         axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight="bold" if known else "normal",
                       color=LIGHT["ink" if known else "red" if row.cell.lost else "soft"], **beside)
         axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=LIGHT["red" if flagged else "soft"], **beside)
-        if row.baseline and known and len(report.rows) > 1:
+        if known and row is report.reference:
             axes.axvline(bar.value, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     if chart.limit:
         axes.axvline(chart.limit, color=LIGHT["red"], linewidth=1)

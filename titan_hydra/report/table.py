@@ -129,6 +129,11 @@ class Report:
         return next(row for row in self.rows if row.baseline)
 
     @property
+    def reference(self) -> ReportRow | None:
+        """The baseline, if there is a row that is compared with it."""
+        return self.baseline if len(self.rows) > 1 else None
+
+    @property
     def drawn(self) -> "Report":
         """The part of the report that diagrams show: the first rows, and the baseline."""
         first = self.rows[:DRAWN]

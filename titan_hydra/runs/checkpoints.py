@@ -126,13 +126,16 @@ def asked_for(run: Path, step: str | None) -> Path:
         return run
     folder = layout.CHECKPOINTS.of(run)
     there = {str(step_of(path)): path for path in complete(folder)}
-    found, (loss, lowest) = best(folder), lowest_held_out(run)
-    if step == "best" and (found is None or held_out_loss(found) > (inf if loss is None else loss)):
+    if step in there:
+        return there[step]
+    found = best(folder)
+    if step != "best":
+        raise ConfigError(str(Fault("--step", step, f"{run.name} has no such checkpoint", legal=(*there, *["best"] * (found is not None)))))
+    loss, lowest = lowest_held_out(run)
+    if found is None or held_out_loss(found) > (inf if loss is None else loss):
         reason = "no held-out loss was measured" if loss is None else f"the lowest held-out loss, {loss:.4f} of step {lowest}, is not kept"
         raise ConfigError(str(Fault("--step", step, f"{reason}; checkpoint.keep_best=true keeps it", legal=tuple(there))))
-    if step != "best" and step not in there:
-        raise ConfigError(str(Fault("--step", step, f"{run.name} has no such checkpoint", legal=(*there, *["best"] * (found is not None)))))
-    return found if step == "best" else there[step]
+    return found
 
 
 def lowest_held_out(run: Path) -> tuple[float | None, int | None]:

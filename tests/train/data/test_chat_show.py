@@ -12,6 +12,7 @@ def test_a_conversation_is_shown_with_what_is_learned(capsys):
     assert ">>>The capital of Iceland is Reykjavik.<|eot_id|><<<<|start_header_id|>user" in shown
     assert "369 conversations: 0 cannot be used, 0 have more than data.seq_len + 1 = 257 tokens" in shown
     assert "about 82 samples an epoch" in shown and "20.5 steps with data.global_batch=4" in shown and "learned, %  conversations" in shown
+    assert not shown.endswith("\n\n")
 
 
 def test_what_cannot_be_used_is_counted(tmp_path, capsys):

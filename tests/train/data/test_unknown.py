@@ -1,6 +1,10 @@
 """Text that the tokenizer does not know is a warning before anything starts: it would be learned as its unknown token."""
 import gzip
+import io
 import json
+import os
+import shutil
+import tarfile
 
 import pyarrow
 import pyarrow.parquet
@@ -9,9 +13,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from titan_hydra import cli
-from titan_hydra.config.compose import compose_job
+from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules.checks import warnings
-from titan_hydra.data import files, unknown
+from titan_hydra.data import files, image_text, unknown
 from titan_hydra.job.freeze import freeze
 
 ROWS = ["ACGT" * 20] * 90 + ["ACgt\n" * 16] * 10  # 6 % of the characters are g, t or newlines
@@ -31,7 +35,7 @@ def letters(tmp_path):
 
 
 def warned(*overrides):
-    return [line for fault in warnings(freeze(compose_job("steps=1", "lr_scheduler.warmup_steps=0", *overrides)))
+    return [line for fault in warnings(freeze(compose_unchecked("steps=1", "lr_scheduler.warmup_steps=0", *overrides)))
             if "are unknown to" in (line := str(fault))]
 
 
@@ -52,7 +56,7 @@ def test_text_of_every_kind_of_file(tmp_path, letters, name):
     own = ("data=text_files", "tokenizer=hf", f"tokenizer.path={letters}")
     file = write(tmp_path, name, ROWS[::-1])
     (line,) = warned(*own, f"data.path={file}")
-    assert line.startswith(f"data.path={file}: ") and f"unknown to tokenizer.path={letters}, most often 'g', 't', '" in line
+    assert line.startswith(f"data.path={file}: ") and f"unknown to the tokenizer {letters}, most often 'g', 't', '" in line
     assert not warned(*own, f"data.path={write(tmp_path, f'known.{name}', ROWS[:9])}")
     assert not warned("data=text_files", f"data.path={file}"), "a tokenizer of bytes knows everything"
 
@@ -97,6 +101,55 @@ def test_rows_with_a_template(tmp_path, letters, capsys, row, data):
     assert "% unknown to the tokenizer\n" in shown and f"warning: {line}\n" in shown
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_data_set_of_the_hub_in_a_local_folder(tmp_path, letters, name):
+    """Notes and other files may lie beside the rows. What is on the hub is not looked at."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "README.md").write_text("of unknown letters " * 99)
+    (tmp_path / "set" / "meta.lock").write_text("lock")
+    own = ("data=hf", f"data.path={tmp_path}/set", "tokenizer=hf", f"tokenizer.path={letters}")
+    write(tmp_path / "set", name, ROWS[:9])
+    assert not warned(*own)
+    write(tmp_path / "set", name, ROWS[::-1])
+    (line,) = warned(*own)
+    assert line.startswith(f"data.path={tmp_path}/set: ") and "most often 'g', 't', " in line
+    assert not warned("data=hf", "data.path=somebody/set", *own[2:]) and not warned("data=c4", *own[2:])
+
+
+def test_captions_of_images_in_tars(tmp_path, letters, monkeypatch):
+    """Of the images nothing is read; a sample that cannot be used is left out."""
+    members = {"0.txt": b"a lone text", "index": b""}
+    for number in range(100):
+        parts = {"parts": [{"image": "jpg"}, {"text": ROWS[-1]}]}
+        members |= {f"{number}.jpg": b"pixels", f"{number}.json": json.dumps(parts).encode()} if number % 2 else {
+            f"{number}.png": b"pixels", f"{number}.txt": ROWS[-1].encode()}
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+    (tmp_path / "a.idx").write_text("an index of the tar")
+    read, pread = [], os.pread
+    monkeypatch.setattr(image_text.os, "pread", lambda *place: read.append(pread(*place)) or read[-1])
+    (line,) = warned("model=llama3_vision_debug", "data=image_text", f"data.path={tmp_path}", "train.objective=image_text", "tokenizer=hf",
+                     f"tokenizer.path={letters}")
+    assert line.startswith(f"data.path={tmp_path}: 60.0% of the tokens") and "'g', 't', " in line
+    assert read and b"pixels" not in read and len(read) <= unknown.ROWS + 1
+
+
+def test_captions_for_text_encoders(tmp_path, letters):
+    """FLUX's captions are read by the tokenizer of T5, which lies in the encoders' folder."""
+    (tmp_path / "encoders" / "tokenizer_2").mkdir(parents=True)
+    shutil.copy(letters, tmp_path / "encoders" / "tokenizer_2" / "tokenizer.json")
+    lines = tmp_path / "images.jsonl"
+    own = ("model=flux_debug", "data=image_files", f"data.path={lines}", "train.objective=diffusion", f"data.encoders={tmp_path}/encoders")
+    lines.write_text("\n".join(json.dumps({"image": "a.png", "caption": text}) for text in ROWS[::-1]))
+    (line,) = warned(*own)
+    assert f"unknown to the tokenizer {tmp_path}/encoders/tokenizer_2/tokenizer.json, most often" in line
+    lines.write_text(json.dumps({"image": "a.png", "caption": ROWS[0]}))
+    assert not warned(*own) and not warned(*own[:-1])
+
+
 def test_little_of_a_large_data_set_is_read(tmp_path, letters, monkeypatch):
     """A few files, a few rows of each, and of the cells of a sweep the first alone encodes them."""
     for number in range(30):
@@ -136,4 +189,4 @@ def test_the_embedded_corpus(letters):
 def test_encoding_counts_what_is_unknown(tmp_path, letters, capsys):
     file = write(tmp_path, "a.txt", ROWS)
     assert cli.main(["tokenizer", "encode", "--tokenizer", str(letters), "--out", f"{tmp_path}/a.bin", "--workers", "1", str(file)]) == 0
-    assert "; 6.0% of them are unknown to the tokenizer" in capsys.readouterr().out
+    assert ", 6.0% unknown to the tokenizer" in capsys.readouterr().out
