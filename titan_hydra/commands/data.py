@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(score)
     score.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
     score.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
-    images = commands.add_parser("encode-images", help="write latents and embeddings of captioned images, for data=encoded_images")
+    _add_images(commands.add_parser("encode-images", help="write latents and embeddings of captioned images, for data=encoded_images"))
+
+
+def _add_images(images: argparse.ArgumentParser) -> None:
+    """Add the options of `titan data encode-images`."""
     images.add_argument("lines", type=Path, metavar="FILE", help='.jsonl: {"image": path beside it, "caption": text} on each line')
     images.add_argument("target", type=Path, metavar="FOLDER", help="folder to write; new or empty")
     images.add_argument("--encoders", type=Path, required=True, metavar="FOLDER", help="text_encoder, text_encoder_2, vae, tokenizer, "

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import charts, timeline
-from .charts import AXES, Bars, Lines, Look
+from .charts import AXES, Bar, Bars, Lines, Look
 from .style import LIGHT, settings, short
-from .table import Report
+from .table import Report, ReportRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,18 +68,14 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
     width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
     for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
-        flagged, known = row.flagged, bar.value is not None and isfinite(bar.value)
+        flagged, known = row.flagged, _known(bar)
         if known:
             colour = LIGHT["base" if row is report.reference else "red" if flagged else "blue"]
             hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
             axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
         if known and bar.spread and isfinite(bar.spread):
             axes.plot([bar.value - bar.spread, bar.value + bar.spread], [place, place], color=LIGHT["ink"], linewidth=1.1)
-        beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center",
-                                  "annotation_clip": False}
-        axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight="bold" if known else "normal",
-                      color=LIGHT["ink" if known else "red" if row.cell.lost else "soft"], **beside)
-        axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=LIGHT["red" if flagged else "soft"], **beside)
+        _annotate(axes, place, width, bar, row)
         if known and row is report.reference:
             axes.axvline(bar.value, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     if chart.limit:
@@ -92,6 +88,25 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
     axes.set_title(chart.title, loc="left")
     axes.set_xlabel(chart.unit, loc="left")
     return drawn
+
+
+def _known(bar: Bar) -> bool:
+    return bar.value is not None and isfinite(bar.value)
+
+
+def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) -> None:
+    """Write a bar's value and remark beside the axes, in a column of `width` points and after it."""
+    beside: dict[str, Any] = {
+        "xycoords": ("axes fraction", "data"),
+        "textcoords": "offset points",
+        "va": "center",
+        "annotation_clip": False,
+    }
+    colour = LIGHT["ink" if _known(bar) else "red" if row.cell.lost else "soft"]
+    weight = "bold" if _known(bar) else "normal"
+    axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight=weight, color=colour, **beside)
+    remark = LIGHT["red" if row.flagged else "soft"]
+    axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=remark, **beside)
 
 
 def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:

@@ -4,13 +4,10 @@ A rule examines a frozen job and yields a `Fault` for whatever violates it. `che
 because the rules of later groups rely on what the earlier ones have established.
 """
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import entry_points
 from math import lcm
 
 from titan_hydra.base import redact
-from titan_hydra.base.versions import versions
 from titan_hydra.config import user_code
 from titan_hydra.config.attention import call_of, kernel_fault
 from titan_hydra.config.family import family_of
@@ -22,10 +19,9 @@ from titan_hydra.job.batches import samples_at_once
 from titan_hydra.job.pipeline import splits_backward
 from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, world_size
 
-from . import adapter, checkpoint, cluster, data, experts, memory, objective, pipeline, precision, replicas
+from . import adapter, checkpoint, cluster, compile, data, experts, memory, objective, pipeline, precision, replicas
 
 Rule = Callable[[Job], Iterator[Fault]]
-BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")  # of torch.compile
 KEYS: list[Rule] = [values_are_what_the_schema_takes]
 RANKS: list[Rule] = []  # the degrees, from which the batch and much else follow
 VALUES: list[Rule] = []  # keys that mean something beyond their range
@@ -108,17 +104,7 @@ def family_takes_its_own_keys(job: Job) -> Iterator[Fault]:
     yield from job.model.faults()
 
 
-@rule(VALUES)
-def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
-    """A torch.compile back end is torch's own, announced by an installed package, or registered by a module of the user's."""
-    name = job.compile.backend
-    if job.compile.name == "off" or name in BACKENDS or job.train.imports:
-        return
-    announced = {point.name for point in entry_points(group="torch_dynamo_backends")}
-    if name not in announced:
-        yield Fault("compile.backend", name, "torch has no such back end", legal=(*BACKENDS, *sorted(announced)))
-
-
+VALUES.append(compile.compiler_is_one_that_torch_knows)
 VALUES.append(checkpoint.checkpoints_are_due_at_times_that_come)
 VALUES.extend(cluster.RULES)
 
@@ -247,59 +233,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
                     legal=("off",))
 
 
-RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE)
-
-
-@rule(RECIPE)
-def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls; alone async_tp does nothing."""
-    if not job.parallelism.async_tp:
-        return
-    if job.compile.name != "block":
-        yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true needs the compiler", legal=("block",))
-    if not job.parallelism.sequence_parallel or job.parallelism.tp == 1:
-        yield Fault("parallelism.async_tp", True, "has nothing to overlap without tp ranks and parallelism.sequence_parallel",
-                    legal=(False,))
-
-
-@rule(RECIPE)
-def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler chooses what to keep within the memory budget, where it splits a block into forward and backward."""
-    if job.ac.name == "memory_budget" and job.compile.name != "block":
-        yield Fault("compile.name", job.compile.name, "ac=memory_budget needs the compiler", legal=("block",))
-
-
-@rule(RECIPE)
-def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
-    """A graph holds a whole model where its communication is part of it, and nothing depends on values: SimpleFSDP without experts."""
-    if job.compile.name != "model":
-        return
-    layout = job.parallelism
-    why = ("FSDP2 gathers in hooks, parallelism.backend=simple_fsdp in the graph" if layout.backend != "simple_fsdp" else
-           f"experts of {job.model.family} depend on values" if job.model.sparse else
-           next((f"not proven with {name} ranks" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1), None))
-    if why:
-        yield Fault("compile.name", "model", why, legal=("block",))
-
-
-@rule(RECIPE)
-def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
-    """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved tensors of the
-    recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own
-    rows can be stepped there.
-    """
-    compiled = job.compile.name == "block" and job.comm.name != "fake"
-    recomputed = job.ac.name in ("full", "layer", "memory_budget")
-    if job.parallelism.tp > 1 and compiled and recomputed and not versions().get("torch", "").startswith("2.11."):
-        yield Fault("ac.name", job.ac.name, "this torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
-
-
-@rule(RECIPE)
-def saved_operators_are_names(job: Job) -> Iterator[Fault]:
-    """The operators to save have names of the right form. Whether torch has them is known only when a rank starts."""
-    for name in job.ac.save_ops:
-        if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
-            yield Fault("ac.save_ops", job.ac.save_ops, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
+RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE + compile.RECIPE)
 
 
 @rule(RECIPE)
