@@ -18,7 +18,7 @@ from titan_hydra.config.rules.data import sources_find_little_wrong
 from titan_hydra.data import Wanted
 from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
-from titan_hydra.data.unknown import told
+from titan_hydra.data.unknown import share_of_unknown
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.sources import data_sources
 
@@ -155,7 +155,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     windows = [short[begin:begin + WINDOW] for begin in range(0, len(short), WINDOW)]
     packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
     unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
-    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{told(unknown, tokens)}"
+    yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{share_of_unknown(unknown, tokens)}"
     steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
     yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
     columns = {"tokens": [len(one.tokens) for one in turns], "learned, %": [100 * one.trained.mean() for one in turns]}

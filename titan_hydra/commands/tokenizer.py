@@ -23,7 +23,7 @@ from titan_hydra.config import schema
 from titan_hydra.data import files
 from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
-from titan_hydra.data.unknown import told
+from titan_hydra.data.unknown import share_of_unknown
 
 BATCH_CHARACTERS = 1 << 20  # text sent to a worker at a time
 WORKER: dict[str, Any] = {}  # of this process: its tokenizer and dtype
@@ -103,7 +103,7 @@ def encode(args: argparse.Namespace) -> int:
     _write(header, json.dumps({
         "dtype": dtype, "tokens": tokens, "documents": documents, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id, "tokenizer_sha256": tokenizer.sha256}, indent=2).encode() + b"\n")
-    print(f"{args.out}: {documents} documents, {tokens} tokens{told(unknown, tokens)}, {dtype}")
+    print(f"{args.out}: {documents} documents, {tokens} tokens{share_of_unknown(unknown, tokens)}, {dtype}")
     return Exit.DONE
 
 

@@ -313,7 +313,7 @@ def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterato
                     legal=(job.data.patches,))
 
 
-def warnings(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def warnings_of_captions(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about texts that the tokenizer does not know. Imports no torch."""
     return unknown.warning(f"{key}.path", source.path, job.tokenizer, lambda: unknown.of_some(source.path, (".tar",), _first_texts))
 

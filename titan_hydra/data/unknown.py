@@ -107,6 +107,6 @@ def in_embedded(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fa
     yield from warning(f"{key}.name", source.name, job.tokenizer, lambda: Embedded().pieces)
 
 
-def told(unknown: int, tokens: int) -> str:
+def share_of_unknown(unknown: int, tokens: int) -> str:
     """Return the share of unknown tokens for a message, behind a comma, or nothing if there is none."""
     return f", {unknown / tokens:.1%} unknown to the tokenizer" if unknown else ""
