@@ -225,7 +225,7 @@ DATA_SOURCES = Registry(
                    suffixes=(".jsonl", ".json"), gives=(*TURNS, "old_logprobs", "advantages"), encodes=True),
     DataSourceKind("image_text", f"{IMAGE_TEXT}:open_image_text", documents=False, reads=("path", "validation_path", "patches"),
                    needs_path=True, suffixes=(".tar",), gives=(*TURNS, *PICTURES), encodes=True, faults=f"{IMAGE_TEXT}:pillow_is_there",
-                   warnings=f"{IMAGE_TEXT}:warnings"),
+                   warnings=f"{IMAGE_TEXT}:warnings_of_captions"),
     DataSourceKind("synthetic_image_text", f"{IMAGE_TEXT}:draw_image_text", documents=False, reads=("patches",), gives=(*TURNS, *PICTURES),
                    encodes=True, faults=f"{IMAGE_TEXT}:pillow_is_there"),
     DataSourceKind("encoded_images", f"{IMAGES}:open_encoded", documents=False, reads=("path", "validation_path", "caption_dropout"),
