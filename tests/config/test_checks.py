@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.config.load import values_are_what_the_schema_takes
-from titan_hydra.config.rules import checks
+from titan_hydra.config.rules import compile as rules_of_compile
 from titan_hydra.config.rules.checks import LAYOUT, RECIPE, check, degrees_fill_the_ranks
 from titan_hydra.job.freeze import freeze
 from titan_hydra.parallel import build_mesh
@@ -191,7 +191,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
 
 @pytest.mark.parametrize(("values", "key", "text"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
 def test_a_bad_value_is_named_with_what_would_be_legal(base, monkeypatch, values, key, text):
-    monkeypatch.setattr(checks, "versions", lambda: {"torch": "2.13.0"})  # torch 2.11 compiles what the rule of `ac.name` refuses
+    monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.13.0"})  # torch 2.11 compiles what the rule of `ac.name` refuses
     faults = [fault for fault in check(changed(base, **values)) if fault.key == key]
     assert faults, check(changed(base, **values))
     assert any(text in str(fault) for fault in faults)

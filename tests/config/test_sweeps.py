@@ -7,6 +7,7 @@ from omegaconf import open_dict
 from titan_hydra.config import describe, identity, read
 from titan_hydra.config.compose import CONF, register_schema
 from titan_hydra.config.rules import checks
+from titan_hydra.config.rules import compile as rules_of_compile
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.sweep import expand_sweep, named
 from titan_hydra.job.freeze import freeze
@@ -157,7 +158,7 @@ PAPER = {  # (dp_shard, tp, pp, cp, local batch, global batch, seq_len, ac, comp
 
 @pytest.mark.parametrize("line", PAPER)
 def test_the_papers_rows_are_as_it_has_them_on_the_torch_that_can_run_them(line, monkeypatch):
-    monkeypatch.setattr(checks, "versions", lambda: {"torch": "2.11.0"})
+    monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.11.0"})
     cells, faults = expanded(*f"+sweeps={line} cluster=slurm".split())
     jobs = [frozen(config) for config, _ in cells]
     assert not faults and [check(job) for job in jobs] == [[]] * len(jobs)
