@@ -268,6 +268,21 @@ def test_cells_of_several_arrays_that_are_refused_alike_are_one_line(tmp_path, s
     assert said.count("SLURM refused") == 1 and said.startswith("SLURM refused 8 cells: ") and said.count("launch.packed=true") == 1
 
 
+def test_a_refusal_is_printed_although_a_later_array_cannot_be_written(tmp_path, site, capsys, monkeypatch):
+    cells = [cell(tmp_path, "gpus=1"), cell(tmp_path, "gpus=2")]
+    hand_over = submit.hand_over
+
+    def fails_later(array, *rest):
+        if array.cells[0] is cells[1]:
+            raise OSError("No space left on device")
+        return hand_over(array, *rest)
+
+    monkeypatch.setattr(submit, "hand_over", fails_later)
+    with pytest.raises(OSError, match="No space left"):
+        site.submit(0, *cells)
+    assert capsys.readouterr().err.startswith("SLURM refused 1 cell: ")
+
+
 def test_a_site_that_takes_nothing_is_not_asked_for_each_cell(tmp_path, site, capsys):
     cells = [cell(tmp_path, f"seed={seed}") for seed in range(3)]
     assert site.submit(0, *cells) == 1 and site.calls == 3

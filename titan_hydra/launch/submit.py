@@ -178,27 +178,39 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
     cells = [cell for cell, _ in start]
     modules = {module: None for cell in cells for module in cell.job.train.imports}
     code, status = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE
-    for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
-        if interrupts.received:
-            break
-        owner = {"executor": "slurm", "token": array.token, "packed": array.packed, "job_id": None, "user": getpass.getuser(),
-                 "code": code.name, "cluster": slurm.setting("ClusterName")}
-        claimed = []
-        for cell in array.cells:
-            number = states[cell.directory].attempt + 1
-            attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
-            if attempt is not None:  # another launcher was not faster
-                groups = rundir.claim_groups(cell.directory, cell.job.fault_tolerance.replicas, cell.overrides, **owner)
-                claimed.append((cell, [attempt, *groups]))
-        if claimed:
-            mine, attempts = map(list, zip(*claimed, strict=True))
-            exclude = unfit_hosts([states[cell.directory] for cell in mine])
-            status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, order) or status
-    for reason, number in order.refused.items():
-        print(f"SLURM refused {counted(number, 'cell')}: {reason}", file=sys.stderr)
-    if any(re.search(TOO_MANY, reason, re.I) for reason in order.refused):
-        print("  the same line submits them when others have ended; launch.packed=true is one job for all", file=sys.stderr)
+    try:
+        for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
+            if interrupts.received:
+                break
+            if claimed := _claim(array, states, code.name):
+                mine, attempts = map(list, zip(*claimed, strict=True))
+                exclude = unfit_hosts([states[cell.directory] for cell in mine])
+                status = hand_over(replace(array, cells=mine, exclude=exclude), attempts, folder, code, order) or status
+    finally:
+        _print_refusals(order.refused)
     return status
+
+
+def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cell, list[Path]]]:
+    """Claim the next attempt of an array's cells. Returns each cell with its attempt and those of its replica groups."""
+    owner = {"executor": "slurm", "token": array.token, "packed": array.packed, "job_id": None, "user": getpass.getuser(),
+             "code": code, "cluster": slurm.setting("ClusterName")}
+    claimed = []
+    for cell in array.cells:
+        number = states[cell.directory].attempt + 1
+        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
+        if attempt is not None:  # another launcher was not faster
+            groups = rundir.claim_groups(cell.directory, cell.job.fault_tolerance.replicas, cell.overrides, **owner)
+            claimed.append((cell, [attempt, *groups]))
+    return claimed
+
+
+def _print_refusals(refused: Counter[str]) -> None:
+    """Print how many cells SLURM has refused, by its sentence, and what to do if they were too many."""
+    for reason, number in refused.items():
+        print(f"SLURM refused {counted(number, 'cell')}: {reason}", file=sys.stderr)
+    if any(re.search(TOO_MANY, reason, re.I) for reason in refused):
+        print("  the same line submits them when others have ended; launch.packed=true is one job for all", file=sys.stderr)
 
 
 def unfit_hosts(states: list[State]) -> tuple[str, ...]:
