@@ -88,7 +88,7 @@ class TarRows:
     """The samples of webdataset tars by number: the members of a file whose names agree up to the first dot."""
 
     def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
-        """Find the samples; with `most`, among so many members of each file."""
+        """Find the samples among the first `most` members of each file; None: among all."""
         self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []  # file, name, and of each member by its suffix where it is
         self.open = functools.lru_cache(64)(lambda file: file.open("rb", buffering=0))
         for file in files:
@@ -101,7 +101,7 @@ class TarRows:
         return len(self.rows)
 
     def row(self, number: int, omit: tuple[str, ...] = ()) -> tuple[str, dict[str, bytes]]:
-        """Return the place of a sample, as file:name, and its members. Those with a suffix in `omit` are not read, and empty."""
+        """Return the place of a sample, as file:name, and its members. A member with a suffix in `omit` is empty, and not read."""
         file, name, members = self.rows[number]
         descriptor = self.open(file).fileno()
         return f"{file}:{name}", {

@@ -18,7 +18,7 @@ from .tokenizer import Tokenizer, load
 
 FILES, ROWS, LENGTH = 8, 32, 10_000  # files that are looked at, rows of each, characters of a row
 SHARE = 0.01  # of tokens or characters: more unknown ones are a warning
-ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")  # of a local folder in the hub's layout, which may hold notes in .md beside them
+ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")  # the rows of a local data set; a .md beside them is a note, not data
 
 
 @dataclass(frozen=True)

@@ -12,5 +12,5 @@ def sparse(job: Job) -> Any:
 
 
 def expert_degrees(job: Job, ranks: int) -> tuple[int, ...]:
-    """Return the numbers of ranks, among so many, over which a model's experts can be split; 1 without experts."""
+    """Return the expert-parallel degrees that divide both `ranks` and the number of experts; (1,) without experts."""
     return divisors(gcd(ranks, sparse(job).n_experts)) if job.model.sparse else (1,)

@@ -23,7 +23,7 @@ def freeze(job: Job) -> Job:
     fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)
     if job.gpus is None:
         node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
-        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)  # on one machine they share it
+        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)  # on one machine they share its devices
         job.gpus = max(node // fixed // groups, 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)

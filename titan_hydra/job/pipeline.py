@@ -8,7 +8,7 @@ from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 
-Action = tuple[int, str, int]  # stage, one of F (forward), B (whole backward), I (inputs' half), W (weights' half), microbatch
+Action = tuple[int, str, int]  # stage, kind, microbatch; F: forward, B: backward, I, W: its halves for inputs and weights
 
 
 def stage_count(job: Job) -> int:

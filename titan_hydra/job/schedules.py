@@ -14,12 +14,12 @@ from titan_hydra.config.schema import Job
 from .batches import microbatches
 from .pipeline import Action, read_schedule
 
-TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of an action on one stage, in forwards
-Step = tuple[int | None, str]  # stage, kind; a W without a stage is that of the oldest I without one
+TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of an action, in units of a forward of the same stage
+Step = tuple[int | None, str]  # stage, kind; a W without a stage belongs to the oldest I that has no W yet
 
 
 def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
-    """Return the actions of every pipeline rank; `number`: for other microbatches than the job's."""
+    """Return the actions of every pipeline rank; `number` replaces the job's number of microbatches."""
     if job.pp_schedule.name == "csv":
         return read_schedule(job.pp_schedule.csv)
     number = microbatches(job) if number is None else number
@@ -76,13 +76,13 @@ def actions_of_one_stage(rank: int, ranks: int, number: int, all_forwards: bool)
 
 
 def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
-    """Looped BFS. It goes through the microbatches backwards in the backward, which no time or memory depends on."""
+    """Return the steps of looped BFS. torch reverses the microbatches in the backward; neither time nor memory depends on that."""
     own = range(rank, pp * stages, pp)
     return [*((stage, "F") for stage in own for _ in range(number)), *((stage, "B") for stage in reversed(own) for _ in range(number))]
 
 
 def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool = False) -> Iterable[Step]:
-    """Interleaved 1F1B; with `zero_bubble` the weights' half of a backward is done `rank` backwards later."""
+    """Yield the steps of interleaved 1F1B; with `zero_bubble`, the weights' half of a backward follows `rank` backwards later."""
     in_round, all_of_them = number // max(1, number // pp), stages * number
     warm_up = min((stages - 1) * in_round + (1 if zero_bubble else 2) * (pp - 1 - rank), all_of_them)
     for step in range(all_of_them + warm_up):
@@ -96,7 +96,7 @@ def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool 
 
 
 def zero_bubble_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
-    """ZBV (arXiv 2401.10241, section 6)."""
+    """Yield the steps of ZBV (arXiv 2401.10241, section 6)."""
     low, high = rank, 2 * pp - 1 - rank
     number = max(2 * pp - 1, number)
     yield from [(low, "F")] * (2 * (pp - rank) - 1)
@@ -114,7 +114,7 @@ def zero_bubble_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step
 
 
 def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
-    """DualPipeV; an overlapped forward and backward are two steps here."""
+    """Yield the steps of DualPipeV; an overlapped forward and backward are two steps here."""
     low, high, left = rank, 2 * pp - 1 - rank, pp - rank - 1
     yield from [(low, "F")] * (2 * left)
     yield from [(low, "F"), (high, "F")] * (rank + 1)
@@ -139,15 +139,15 @@ STEPS: dict[str, Callable[[int, int, int, int], Iterable[Step]]] = {
 
 @dataclass(frozen=True)
 class Held:
-    """What a pipeline rank holds, in the weights of its stages."""
+    """The microbatches whose activations a pipeline rank holds, each counted with the weight of its stage."""
 
-    most: float  # at once, if each microbatch has its stage's weight from its forward until its backward is done
+    most: float  # the most at once; a microbatch counts from its forward until its backward is done
     at_end: float = 0  # when a forward of the last stage has just run
     postponed: float = 0  # of `most`, the microbatches whose weights' gradients are still to be computed
 
 
 def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
-    """Return the microbatches that a pipeline rank holds, in the `weights` of their stages. Without a pipeline: one."""
+    """Return the microbatches that a pipeline rank holds, each counted with its stage's weight; without a pipeline, one."""
     if job.parallelism.pp == 1:
         return Held(weights[0], weights[0])
     if job.pp_schedule.name == "csv":
@@ -179,7 +179,7 @@ def _held(order: Iterable[Action], weights: tuple[float, ...]) -> Held:
 
 @cache
 def idle_time(name: str, pp: int, stages: int, number: int) -> float:
-    """Return how long the average rank waits, in forwards of a stage, for stages that all take as long and a backward twice a forward."""
+    """Return the average rank's idle time in units of a stage's forward, if all stages take equally long and a backward twice that."""
     order = actions(name, pp, stages, number)
     played = play(order, pp * stages)
     span = max(start + TIME[action[1]] for rank in played for start, action in rank)

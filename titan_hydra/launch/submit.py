@@ -264,7 +264,7 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
 
 
 def after_refusal(attempts: list[Path], number: int, reason: str, refused: Counter[str]) -> int:
-    """Check whether SLURM has the job of so many cells although sbatch failed, as when the controller answers too late. If it has not, the
+    """Check whether SLURM has the job of `number` cells although sbatch failed, as when the controller answers too late. If it has not, the
     cells are counted in `refused`. Returns the exit status.
 
     After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.

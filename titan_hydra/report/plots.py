@@ -95,7 +95,7 @@ def _known(bar: Bar) -> bool:
 
 
 def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) -> None:
-    """Write a bar's value and remark beside the axes, in a column of `width` points and after it."""
+    """Write a bar's value to the right of the axes, in a column `width` points wide, and its remark to the right of that column."""
     beside: dict[str, Any] = {
         "xycoords": ("axes fraction", "data"),
         "textcoords": "offset points",

@@ -21,7 +21,7 @@ def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
 
 
 def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls; alone async_tp does nothing."""
+    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls; without it, async_tp does nothing."""
     if not job.parallelism.async_tp:
         return
     if job.compile.name != "block":
@@ -32,13 +32,13 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler chooses what to keep within the memory budget, where it splits a block into forward and backward."""
+    """ac=memory_budget is the compiler's: it chooses which activations to keep when it splits a block into forward and backward."""
     if job.ac.name == "memory_budget" and job.compile.name != "block":
         yield Fault("compile.name", job.compile.name, "ac=memory_budget needs the compiler", legal=("block",))
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
-    """A graph holds a whole model where its communication is part of it, and nothing depends on values: SimpleFSDP without experts."""
+    """compile=model needs one graph, which holds its communication (SimpleFSDP) and no shapes that depend on values (experts)."""
     if job.compile.name != "model":
         return
     layout = job.parallelism
