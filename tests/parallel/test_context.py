@@ -20,7 +20,7 @@ from titan_hydra.kernels.documents import document_mask, document_offsets
 from titan_hydra.parallel import build_mesh, context, ring_cpu
 from titan_hydra.train.objectives.language import Language
 from titan_hydra.verify.matrix import case
-from titan_hydra.verify.verify import job_of, verify
+from titan_hydra.verify.verify import PRELOADED, job_of, verify
 
 SMALL = ("precision=fp32", "model.dim=32", "model.n_layers=1", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=64",
          "data=synthetic", "data.seq_len=32")
@@ -173,7 +173,7 @@ def test_a_compiled_block_is_not_reused_for_another_order_of_the_sequence():
 def in_ranks(ranks, folder, function, *args):
     """Run a function of this file on gloo ranks; a warning is an error. Raises AssertionError with what went wrong."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["titan_hydra.verify.verify"])
+    processes.set_forkserver_preload(PRELOADED)
     started = [processes.Process(target=_rank, args=(rank, ranks, folder, function, args)) for rank in range(ranks)]
     for process in started:
         process.start()

@@ -12,6 +12,7 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.job.ranks import all_ranks, world_size
 from titan_hydra.launch import local
 from titan_hydra.runs.run import Run, folders_of
+from titan_hydra.verify.verify import PRELOADED
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 
@@ -46,7 +47,7 @@ def run_job(tmp_path):
         attempt.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(to_dict(job)))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["titan_hydra.train.trainer"])
+        context.set_forkserver_preload(PRELOADED)
         ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(all_ranks(job))]
         silent = job.fault_tolerance.timeout_seconds
         helpers = [local.lighthouse(attempt, silent)] if job.fault_tolerance.name == "torchft" else []

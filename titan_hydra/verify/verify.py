@@ -44,7 +44,8 @@ from .reference import Trace, train_in_float64
 
 STEPS = 10
 # Imported once in the fork server instead of once for each rank.
-PRELOADED = ["titan_hydra.verify.verify", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
+PRELOADED = ["titan_hydra.verify.verify", "titan_hydra.train.loop", "torch._dynamo", "torch.distributed.checkpoint.state_dict",
+             "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
 NOTE = "in the case"
 
 
