@@ -11,8 +11,9 @@ from .band import WINDOW, coarser, off_by, tolerances
 from .cells import Mean, ReportCell, common, error_of
 from .compare import HELD_OUT
 from .digits import percent
+from .row import ReportRow
 from .style import DASHES, LINES, line_style, short
-from .table import Report, ReportRow
+from .table import Report
 
 # Keys that grow with the number of devices; cells equal in all other keys form one scaling curve.
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")

@@ -19,8 +19,9 @@ from titan_hydra.config.files import ASSETS
 from titan_hydra.config.sweep import key_of
 
 from . import charts, timeline
+from .row import NONE, WORDS, ReportRow
 from .style import DARK, LIGHT
-from .table import NONE, WORDS, Report, ReportRow
+from .table import Report
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import charts, timeline
 from .charts import AXES, Bar, Bars, Lines, Look
+from .row import ReportRow
 from .style import LIGHT, settings, short
-from .table import Report, ReportRow
+from .table import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

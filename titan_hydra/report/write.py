@@ -6,7 +6,8 @@ import re
 from titan_hydra.base.text import table
 
 from .digits import truncated_percent
-from .table import WORDS, Report
+from .row import WORDS
+from .table import Report
 
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{MINUS SIGN}": "$-$", "\N{EN DASH}": "--", "<": r"\textless{}",

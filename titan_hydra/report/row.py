@@ -1,0 +1,162 @@
+"""A row of the report's table: a cell compared with the baseline, and the columns that it has."""
+from dataclasses import dataclass
+from math import hypot
+
+from titan_hydra.plan.predict import Prediction
+
+from . import compare
+from .band import Band, band
+from .cells import FEW, Mean, ReportCell, error_of, mean
+from .digits import MINUS, digits_of, percent, rate, truncated_percent, with_error
+
+NONE = "\N{EN DASH}"
+FEW_STEPS, NOISE = "few steps", "noise"  # why a difference is not reliable
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One cell compared with the baseline."""
+
+    cell: ReportCell
+    label: str
+    baseline: bool = False
+    difference: float | None = None  # of tokens/s to the baseline's, as a fraction
+    noise: float | None = None  # a smaller difference is not significant
+    doubt: str = ""  # why the difference is not reliable; "" if it is
+    change: tuple[float, float | None] | None = None  # of a mean's loss to the baseline's, and its standard error
+    band: Band | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def predicted_rate(self) -> float | None:
+        return self.prediction.speed.tokens_per_second if self.prediction and self.prediction.speed else None
+
+    @property
+    def to_prediction(self) -> float | None:
+        """The difference of tokens/s to the predicted rate, as a fraction of it."""
+        return self.cell.rate / self.predicted_rate - 1 if self.cell.rate and self.predicted_rate else None
+
+    @property
+    def rate(self) -> str:
+        """Tokens/s, marked with * if the run is not finished; the state if there is no rate."""
+        if isinstance(self.cell, Mean):
+            return with_error(self.cell.rate, error_of(self.cell.of("rate")), 0) or self.cell.word
+        text = rate(self.cell.rate, self.cell.iqr)
+        return self.cell.word if text is None else f"{text}*" if self.cell.partial else text
+
+    @property
+    def told(self) -> str | None:
+        """The difference in tokens/s, with as many digits as the noise justifies and the reason for doubt, if any."""
+        text = percent(self.difference, digits_of(self.noise))
+        return f"{text} ({self.doubt})" if text and self.doubt else text
+
+    @property
+    def flagged(self) -> bool:
+        """Whether its loss left the baseline's band."""
+        return self.band is not None and not self.band.inside
+
+    @property
+    def verdict(self) -> str | None:
+        if self.baseline:
+            return "baseline" if self.cell.losses else None
+        return str(self.band) if self.band else None
+
+    def loss(self, name: str) -> str | None:
+        """Format a loss of the cell; a mean's with its standard error."""
+        value = getattr(self.cell, name)
+        if isinstance(self.cell, Mean):
+            return with_error(value, error_of(self.cell.of(name)), 4)
+        return _number(value, ".4f")
+
+
+# Title, machine name (for csv), text of a row, raw value of a row. What is None in every row is left out.
+COLUMNS = (
+    ("technique", "technique", lambda row: row.label, lambda row: row.label),
+    ("runs", "runs", lambda row: _number(len(row.cell.members) or None), lambda row: len(row.cell.members) or None),
+    ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
+    ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
+    ("steps", "measured_steps", lambda row: _number(row.cell.measured), lambda row: row.cell.measured),
+    ("difference", "difference_percent", lambda row: row.told, lambda row: truncated_percent(row.difference)),
+    ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
+    ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
+    ("lowest held out", "lowest_held_out_loss", lambda row: _lowest(row), lambda row: row.cell.lowest and row.cell.lowest[0]),
+    ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
+    ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
+    ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
+    ("MFU", "mfu", lambda row: _number(row.cell.mfu, ".1%"), lambda row: row.cell.mfu),
+    ("parameters", "parameters", lambda row: _number(row.cell.parameters, ","), lambda row: row.cell.parameters),
+    ("FLOPs of a token", "flops_per_token", lambda row: _number(row.cell.flops, ".3g"), lambda row: row.cell.flops),
+    ("tokens seen", "tokens", lambda row: _number(row.cell.tokens, ","), lambda row: row.cell.tokens),
+    ("GPUs", "gpus", lambda row: _number(row.cell.gpus), lambda row: row.cell.gpus),
+    ("commit", "commit", lambda row: row.cell.commit, lambda row: row.cell.commit),
+    ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
+    ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
+)
+PREDICTED = (  # with --predicted
+    ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(row.predicted_rate, ",.0f"),
+     lambda row: row.predicted_rate),
+    ("to the prediction", "to_prediction_percent", lambda row: percent(row.to_prediction),
+     lambda row: truncated_percent(row.to_prediction)),
+    ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
+     lambda row: row.prediction and row.prediction.peak.gib),
+)
+WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
+
+
+def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
+    """Build a cell's row: its difference in tokens/s and its loss band, if it can be compared with the baseline."""
+    if cell is baseline:
+        return ReportRow(cell, label, baseline=True)
+    work = [key for key in compare.WORK if not compare.is_allowed(key, allowed)]
+    difference = noise = None
+    if cell.rate and baseline.rate and compare.same(cell, baseline, work):
+        difference = cell.rate / baseline.rate - 1
+        sizes = [abs(one.noise / baseline.rate) for one in (cell, baseline) if one.noise is not None]
+        noise = max(*sizes, drift) if len(sizes) == 2 else None
+    few = any(one.measured is not None and one.measured < FEW for one in (cell, baseline))
+    doubt = "" if difference is None else FEW_STEPS if few else NOISE if noise is not None and abs(difference) < noise else ""
+    comparable = not cell.lost and cell.members.keys() == baseline.members.keys() and compare.same(cell, baseline, compare.LEARNING)
+    return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline),
+                     band(baseline, cell) if comparable else None)
+
+
+def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
+    """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference; None if either is not a
+    `Mean`.
+
+    The loss is the held-out one if all members have it, over the same samples. If both are means over the same values (the same seeds), the
+    differences are paired.
+    """
+    if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
+        return None
+    every = [*cell.members.values(), *baseline.members.values()]
+    alike = all(one.held_out is not None and compare.same(one, every[0], compare.HELD_OUT) for one in every)
+    name = "held_out" if alike else "loss"
+    a, b = ({value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None} for side in (cell, baseline))
+    if not a or not b:
+        return None
+    if a.keys() == b.keys():
+        pairs = [a[value] - b[value] for value in a]
+        return mean(pairs), error_of(pairs)
+    errors = [error_of(list(side.values())) for side in (a, b)]
+    return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
+
+
+def _lowest(row: ReportRow) -> str | None:
+    """Format the lowest held-out loss, if it is not the last, with its step and whether its checkpoint was kept."""
+    if row.cell.lowest is None or row.cell.lowest[1] == max(row.cell.validation):
+        return None
+    kept = ", kept" if row.cell.result.get("best_checkpoint") else ""
+    return f"{row.cell.lowest[0]:.4f} (step {row.cell.lowest[1]}{kept})"
+
+
+def _change(row: ReportRow) -> str | None:
+    if row.change is None:
+        return None
+    value, error = row.change
+    text = f"{'+' if value >= 0 else MINUS}{with_error(abs(value), error, 4)}"
+    return f"{text} ({NOISE})" if error is not None and abs(value) < 2 * error else text
+
+
+def _number(value: float | None, form: str = "") -> str | None:
+    return None if value is None else f"{value:{form}}"
