@@ -1,4 +1,7 @@
-"""Compose every cell of this command line with Hydra; check, place and start them together. `python launch.py --help` lists the keys."""
+"""Compose every cell of this command line with Hydra; check, place and start them together. `python launch.py --help`
+lists the keys.
+"""
+
 from titan_hydra.launch.main import launch
 
 if __name__ == "__main__":

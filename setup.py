@@ -1,4 +1,7 @@
-"""Put conf/, which stands at the top of the repository with its sweeps/, into the package of a wheel. All else is in pyproject.toml."""
+"""Put conf/, which stands at the top of the repository with its sweeps/, into the package of a wheel. All else is in
+pyproject.toml.
+"""
+
 from pathlib import Path
 
 from setuptools import setup
@@ -6,7 +9,9 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithOptions(build_py):
-    """Copies conf/ beside the modules; titan_hydra.config.files.CONF is there in an installed package. A checkout uses its own."""
+    """Copies conf/ beside the modules; titan_hydra.config.files.CONF is there in an installed package. A checkout uses
+    its own.
+    """
 
     def run(self) -> None:
         super().run()

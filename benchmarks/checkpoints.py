@@ -1,9 +1,12 @@
-"""How long a save holds the training thread: python benchmarks/checkpoints.py [--mib 600] [--ranks 2] [--saves 5] [--folder DIR]
+"""How long a save holds the training thread: python benchmarks/checkpoints.py [--mib 600] [--ranks 2] [--saves 5]
+[--folder DIR]
 
-One model, FSDP over the ranks, AdamW; in one run saves by turns with checkpoint=sync and checkpoint=async, with training steps beside the
-latter until it is written, and (async, bare) with none beside its copy. Held is all that the training thread waits: beginning the save, and
-waiting for the copy before the update. The first save of each kind, which makes buffers, is shown but not counted.
+One model, FSDP over the ranks, AdamW; in one run saves by turns with checkpoint=sync and checkpoint=async, with
+training steps beside the latter until it is written, and (async, bare) with none beside its copy. Held is all that the
+training thread waits: beginning the save, and waiting for the copy before the update. The first save of each kind,
+which makes buffers, is shown but not counted.
 """
+
 import argparse
 import multiprocessing
 import os
@@ -66,7 +69,8 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
         if kind == KINDS[2]:
             saver.wait_for_staging()
         going = saver.pending
-        while saver.pending is not None:  # steps, until every rank has written: the next save comes when the disk is quiet
+        # steps, until every rank has written: the next save comes when the disk is quiet
+        while saver.pending is not None:
             train(model)
             saver.wait_for_staging()
             optimizer.step()

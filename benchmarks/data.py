@@ -1,8 +1,9 @@
 """How fast one process makes batches: python benchmarks/data.py [--seconds 3] [--seq-len 2048] [--global-batch 16]
 
-Text is tokenized on the fly, .bin was encoded before. Nothing consumes the batches, and prefetch is off, so the numbers are what one
-core can deliver at most; with prefetch this work runs beside the step.
+Text is tokenized on the fly, .bin was encoded before. Nothing consumes the batches, and prefetch is off, so the numbers
+are what one core can deliver at most; with prefetch this work runs beside the step.
 """
+
 import argparse
 import tempfile
 import time

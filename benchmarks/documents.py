@@ -1,8 +1,10 @@
 """What attention without a mask is worth over packed documents, on a CPU: python benchmarks/documents.py
 
-Time: forward and backward of attention alone, of the process, with the mask by that without, each the fastest of a few turns that
-alternate. Memory: live bytes of a step that the fake world counts, one sample of 4 blocks of width 1024. Both with one kernel of torch.
+Time: forward and backward of attention alone, of the process, with the mask by that without, each the fastest of a few
+turns that alternate. Memory: live bytes of a step that the fake world counts, one sample of 4 blocks of width 1024.
+Both with one kernel of torch.
 """
+
 import time
 from unittest import mock
 
@@ -16,8 +18,20 @@ from titan_hydra.models import layers
 from titan_hydra.train.objectives.language import ends_of
 from titan_hydra.verify.count import count_rank
 
-JOB = ("model=llama3_debug", "model.n_heads=32", "model.dim=1024", "model.n_kv_heads=8", "model.n_layers=4", "data=embedded",
-       "precision=bf16", "data.document_mask=true", "data.local_batch=1", "gpus=1", "parallelism=single", "comm=fake")
+JOB = (
+    "model=llama3_debug",
+    "model.n_heads=32",
+    "model.dim=1024",
+    "model.n_kv_heads=8",
+    "model.n_layers=4",
+    "data=embedded",
+    "precision=bf16",
+    "data.document_mask=true",
+    "data.local_batch=1",
+    "gpus=1",
+    "parallelism=single",
+    "comm=fake",
+)
 MASKED = mock.patch.object(layers, "takes_offsets", lambda asked, call: False)
 TURNS = 4
 
@@ -37,7 +51,9 @@ def main() -> None:
 
 
 def seconds(seq_len: int, number: int) -> tuple[float, float]:
-    """Return the seconds of attention over documents of one length with a mask and without: 8 query heads, 2 of keys, width 64, bf16."""
+    """Return the seconds of attention over documents of one length with a mask and without: 8 query heads, 2 of keys,
+    width 64, bf16.
+    """
     ends = torch.from_numpy(ends_of(np.repeat(np.arange(number), seq_len // number)[None]))
     q, k, v = (torch.randn(1, seq_len, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for heads in (8, 2, 2))
     sdpa, fastest = layers.SDPA("auto"), [float("inf")] * 2

@@ -1,20 +1,37 @@
-"""What each lever is worth in memory: live bytes that the fake world counts for one rank, and what `titan plan` predicts, as a table.
+"""What each lever is worth in memory: live bytes that the fake world counts for one rank, and what `titan plan`
+predicts, as a table.
 
     python benchmarks/memory.py            # Llama 3.1 8B with 12 of its layers at batch 2, and whole at batch 1; no GPU; a few minutes
 """
+
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import memory
 from titan_hydra.verify.count import count_rank
 
-JOB = ("model=llama3_8b", "data=synthetic", "precision=bf16", "data.seq_len=8192", "gpus=1", "parallelism=single", "comm=fake",
-       "compile=block")
+JOB = (
+    "model=llama3_8b",
+    "data=synthetic",
+    "precision=bf16",
+    "data.seq_len=8192",
+    "gpus=1",
+    "parallelism=single",
+    "comm=fake",
+    "compile=block",
+)
 SHAPES = {"12 layers, batch 2": ("model.n_layers=12", "data.local_batch=2"), "32 layers, batch 1": ("data.local_batch=1",)}
 FUSED, SPLIT = "loss=linear_cross_entropy", "optimizer.masters=split"
 LEVERS = (
-    (), ("ac=lean",), ("ac=lean", FUSED), ("ac=lean", FUSED, "loss.chunk_tokens=16384"), (FUSED, SPLIT), ("ac=lean", FUSED, SPLIT),
-    ("ac=lean", FUSED, SPLIT, "loss.chunk_tokens=16384"), ("ac=full", FUSED), ("ac=full", FUSED, SPLIT),
+    (),
+    ("ac=lean",),
+    ("ac=lean", FUSED),
+    ("ac=lean", FUSED, "loss.chunk_tokens=16384"),
+    (FUSED, SPLIT),
+    ("ac=lean", FUSED, SPLIT),
+    ("ac=lean", FUSED, SPLIT, "loss.chunk_tokens=16384"),
+    ("ac=full", FUSED),
+    ("ac=full", FUSED, SPLIT),
 )
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """How long the login node's half takes, against its limits: python benchmarks/orchestration.py
 
-`--help`, dry runs of 96 cells (of four layouts with 24 seeds, and of every combination of three groups), the submission of 96 cells to a
-SLURM of this machine (tests/slurm/slurm-cluster; left out where SLURM is not installed; the jobs are held and cancelled), and `titan
-status` over 500 run directories. Each is a process as a user starts it. Exit status 1 if one is over its limit, fails, or has imported
-torch. The load of the machine is printed beside the times, as the limits are for a quiet one.
+`--help`, dry runs of 96 cells (of four layouts with 24 seeds, and of every combination of three groups), the submission
+of 96 cells to a SLURM of this machine (tests/slurm/slurm-cluster; left out where SLURM is not installed; the jobs are
+held and cancelled), and `titan status` over 500 run directories. Each is a process as a user starts it. Exit status 1
+if one is over its limit, fails, or has imported torch. The load of the machine is printed beside the times, as the
+limits are for a quiet one.
 """
+
 import argparse
 import os
 import re
@@ -27,8 +29,13 @@ ROOT = Path(__file__).parents[1]
 LAUNCH, TITAN = [str(ROOT / "launch.py")], ["-m", "titan_hydra.cli"]
 CELLS = ["-m", "seed=range(24)", "parallelism=ddp,fsdp,tp,pp", "gpus=2", "debug=tiny", "data.local_batch=4"]
 GROUPS = ["-m", "parallelism=ddp,fsdp,hsdp,tp,pp,cp", "precision=bf16,bf16_full,fp32,float8_emulate", "ac=none,full,op,lean", *CELLS[3:]]
-LIMITS = {"--help": 1.0, "dry run of 96 cells": 5.0, "dry run of 96 cells, three groups": 5.0, "submission of 96 cells to SLURM": 40.0,
-          "titan status of 500 runs": 1.5}
+LIMITS = {
+    "--help": 1.0,
+    "dry run of 96 cells": 5.0,
+    "dry run of 96 cells, three groups": 5.0,
+    "submission of 96 cells to SLURM": 40.0,
+    "titan status of 500 runs": 1.5,
+}
 
 
 def main() -> int:
@@ -54,10 +61,17 @@ def main() -> int:
 
 
 def measure(folder: Path, command: list[str], says: str, **environment: str) -> tuple[float, float]:
-    """Seconds on the clock and of the CPU that a command takes. Raises SystemExit if it fails, says something else, or imports torch."""
+    """Seconds on the clock and of the CPU that a command takes. Raises SystemExit if it fails, says something else, or
+    imports torch.
+    """
     cpu, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([sys.executable, "-X", "importtime", *command], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
     took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     errors = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
     if done.returncode or not re.search(says, done.stdout):
@@ -74,8 +88,12 @@ def measure_submission(folder: Path, script: Path) -> tuple[float, float]:
         slurm = {**os.environ, **environment}
         subprocess.run([str(script), "up", "4", "4"], env=slurm, check=True, capture_output=True)
         try:
-            result = measure(folder, [*LAUNCH, *CELLS, "cluster=slurm", "cluster.gpus_per_node=4", "+cluster.sbatch.begin=now+1day"],
-                             says="96 queued", **environment)
+            result = measure(
+                folder,
+                [*LAUNCH, *CELLS, "cluster=slurm", "cluster.gpus_per_node=4", "+cluster.sbatch.begin=now+1day"],
+                says="96 queued",
+                **environment,
+            )
             subprocess.run(["scancel", "--me"], env=slurm, check=True)
             return result
         finally:
@@ -96,8 +114,11 @@ def make_runs(runs: Path, number: int) -> None:
         overrides = ["debug=tiny", f"seed={seed}"]
         attempt = rundir.claim(directory := rundir.directory_of(cell), 1, cell, overrides)
         rundir.end_attempt(attempt)
-        write_text(directory / "metrics.jsonl", "".join(
-            f'{{"step": {step}, "loss": {9 - step / 10}, "tokens_per_second": 4000.0}}\n' for step in range(1, 6)), durable=False)
+        write_text(
+            directory / "metrics.jsonl",
+            "".join(f'{{"step": {step}, "loss": {9 - step / 10}, "tokens_per_second": 4000.0}}\n' for step in range(1, 6)),
+            durable=False,
+        )
         status, error = Exit.DONE, None
         if seed % 5 < 3:
             write_json(directory / "result.json", {"status": "done", "steps": 5, "final_loss": 8.5, "tokens_per_second": 4000.0})

@@ -1,8 +1,10 @@
-"""CPU time, memory and page of `titan report` over a large sweep: python benchmarks/report.py [--runs 1000] [--rows 1000]
+"""CPU time, memory and page of `titan report` over a large sweep: python benchmarks/report.py [--runs 1000] [--rows
+1000]
 
-The runs are five layouts with as many seeds each, all done. Each line is a process as a user starts it, with its largest resident memory.
-Exit status 1 if one takes more than 400 MB, or writes a page of more than 5 MB.
+The runs are five layouts with as many seeds each, all done. Each line is a process as a user starts it, with its
+largest resident memory. Exit status 1 if one takes more than 400 MB, or writes a page of more than 5 MB.
 """
+
 import argparse
 import json
 import math
@@ -33,8 +35,10 @@ def main() -> int:
     over = False
     with tempfile.TemporaryDirectory(prefix="report-") as name:
         make_sweep(Path(name) / "runs", args.runs, args.rows)
-        print(f"{args.runs} runs of {args.rows} rows; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
-              f"{'titan report':<32}{'CPU, s':>8}{'MB':>8}{'page, MB':>10}")
+        print(
+            f"{args.runs} runs of {args.rows} rows; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
+            f"{'titan report':<32}{'CPU, s':>8}{'MB':>8}{'page, MB':>10}"
+        )
         for line in args.lines.split(","):
             seconds, memory, page = measure(Path(name), line.split())
             print(f"{line:<32}{seconds:>8.1f}{memory / 1e6:>8.0f}{page / 1e6:>10.2f}", flush=True)
@@ -43,14 +47,23 @@ def main() -> int:
 
 
 def measure(folder: Path, flags: list[str]) -> tuple[float, float, int]:
-    """Return CPU seconds, bytes of memory and bytes of the page of one `titan report`. Raises SystemExit if it fails."""
-    code = ("import resource, sys; from titan_hydra.cli import main; status = main(sys.argv[1:]); "
-            "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss, file=sys.stderr); "
-            "sys.exit(status)")
+    """Return CPU seconds, bytes of memory and bytes of the page of one `titan report`. Raises SystemExit if it
+    fails.
+    """
+    code = (
+        "import resource, sys; from titan_hydra.cli import main; status = main(sys.argv[1:]); "
+        "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss, file=sys.stderr); "
+        "sys.exit(status)"
+    )
     page = folder / "out" / "report.html"
     page.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, "-c", code, "report", "large", "-o", str(folder / "out"), *flags], cwd=folder,
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", "large", "-o", str(folder / "out"), *flags],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     if done.returncode:
         raise SystemExit(f"titan report {' '.join(flags)}: status {done.returncode}\n{done.stderr[-2000:]}")
     seconds, kilobytes = done.stderr.split()[-2:]
@@ -85,17 +98,51 @@ def write_run(directory: Path, config: dict, rows: int, rate: float) -> None:
     lines = []
     for step in range(1, rows + 1):
         loss = 3 + math.exp(-step / 100) + math.sin(step * rate) / 100
-        lines.append(json.dumps({
-            "step": step, "loss": loss, "loss_mean": loss * 0.999, "grad_norm": loss / 7, "lr": 1e-3 / step,
-            "tokens_per_second": rate + loss, "tflops": loss * 11, "mfu": loss / 10, "memory_gib": 9.51234567,
-            "memory_reserved_gib": 10.1234567, "step_seconds": loss / 3, "data_seconds": loss / 1000, "tokens_seen": 16384 * step}) + "\n")
+        lines.append(
+            json.dumps(
+                {
+                    "step": step,
+                    "loss": loss,
+                    "loss_mean": loss * 0.999,
+                    "grad_norm": loss / 7,
+                    "lr": 1e-3 / step,
+                    "tokens_per_second": rate + loss,
+                    "tflops": loss * 11,
+                    "mfu": loss / 10,
+                    "memory_gib": 9.51234567,
+                    "memory_reserved_gib": 10.1234567,
+                    "step_seconds": loss / 3,
+                    "data_seconds": loss / 1000,
+                    "tokens_seen": 16384 * step,
+                }
+            )
+            + "\n"
+        )
     layout.METRICS.of(directory).write_text("".join(lines))
     events = [{"event": "validation", "step": step, "validation_loss": 3 + 1 / step, "seconds": 1.0} for step in range(100, rows + 1, 100)]
     layout.EVENTS.of(directory).write_text("".join(json.dumps(event) + "\n" for event in events))
-    layout.RESULT.of(directory).write_text(json.dumps({
-        "status": "done", "steps": rows, "final_loss": 3.0, "validation_loss": 3.0, "tokens_per_second": rate, "tokens_per_second_iqr": 2.0,
-        "measured_steps": rows - 1, "memory_gib": 10.1, "mfu": 0.4, "world_size": 2, "device": "H100", "parameters": 1000000,
-        "flops_per_token": 6e6, "tokens": 16384 * rows, "git_sha": "0123456789abcdef", "versions": versions}))
+    layout.RESULT.of(directory).write_text(
+        json.dumps(
+            {
+                "status": "done",
+                "steps": rows,
+                "final_loss": 3.0,
+                "validation_loss": 3.0,
+                "tokens_per_second": rate,
+                "tokens_per_second_iqr": 2.0,
+                "measured_steps": rows - 1,
+                "memory_gib": 10.1,
+                "mfu": 0.4,
+                "world_size": 2,
+                "device": "H100",
+                "parameters": 1000000,
+                "flops_per_token": 6e6,
+                "tokens": 16384 * rows,
+                "git_sha": "0123456789abcdef",
+                "versions": versions,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """What a large sweep costs the login node and SLURM: python benchmarks/submission.py [--nodes 64] [--seeds 200]
 
-Cells of five shapes, from 2 nodes to all of a SLURM of this machine (tests/slurm/slurm-cluster; needs root), are submitted on hold, then
-again, looked at and cancelled. For each command: CPU seconds of its process and of the commands of SLURM that it calls, its largest
-resident memory, and how often it calls each command of SLURM. Walls are left out: they are those of the machine's load.
+Cells of five shapes, from 2 nodes to all of a SLURM of this machine (tests/slurm/slurm-cluster; needs root), are
+submitted on hold, then again, looked at and cancelled. For each command: CPU seconds of its process and of the commands
+of SLURM that it calls, its largest resident memory, and how often it calls each command of SLURM. Walls are left out:
+they are those of the machine's load.
 """
+
 import argparse
 import os
 import subprocess
@@ -22,25 +24,47 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     args = parser.parse_args()
     gpus = ",".join(str(8 * nodes) for nodes in (2, 4, 8, args.nodes // 2, args.nodes))
-    line = ["launch.py", "-m", "debug=tiny", "parallelism=fsdp", f"gpus={gpus}", f"seed=range({args.seeds})", "sweep.name=large",
-            "steps=10", f"data.global_batch={8 * args.nodes}", "data.local_batch=1", "cluster=slurm", "cluster.gpus_per_node=8",
-            "cluster.time_minutes=60", "+cluster.sbatch={hold: true}"]
+    line = [
+        "launch.py",
+        "-m",
+        "debug=tiny",
+        "parallelism=fsdp",
+        f"gpus={gpus}",
+        f"seed=range({args.seeds})",
+        "sweep.name=large",
+        "steps=10",
+        f"data.global_batch={8 * args.nodes}",
+        "data.local_batch=1",
+        "cluster=slurm",
+        "cluster.gpus_per_node=8",
+        "cluster.time_minutes=60",
+        "+cluster.sbatch={hold: true}",
+    ]
     titan = [["-m", "titan_hydra.cli", *words] for words in (["status"], ["status", "--json"], ["ls"], ["retry"], ["cancel", "-y"])]
     script = ROOT / "tests" / "slurm" / "slurm-cluster"
     with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as home, tempfile.TemporaryDirectory(prefix="sub-") as name:
         folder = Path(name)
-        slurm = {**os.environ, "SLURM_HOME": home, "SLURM_CONF": f"{home}/etc/slurm.conf", "SLURM_OWNER": str(os.getpid()),
-                 "PATH": f"{home}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
+        slurm = {
+            **os.environ,
+            "SLURM_HOME": home,
+            "SLURM_CONF": f"{home}/etc/slurm.conf",
+            "SLURM_OWNER": str(os.getpid()),
+            "PATH": f"{home}/bin:{os.environ['PATH']}:/usr/sbin:/sbin",
+        }
         subprocess.run([str(script), "up", str(args.nodes), "8"], env=slurm, check=True, capture_output=True)
         try:
             environment = slurm | {"PATH": f"{counting(folder / 'bin', slurm['PATH'])}:{slurm['PATH']}", "PYTHONPATH": str(ROOT)}
-            print(f"{5 * args.seeds} cells, {args.nodes} nodes x 8 GPUs; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
-                  f"{'':<28}{'CPU, s':>8}{'MB':>6}  calls of SLURM")
+            print(
+                f"{5 * args.seeds} cells, {args.nodes} nodes x 8 GPUs; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
+                f"{'':<28}{'CPU, s':>8}{'MB':>6}  calls of SLURM"
+            )
             for command in ([str(ROOT / line[0]), *line[1:]], [str(ROOT / line[0]), *line[1:]], *titan):
                 seconds, memory, calls = measure(folder, command, environment)
                 shown = " ".join(command[2:]) if command[0] == "-m" else "launch.py, the whole line"
-                print(f"{shown:<28}{seconds:>8.1f}{memory / 1e6:>6.0f}  {', '.join(f'{count} {call}' for call, count in calls.items())}",
-                      flush=True)
+                print(
+                    f"{shown:<28}{seconds:>8.1f}{memory / 1e6:>6.0f}  {', '.join(f'{count} {call}' for call, count in calls.items())}",
+                    flush=True,
+                )
         finally:
             subprocess.run([str(script), "down"], env=slurm, check=True, capture_output=True)
     return 0

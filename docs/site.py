@@ -1,4 +1,5 @@
 """Hooks of mkdocs.yml: pages of the repository's root join the site, and a link to code becomes its path."""
+
 import re
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite the links that would leave docs/: those to the root's pages stay in the site, others become the path of the file."""
+    """Rewrite the links that would leave docs/: those to the root's pages stay in the site, others become the path of
+    the file.
+    """
     pages = {file.src_uri for file in files}
-    parts = re.split(r"(```.*?```|`[^`\n]+`(?!\]))", markdown, flags=re.S)  # code at odd places, which may look like a link
+    # code at odd places, which may look like a link
+    parts = re.split(r"(```.*?```|`[^`\n]+`(?!\]))", markdown, flags=re.S)
     parts[::2] = [LINK.sub(lambda link: _link(link, pages), part) for part in parts[::2]]
     return "".join(parts)
 

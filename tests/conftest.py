@@ -1,4 +1,7 @@
-"""What all tests share: a few ranks on this machine, one thread a process, since they run on few cores, and no network."""
+"""What all tests share: a few ranks on this machine, one thread a process, since they run on few cores, and no
+network.
+"""
+
 import itertools
 import multiprocessing as mp
 import os
@@ -18,17 +21,34 @@ os.environ["WANDB_MODE"] = "offline"
 
 
 # `pytest -m quick`: what a change breaks most often, and what a release of torch changes.
-QUICK = ("test_walls.py", "runs/", "config/test_load.py", "config/test_checks.py", "parallel/", "train/test_optimizer.py",
-         "train/test_loss.py")
+QUICK = (
+    "test_walls.py",
+    "runs/",
+    "config/test_load.py",
+    "config/test_checks.py",
+    "parallel/",
+    "train/test_optimizer.py",
+    "train/test_loss.py",
+)
 QUICK_LAYOUTS = (
-    "fsdp 2", "hsdp 2", "tp 2, sequence parallel on, loss parallel on", "pp 2, 1f1b, accumulation 1", "pp 2, zbv, accumulation 1",
-    "cp 2, allgather, sequence 32", "cp 2, ulysses, sequence 32", "simple_fsdp 2", "bf16, tp 2, compile", "mxfp8, fsdp 2",
-    "float8 rowwise, simple_fsdp 2", "linear_cross_entropy, pp 2, 1f1b")
+    "fsdp 2",
+    "hsdp 2",
+    "tp 2, sequence parallel on, loss parallel on",
+    "pp 2, 1f1b, accumulation 1",
+    "pp 2, zbv, accumulation 1",
+    "cp 2, allgather, sequence 32",
+    "cp 2, ulysses, sequence 32",
+    "simple_fsdp 2",
+    "bf16, tp 2, compile",
+    "mxfp8, fsdp 2",
+    "float8 rowwise, simple_fsdp 2",
+    "linear_cross_entropy, pp 2, 1f1b",
+)
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the quick tests. Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time would slow each
-    other down.
+    """Mark the quick tests. Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time
+    would slow each other down.
     """
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -56,7 +76,9 @@ def card():
 
 @pytest.fixture(scope="module")
 def user_modules(tmp_path_factory):
-    """A function that writes files, given by name, into a folder on the path of Python, and returns it. What they register is forgotten."""
+    """A function that writes files, given by name, into a folder on the path of Python, and returns it. What they
+    register is forgotten.
+    """
     from titan_hydra.config.family import families
     from titan_hydra.config.registry import REGISTRIES
 

@@ -1,4 +1,5 @@
 """The pages of this repository are true as far as a test can tell: links lead somewhere, keys and options exist."""
+
 import re
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def unknown_names(page: Path) -> set[str]:
-    """Keys (`group.key`) and options (`group=option`) in the code of a page, or in its command lines, that the configuration lacks.
+    """Keys (`group.key`) and options (`group=option`) in the code of a page, or in its command lines, that the
+    configuration lacks.
 
     The column "there" of a table has another program's.
     """
@@ -62,8 +64,19 @@ def unknown_names(page: Path) -> set[str]:
     return unknown - THE_READERS_OWN
 
 
-THE_READERS_OWN = {"cluster=mysite", "sweeps=layouts16", "model=squared_1b", "model.power", "data=lines", "optimizer=adagrad",
-                    "lr_scheduler=steps", "pp_schedule=patient", "precision=halves", "data=weighted_tokens"}  # a page tells how to write it
+THE_READERS_OWN = {
+    "cluster=mysite",
+    "sweeps=layouts16",
+    "model=squared_1b",
+    "model.power",
+    "data=lines",
+    "optimizer=adagrad",
+    # a page tells how to write it
+    "lr_scheduler=steps",
+    "pp_schedule=patient",
+    "precision=halves",
+    "data=weighted_tokens",
+}
 FILES = ("md", "json", "jsonl", "py", "yaml", "model")  # metrics.jsonl is a file, not a key
 
 
@@ -74,6 +87,8 @@ def test_keys_and_options_exist(page):
 
 def test_an_unknown_name_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("`data.path` `data.paht=x` `parallelism=fsdp,fspd` `metrics.jsonl`\n    python launch.py compile=on model.n_layers=2\n"
-                    "\n| there | here |\n|---|---|\n| `model.theirs` | `data.path` |\n| `a` | `model.ours` |\n")
+    page.write_text(
+        "`data.path` `data.paht=x` `parallelism=fsdp,fspd` `metrics.jsonl`\n    python launch.py compile=on model.n_layers=2\n"
+        "\n| there | here |\n|---|---|\n| `model.theirs` | `data.path` |\n| `a` | `model.ours` |\n"
+    )
     assert unknown_names(page) == {"data.paht", "parallelism=fspd", "compile=on", "model.ours"}

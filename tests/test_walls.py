@@ -1,4 +1,5 @@
 """The walls of the house: which package may import which, and where torch may not be imported at all."""
+
 import ast
 import importlib
 import re
@@ -25,13 +26,30 @@ ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a 
     "train": GROUND | {"models", "runs", "kernels", "parallel", "data", "observe", "checkpoint"},
     "fault_tolerance": GROUND | {"runs", "parallel", "data", "observe", "checkpoint", "train"},
     "verify": GROUND | {"models", "runs", "kernels", "parallel", "data", "train"},
-    "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},  # but runs inside the worker's rank function alone: NO_TORCH
+    # but runs inside the worker's rank function alone: NO_TORCH
+    "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},
     "report": GROUND | {"runs", "plan"},
     "commands": GROUND | {"runs", "plan", "launch", "report", "data", "observe", "checkpoint", "train", "verify"},
 }
-NO_TORCH = ("base", "config", "job", "runs", "plan", "launch", "report", "commands", "verify/matrix.py", "cli.py", "models/__init__.py",
-            *(f"models/{family}/{file}.py" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "image_text", "flux")
-              for file in ("__init__", "config")), "models/sparse.py")
+NO_TORCH = (
+    "base",
+    "config",
+    "job",
+    "runs",
+    "plan",
+    "launch",
+    "report",
+    "commands",
+    "verify/matrix.py",
+    "cli.py",
+    "models/__init__.py",
+    *(
+        f"models/{family}/{file}.py"
+        for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "image_text", "flux")
+        for file in ("__init__", "config")
+    ),
+    "models/sparse.py",
+)
 
 
 def imported_rooms(file: Path) -> set[str]:
@@ -67,7 +85,7 @@ def imported_files(file: Path) -> set[Path]:
     modules = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
-            own = file.relative_to(PACKAGE.parent).parts[:-node.level] if node.level else ()
+            own = file.relative_to(PACKAGE.parent).parts[: -node.level] if node.level else ()
             module = ".".join([*own, *([node.module] if node.module else [])])
             modules |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
@@ -75,11 +93,14 @@ def imported_files(file: Path) -> set[Path]:
     paths = [PACKAGE.parent / module.replace(".", "/") for module in modules if module.startswith("titan_hydra.")]
     folders = {folder for path in paths for folder in (path, *path.parents) if folder.is_relative_to(PACKAGE) and folder != PACKAGE}
     return {found for path in paths for found in [path.with_suffix(".py")] if found.is_file()} | {
-        folder / "__init__.py" for folder in folders if folder.is_dir()}
+        folder / "__init__.py" for folder in folders if folder.is_dir()
+    }
 
 
 def test_job_stands_between_the_schema_and_the_rules():
-    """config/rules and config/compose.py ask job/, which asks the schema: nothing that job/ imports, at any distance, imports job/."""
+    """config/rules and config/compose.py ask job/, which asks the schema: nothing that job/ imports, at any distance,
+    imports job/.
+    """
     below, new = set(), set((PACKAGE / "job").glob("*.py"))
     while new:
         below |= new
@@ -90,9 +111,14 @@ def test_job_stands_between_the_schema_and_the_rules():
 
 def test_other_rooms_ask_the_rules_for_checks_alone():
     """What follows from a job stands in job/."""
-    asked = {alias.name for file in PACKAGE.rglob("*.py") if not file.is_relative_to(PACKAGE / "config")
-             for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)
-             and (node.module or "").startswith("titan_hydra.config.rules") for alias in node.names}
+    asked = {
+        alias.name
+        for file in PACKAGE.rglob("*.py")
+        if not file.is_relative_to(PACKAGE / "config")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_hydra.config.rules")
+        for alias in node.names
+    }
     assert asked == {"checks", "check", "warnings", "sources_find_little_wrong"}
 
 
@@ -120,10 +146,11 @@ for module in {modules}:
 
 def test_files_stay_short():
     for file in [*PACKAGE.rglob("*.py"), PACKAGE.parent / "launch.py"]:
-        assert len(file.read_text().splitlines()) <= 400, file
+        assert len(file.read_text().splitlines()) <= 450, file
 
 
-# What a syntax tree cannot tell from our own: members that our subclasses of foreign classes override or use, and public ones of Python.
+# What a syntax tree cannot tell from our own: members that our subclasses of foreign classes override or use, and
+# public ones of Python.
 INHERITED = {
     ("launch/local.py", "_forward_signal"): "submitit.local.local:Controller",
     ("launch/local.py", "_submit_command"): "submitit.local.local:LocalExecutor",
@@ -142,7 +169,9 @@ def is_private(name: object) -> bool:
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """The functions, classes and attributes that a file defines itself, so that `self._x` and `module._x` may be its own."""
+    """The functions, classes and attributes that a file defines itself, so that `self._x` and `module._x` may be its
+    own.
+    """
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -155,7 +184,9 @@ def own_names(tree: ast.AST) -> set[str]:
 
 
 def foreign_privates(tree: ast.AST) -> set[str]:
-    """The private members that a file imports or reads, as `torch.x._y` or `_y`, without those that it defines itself."""
+    """The private members that a file imports or reads, as `torch.x._y` or `_y`, without those that it defines
+    itself.
+    """
     own, found = own_names(tree), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and node.module.partition(".")[0] not in ("titan_hydra", "__future__"):
@@ -170,10 +201,19 @@ def foreign_privates(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("source", [
-    "import torch._dynamo", "from torch.optim import _muon", "from hydra._internal.utils import get_args_parser", "mesh._flatten('x')",
-    "getattr(weight, '_tensor', None)", "torch._foreach_norm(x)", "self._stages", "job._process",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch.optim import _muon",
+        "from hydra._internal.utils import get_args_parser",
+        "mesh._flatten('x')",
+        "getattr(weight, '_tensor', None)",
+        "torch._foreach_norm(x)",
+        "self._stages",
+        "job._process",
+    ],
+)
 def test_private_members_are_seen(source):
     assert foreign_privates(ast.parse(source))
 
@@ -204,13 +244,27 @@ def test_functions_fit_a_screen():
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 40, (file, node.name)
+                assert node.end_lineno - node.lineno < 50, (file, node.name)
 
 
-# Names that several files give to a function of the same meaning: what a file's caller knows it by. The schema's sections are named after
-# what they configure.
-CONVENTIONS = {"add_arguments", "after_step", "apply", "build", "convert", "faults", "flops", "from_config", "linears", "main",
-               "parameters", "plain", "plan", "to_config"}
+# Names that several files give to a function of the same meaning: what a file's caller knows it by. The schema's
+# sections are named after what they configure.
+CONVENTIONS = {
+    "add_arguments",
+    "after_step",
+    "apply",
+    "build",
+    "convert",
+    "faults",
+    "flops",
+    "from_config",
+    "linears",
+    "main",
+    "parameters",
+    "plain",
+    "plan",
+    "to_config",
+}
 SECTIONS = {"Metrics", "Tokenizer"}
 
 
@@ -226,24 +280,26 @@ def test_public_names_are_unique():
     assert all(len(twice[name]) == 2 and {"config/schema.py", "config/operation.py"} & set(twice[name]) for name in SECTIONS)
 
 
-LINES = {  # of a room, at most. A number may fall; it rises for a reason: what came since version 2, and with parts 11 and 12
-    "base": 580,  # 350; private names, dtypes, messages; 85: torch 2.15, recomputation, threads; 30: owners of closed files
-    "config": 4131,  # 2,100; formats, objectives, adapters, images; 175: attention, what a key changes; 60: warnings, held-out keys
-    "job": 504,  # 720: facts of a job, out of the rules, load and plan
-    "models": 2442,  # 400 + 450 a family: six families, layers of experts
-    "runs": 2156,  # 1,150; places of ranks, shapes and names of files; 20: lost nodes; 135: other clusters, clocks, best checkpoints
-    "kernels": 1033,  # 710 of version 2; 320: attention, grouped matmuls, cross entropy, the update of split masters, rows in two passes
-    "parallel": 2250,  # 1,700; experts over ranks, adapters, losses, masters, fused casts; 120: a user's modules are kept or refused
-    "data": 2668,  # 1,400; conversations, packing, pairs, rollouts, images; 25: marks; 190: unknown text, .zst and .csv
-    "observe": 1290,  # 1,100; 30: devices of threads; 25: a frozen neighbour
-    "checkpoint": 1445,  # 900; experts and float8 of Hugging Face, adapters, masters; 130: planners, reading back; 10: the best one
-    "train": 1830,  # 1,200; fine-tuning, policies, images, split masters; 70: connections, files, environment; 75: scores of texts
-    "fault_tolerance": 1004,  # 500
-    "verify": 1799,  # 550; the tracker, cases of experts, float64; 160: measured bands; 150: draws, coverage of a family
-    "launch": 1935,  # 1,300; predictions of cells, replica groups; 95: early failures, limits; 140: a site, order of arrays
-    "report": 1946,  # 1,300; predictions beside measurements; 20: parameters and tokens; 190: columns, held-out figures, looks
-    "commands": 3052,  # 1,500; plan, tune, data, scores, images; 20: words and formats; 120: score, prune, owners
-    "plan": 1342,  # 900; torch's schedules without torch, messages, calibration, experts
+# Lines of a room at most, as `ruff format` writes them. A number may fall; it rises in a commit of its own that says why.
+# What is more than part 13 plans (the second number; 3,100 more are for recipes/) is to go.
+LINES = {
+    "base": 663,  # 520
+    "config": 4901,  # 3,200
+    "job": 542,  # 720
+    "models": 2783,  # 1,800
+    "runs": 2345,  # 2,100
+    "kernels": 1229,  # 900
+    "parallel": 2483,  # 2,450
+    "data": 2937,  # 1,450
+    "observe": 1477,  # 1,400
+    "checkpoint": 1599,  # 1,400
+    "train": 2012,  # 1,550
+    "fault_tolerance": 1112,  # 600
+    "verify": 2032,  # 2,000
+    "launch": 2135,  # 1,950
+    "report": 2290,  # 2,050
+    "commands": 3444,  # 2,300
+    "plan": 1502,  # 1,800
 }
 
 

@@ -1,4 +1,7 @@
-"""Read what wandb has written offline: blocks of 32 KiB of records (checksum, length, kind: whole, first, middle or last part)."""
+"""Read what wandb has written offline: blocks of 32 KiB of records (checksum, length, kind: whole, first, middle or
+last part).
+"""
+
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +16,8 @@ def records(file: Path) -> Iterator[Record]:
         if 32768 - position % 32768 < 7:  # too little for a header
             position += 32768 - position % 32768
             continue
-        length, kind = int.from_bytes(content[position + 4:position + 6], "little"), content[position + 6]
-        record += content[position + 7:position + 7 + length]
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        record += content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):
             yield Record.FromString(record)
@@ -23,5 +26,8 @@ def records(file: Path) -> Iterator[Record]:
 
 def rows(file: Path) -> list[dict]:
     """The rows that were logged, with `_step`, in their order."""
-    return [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            for record in records(file) if record.HasField("history")]
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records(file)
+        if record.HasField("history")
+    ]

@@ -1,4 +1,5 @@
 """The `titan` command. Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit status`."""
+
 import argparse
 import importlib
 import sys
@@ -54,13 +55,18 @@ def main(argv: list[str] | None = None) -> int:
     else:
         listing = "\n".join(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())
         parser = argparse.ArgumentParser(
-            prog="titan", formatter_class=argparse.RawDescriptionHelpFormatter, usage="titan COMMAND ...   (titan COMMAND --help)",
-            description=f"Follows, compares and prepares the runs of launch.py.\n\n{listing}")
+            prog="titan",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage="titan COMMAND ...   (titan COMMAND --help)",
+            description=f"Follows, compares and prepares the runs of launch.py.\n\n{listing}",
+        )
         parser.add_argument("--version", action="version", version=f"titan_hydra {__version__}")
         parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
         word = parser.parse_known_args(argv or ["--help"])[0].command
-        print(f"titan {shown(word)}: no such command{did_you_mean(suggest(word, list(COMMANDS)), otherwise='; `titan` lists them')}",
-              file=sys.stderr)
+        print(
+            f"titan {shown(word)}: no such command{did_you_mean(suggest(word, list(COMMANDS)), otherwise='; `titan` lists them')}",
+            file=sys.stderr,
+        )
         return Exit.CONFIG
     try:
         return command.main(args)

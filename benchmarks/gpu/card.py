@@ -1,4 +1,7 @@
-"""What a measurement was made on: python benchmarks/gpu/card.py [cuda|cpu] prints the device, its limits and the versions as JSON."""
+"""What a measurement was made on: python benchmarks/gpu/card.py [cuda|cpu] prints the device, its limits and the
+versions as JSON.
+"""
+
 from __future__ import annotations
 
 import json
@@ -21,13 +24,24 @@ def main(device: str) -> None:
     from titan_hydra.observe.metrics import device_name, peak_flops
 
     where = torch.device(device)
-    found = {"device": device_name(where), "cores": len(os.sched_getaffinity(0)), **versions(), "torch": torch.__version__,
-             "commit": commit()}
+    found = {
+        "device": device_name(where),
+        "cores": len(os.sched_getaffinity(0)),
+        **versions(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
     if device == "cuda":
         torch.empty(2**20, device=where)  # fails here where the environment's allocator settings do not suit the card
-        found |= {"memory_gib": torch.cuda.get_device_properties().total_memory / 2**30, "peak_flops": peak_flops(where),
-                  "capability": torch.cuda.get_device_capability(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-                  "nccl": ".".join(map(str, torch.cuda.nccl.version())), "smi": smi()}
+        found |= {
+            "memory_gib": torch.cuda.get_device_properties().total_memory / 2**30,
+            "peak_flops": peak_flops(where),
+            "capability": torch.cuda.get_device_capability(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "smi": smi(),
+        }
     print(json.dumps(found | {"host": platform.platform()}))
 
 
@@ -45,8 +59,9 @@ def smi() -> str:
     """Name, driver, power limit and clocks, as nvidia-smi tells them."""
     query = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total"
     try:
-        return subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True,
-                              timeout=30).stdout.strip()
+        return subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
 

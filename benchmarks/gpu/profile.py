@@ -1,9 +1,11 @@
-"""Split a step of a list's rows into matmul, attention, casts, optimizer, loss, gaps: python benchmarks/gpu/profile.py LIST [--only TEXT]
+"""Split a step of a list's rows into matmul, attention, casts, optimizer, loss, gaps: python benchmarks/gpu/profile.py
+LIST [--only TEXT]
 
 Runs the rows of run.py with torch's profiler over their last two steps, for both tools, and reads both traces with
 trace_summary.py: milliseconds a step, each moment counted once. Writes FOLDER/profile.jsonl at once, one line a row. A
 profiler slows steps down (most where a CPU is what limits them): rates are run.py's.
 """
+
 from __future__ import annotations
 
 import gzip
@@ -27,8 +29,13 @@ def main() -> int:
     until = time.monotonic() + args.seconds
     rows = run.chosen(args)
     header, environment = run.card(args.device)
-    print("command: " + " ".join(sys.argv), *(f"{name}: {value}" for name, value in header.items()), "",
-          f"{'tool':<12}{'row':<36}" + "".join(f"{name if name != 'idle' else 'gaps':>14}" for name in (*COLUMNS, "ms a step")), sep="\n")
+    print(
+        "command: " + " ".join(sys.argv),
+        *(f"{name}: {value}" for name, value in header.items()),
+        "",
+        f"{'tool':<12}{'row':<36}" + "".join(f"{name if name != 'idle' else 'gaps':>14}" for name in (*COLUMNS, "ms a step")),
+        sep="\n",
+    )
     failed = 0
     with (args.out / "profile.jsonl").open("a", buffering=1) as file, tempfile.TemporaryDirectory() as folder:
         file.write(json.dumps({"command": sys.argv, "card": header}) + "\n")

@@ -1,9 +1,11 @@
 """Measure titan_hydra beside TorchTitan's own trainer on one GPU: python benchmarks/gpu/run.py LIST ... [--out FOLDER]
 
-A LIST is a file of lists/ (8b_block) or the path of one: rows that each run in a process of their own with a deadline of their own, so
-that a row that fails, or a machine that is taken away, costs one row. Writes FOLDER/rows.jsonl at once, one line a row, and the table so
-far to table.txt. With --device cpu the rows run on the CPU; --dry-run makes them tiny, to see that all of it works.
+A LIST is a file of lists/ (8b_block) or the path of one: rows that each run in a process of their own with a deadline
+of their own, so that a row that fails, or a machine that is taken away, costs one row. Writes FOLDER/rows.jsonl at
+once, one line a row, and the table so far to table.txt. With --device cpu the rows run on the CPU; --dry-run makes them
+tiny, to see that all of it works.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,13 +28,19 @@ import yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# dim, layers, heads, key/value heads, feed-forward width, vocabulary. Heads have weights of their own, as in TorchTitan's model.
+# dim, layers, heads, key/value heads, feed-forward width, vocabulary. Heads have weights of their own, as in
+# TorchTitan's model.
 SHAPES = {
-    "8b": (4096, 32, 32, 8, 14336, 128256), "3b": (3072, 28, 24, 8, 8192, 128256), "1b": (2048, 16, 32, 8, 8192, 128256),
-    "160m": (768, 12, 12, 12, 2048, 50304), "debug": (256, 4, 4, 2, 768, 4096),
-    "30b_a3b": (2048, 48, 32, 4, 6144, 151936), "debug_experts": (256, 4, 4, 2, 768, 4096),
+    "8b": (4096, 32, 32, 8, 14336, 128256),
+    "3b": (3072, 28, 24, 8, 8192, 128256),
+    "1b": (2048, 16, 32, 8, 8192, 128256),
+    "160m": (768, 12, 12, 12, 2048, 50304),
+    "debug": (256, 4, 4, 2, 768, 4096),
+    "30b_a3b": (2048, 48, 32, 4, 6144, 151936),
+    "debug_experts": (256, 4, 4, 2, 768, 4096),
 }
-EXPERTS = {"30b_a3b": (128, 128, 8, 768), "debug_experts": (64, 8, 2, 384)}  # head's width, experts, those of a token, their width: Qwen3's
+# head's width, experts, those of a token, their width: Qwen3's
+EXPERTS = {"30b_a3b": (128, 128, 8, 768), "debug_experts": (64, 8, 2, 384)}
 RECIPES = {"rowwise": "float8_rowwise", "tensorwise": "float8_tensorwise", "bf16": "bf16", "fp32": "fp32"}
 PLAIN = ("bf16", "fp32")  # formats that a CPU computes in; the others are emulated there
 LEAST = 25  # seconds: with fewer left no row begins
@@ -41,7 +49,8 @@ FIRST_STEP = re.compile(r"step:? +1\b.*loss")  # as both tools print it
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. What both tools know stands in the same words; `overrides` are ours alone, `wrap` is TorchTitan's.
+    """One measurement. What both tools know stands in the same words; `overrides` are ours alone, `wrap` is
+    TorchTitan's.
 
     `against` names the row of the same list that this one's tokens per second are divided by.
     """
@@ -58,7 +67,8 @@ class Row:
     compile: bool = True
     steps: int = 20
     window: int = 5  # steps of a measurement; the first window is left out, and the median of the others counts
-    wrap: str = "native"  # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank, as it runs on several and 0.3 always does
+    # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank, as it runs on several and 0.3 always does
+    wrap: str = "native"
     float8_all_gather: bool = False
     overrides: tuple[str, ...] = ()
     balanced: bool = False  # experts are chosen in turn: debug.balance_experts
@@ -100,7 +110,7 @@ def tiny(row: Row) -> Row:
     return dataclasses.replace(row, shape=shape, layers=2, seq_len=64, batch=min(row.batch, 2), steps=6, window=2)
 
 
-# --- one row ----------------------------------------------------------------------------------------------------------------------
+# --- one row ----------------------------------------------------------------------------------------------------------
 
 
 def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
@@ -108,7 +118,8 @@ def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
     if row.tool == "torchtitan":
         more = {"dimensions": row.dimensions, "experts": row.experts, "trace": str(trace or "")}
         settings = json.dumps(dataclasses.asdict(row) | more)
-        return [sys.executable, "-P", str(HERE / "torchtitan_row.py"), settings]  # this folder's profile.py is not Python's
+        # this folder's profile.py is not Python's
+        return [sys.executable, "-P", str(HERE / "torchtitan_row.py"), settings]
     profiled = [] if trace is None else ["profiling=on", f"profiling.first_step={row.steps - 1}", "profiling.steps=2"]
     return [sys.executable, str(ROOT / "launch.py"), *overrides(row), *profiled, f"paths.runs={scratch}/runs"]
 
@@ -121,12 +132,26 @@ def overrides(row: Row) -> list[str]:
     if row.precision == "rowwise_with_gw_hp":
         precision.append("precision.recipe=rowwise_with_gw_hp")
     wanted = [
-        "cluster=inline", "parallelism=single", "data=synthetic", "checkpoint=off",
-        f"model={'qwen3_moe_debug' if row.experts else 'llama3_debug'}", f"model.dim={dim}",
-        f"model.n_layers={layers}", f"model.n_heads={heads}", f"model.n_kv_heads={kv_heads}", f"model.ffn_dim={width}",
-        f"model.vocab_size={vocabulary}", f"data.seq_len={row.seq_len}", f"data.local_batch={row.batch}", f"steps={row.steps}",
-        f"metrics.log_every={row.window}", "lr_scheduler.warmup_steps=2", f"ac={row.ac}", *precision,
-        *(["precision.emulate=true"] if emulated else []), *sparse(row),
+        "cluster=inline",
+        "parallelism=single",
+        "data=synthetic",
+        "checkpoint=off",
+        f"model={'qwen3_moe_debug' if row.experts else 'llama3_debug'}",
+        f"model.dim={dim}",
+        f"model.n_layers={layers}",
+        f"model.n_heads={heads}",
+        f"model.n_kv_heads={kv_heads}",
+        f"model.ffn_dim={width}",
+        f"model.vocab_size={vocabulary}",
+        f"data.seq_len={row.seq_len}",
+        f"data.local_batch={row.batch}",
+        f"steps={row.steps}",
+        f"metrics.log_every={row.window}",
+        "lr_scheduler.warmup_steps=2",
+        f"ac={row.ac}",
+        *precision,
+        *(["precision.emulate=true"] if emulated else []),
+        *sparse(row),
         *(["compile=block"] if row.compile and not emulated else []),
         *(["compile.backend=aot_eager"] if row.compile and row.cpu and not emulated else []),
     ]
@@ -145,10 +170,17 @@ def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, tr
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}  # first steps compile anew
+        # first steps compile anew
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         with (scratch / "output").open("wb") as output:
-            process = subprocess.Popen(command(row, scratch, trace), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-                                       env=environment | caches, start_new_session=True)
+            process = subprocess.Popen(
+                command(row, scratch, trace),
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env=environment | caches,
+                start_new_session=True,
+            )
             try:
                 status, started = watch(process, seconds, scratch / "output")
             finally:
@@ -164,7 +196,9 @@ def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, tr
 
 
 def watch(process: subprocess.Popen, seconds: float, output: Path) -> tuple[int | None, float | None]:
-    """Wait for a row. Returns its exit status, None if it has not ended in time, and the seconds until it printed its first step."""
+    """Wait for a row. Returns its exit status, None if it has not ended in time, and the seconds until it printed its
+    first step.
+    """
     began, started = time.monotonic(), None
     while process.poll() is None and time.monotonic() - began < seconds:
         if started is None and FIRST_STEP.search(output.read_text(errors="replace")):
@@ -204,16 +238,34 @@ def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
         (file,) = scratch.glob("runs/*/metrics.jsonl")
         found = [json.loads(line) for line in file.read_text().splitlines()]
         first, flops = found[0]["step_seconds"], 1e12 * found[0]["tflops"] / found[0]["tokens_per_second"]
-        steady = [{"step": line["step"], "tokens_per_second": line["tokens_per_second"], "loss": line["loss"],
-                   "active_gib": line["memory_gib"], "reserved_gib": line["memory_reserved_gib"]} for line in found]
+        steady = [
+            {
+                "step": line["step"],
+                "tokens_per_second": line["tokens_per_second"],
+                "loss": line["loss"],
+                "active_gib": line["memory_gib"],
+                "reserved_gib": line["memory_reserved_gib"],
+            }
+            for line in found
+        ]
     rates = [window["tokens_per_second"] for window in steady if window["step"] > row.window]
-    peaks = {key: max((window[key] for window in steady if window[key] is not None), default=None)
-             for key in ("active_gib", "reserved_gib")}
-    return {"status": "done", "tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates), **peaks,
-            "first_step_seconds": first, "flops_per_token": round(flops), "first_loss": steady[0]["loss"], "last_loss": steady[-1]["loss"]}
+    peaks = {
+        key: max((window[key] for window in steady if window[key] is not None), default=None) for key in ("active_gib", "reserved_gib")
+    }
+    return {
+        "status": "done",
+        "tokens_per_second": statistics.median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        **peaks,
+        "first_step_seconds": first,
+        "flops_per_token": round(flops),
+        "first_loss": steady[0]["loss"],
+        "last_loss": steady[-1]["loss"],
+    }
 
 
-# --- all rows ---------------------------------------------------------------------------------------------------------------------
+# --- all rows ---------------------------------------------------------------------------------------------------------
 
 
 def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -240,13 +292,15 @@ def results(rows: list[Row], until: float, limit: float, environment: dict[str, 
         found = measure(row, min(left, limit), environment, out / "rows.log")
         if found["status"] == "done":
             rates[row.name] = rate = found["tokens_per_second"]
-            found["mfu"] = rate * found["flops_per_token"] / peak if peak else None  # of the bf16 peak, under Float8 too
+            # of the bf16 peak, under Float8 too
+            found["mfu"] = rate * found["flops_per_token"] / peak if peak else None
             found["against"], found["ratio"] = row.against, rate / rates[row.against] if row.against in rates else None
         yield found | {"settings": dataclasses.asdict(row)}
 
 
-HEADER = (f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}{'ratio':>7}"
-          "  against")
+HEADER = (
+    f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}{'ratio':>7}  against"
+)
 
 
 def line(found: dict) -> str:

@@ -1,9 +1,11 @@
 """TorchTitan 0.2.2 for torchtitan_row.py: the row as its JobConfig and as a model of its registry.
 
-Its Llama 3, parallelize_llama, compiled loss, optimizers, clipping, schedule and metrics are unchanged. Ours are the model's shape, a
-dataloader of random tokens, and a sink for its metrics. wrap=native is what it does with one rank: no FSDP, autocast to bf16. wrap=fsdp
-makes FSDP2 count at a shard degree of one too, as it runs on several GPUs. Both figures belong beside ours.
+Its Llama 3, parallelize_llama, compiled loss, optimizers, clipping, schedule and metrics are unchanged. Ours are the
+model's shape, a dataloader of random tokens, and a sink for its metrics. wrap=native is what it does with one rank: no
+FSDP, autocast to bf16. wrap=fsdp makes FSDP2 count at a shard degree of one too, as it runs on several GPUs. Both
+figures belong beside ours.
 """
+
 from __future__ import annotations
 
 import tempfile
@@ -96,11 +98,21 @@ def register(row: SimpleNamespace, windows: list[dict]) -> None:
         return made
 
     model, arguments, parallelize = model_of(row)
-    register_train_spec("row", TrainSpec(
-        model_cls=model, model_args={"row": arguments}, parallelize_fn=parallelize, pipelining_fn=None,
-        build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=lambda **_: RandomTokens(), build_tokenizer_fn=None, build_loss_fn=build_cross_entropy_loss,
-        build_metrics_processor_fn=processor))
+    register_train_spec(
+        "row",
+        TrainSpec(
+            model_cls=model,
+            model_args={"row": arguments},
+            parallelize_fn=parallelize,
+            pipelining_fn=None,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=lambda **_: RandomTokens(),
+            build_tokenizer_fn=None,
+            build_loss_fn=build_cross_entropy_loss,
+            build_metrics_processor_fn=processor,
+        ),
+    )
 
 
 def model_of(row: SimpleNamespace) -> tuple:
@@ -112,10 +124,18 @@ def model_of(row: SimpleNamespace) -> tuple:
         from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, parallelize_qwen3
 
         head, experts, chosen, expert_width = row.experts
-        routing = MoEArgs(num_experts=experts, num_shared_experts=0, top_k=chosen, score_func="softmax", route_norm=True,
-                          score_before_experts=False, load_balance_coeff=None)
-        arguments = Qwen3ModelArgs(**shape, head_dim=head, hidden_dim=width, qk_norm=True, moe_enabled=True,
-                                   moe_inter_dim=expert_width, moe_args=routing)
+        routing = MoEArgs(
+            num_experts=experts,
+            num_shared_experts=0,
+            top_k=chosen,
+            score_func="softmax",
+            route_norm=True,
+            score_before_experts=False,
+            load_balance_coeff=None,
+        )
+        arguments = Qwen3ModelArgs(
+            **shape, head_dim=head, hidden_dim=width, qk_norm=True, moe_enabled=True, moe_inter_dim=expert_width, moe_args=routing
+        )
         return Qwen3Model, arguments, parallelize_qwen3
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 

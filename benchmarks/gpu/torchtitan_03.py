@@ -1,10 +1,12 @@
 """TorchTitan 0.3 for torchtitan_row.py: the row as its Trainer.Config.
 
-Its Llama 3 and Qwen3, parallelize functions, chunked loss, optimizers, clipping, schedule and metrics are unchanged. Ours are the model's
-shape, a dataloader of random tokens, a tokenizer that does nothing, and a sink for its metrics. It wraps a model with FSDP2 on one rank
-too, so wrap=native and wrap=fsdp are one measurement. On CUDA it runs as its own configurations do, with FlexAttention and CUDA graphs.
-FlexAttention has no backward on a CPU: there its blocks get its own module around scaled_dot_product_attention.
+Its Llama 3 and Qwen3, parallelize functions, chunked loss, optimizers, clipping, schedule and metrics are unchanged.
+Ours are the model's shape, a dataloader of random tokens, a tokenizer that does nothing, and a sink for its metrics. It
+wraps a model with FSDP2 on one rank too, so wrap=native and wrap=fsdp are one measurement. On CUDA it runs as its own
+configurations do, with FlexAttention and CUDA graphs. FlexAttention has no backward on a CPU: there its blocks get its
+own module around scaled_dot_product_attention.
 """
+
 from __future__ import annotations
 
 import tempfile
@@ -50,13 +52,25 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
     spec = model_of(row, float8, compiled)
     tokenizer, dataloader, metrics = parts(row, windows)
     return Trainer.Config(
-        model_spec=spec, dump_folder=tempfile.mkdtemp(), tokenizer=tokenizer, dataloader=dataloader, metrics=metrics,
+        model_spec=spec,
+        dump_folder=tempfile.mkdtemp(),
+        tokenizer=tokenizer,
+        dataloader=dataloader,
+        metrics=metrics,
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
-        optimizer=default_adamw(lr=3e-4), lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
-        training=TrainingConfig(local_batch_size=row.batch, seq_len=row.seq_len, steps=row.steps, disable_cuda_graphs=row.cpu,
-                                mixed_precision_param="float32" if row.precision == "fp32" else "bfloat16"),
-        activation_checkpoint=modes[row.ac], debug=DebugConfig(seed=0, moe_force_load_balance=row.balanced),
-        compile=CompileConfig(enable=compiled, backend="aot_eager" if row.cpu else "inductor"))
+        optimizer=default_adamw(lr=3e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        training=TrainingConfig(
+            local_batch_size=row.batch,
+            seq_len=row.seq_len,
+            steps=row.steps,
+            disable_cuda_graphs=row.cpu,
+            mixed_precision_param="float32" if row.precision == "fp32" else "bfloat16",
+        ),
+        activation_checkpoint=modes[row.ac],
+        debug=DebugConfig(seed=0, moe_force_load_balance=row.balanced),
+        compile=CompileConfig(enable=compiled, backend="aot_eager" if row.cpu else "inductor"),
+    )
 
 
 def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
@@ -85,7 +99,8 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
             pass
 
         def __iter__(self):
-            positions = torch.arange(row.seq_len).repeat(row.batch, 1)  # one document a sequence, as FlexAttention's mask wants to know
+            # one document a sequence, as FlexAttention's mask wants to know
+            positions = torch.arange(row.seq_len).repeat(row.batch, 1)
             for tokens, targets in random_tokens(row):
                 yield {"input": tokens, "positions": positions.clone()}, targets
 
@@ -105,7 +120,9 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
 
 
 def model_of(row: SimpleNamespace, float8: bool, compiled: bool):
-    """The row's model in TorchTitan's own words: the record of a size of Llama 3 or of Qwen3 with experts, with the row's shape."""
+    """The row's model in TorchTitan's own words: the record of a size of Llama 3 or of Qwen3 with experts, with the
+    row's shape.
+    """
     from torchtitan.components.quantization import Float8LinearConverter
     from torchtitan.models import llama3, qwen3
 
@@ -115,8 +132,9 @@ def model_of(row: SimpleNamespace, float8: bool, compiled: bool):
         head, experts, chosen, expert_width = row.experts
         family, sizes = qwen3, qwen3.qwen3_configs
         rope = qwen3.CosSinRoPE.Config(dim=head, max_seq_len=40960, theta=1e6)
-        blocks = qwen3._build_qwen3_moe_layers(**shape, head_dim=head, moe_hidden_dim=expert_width, num_experts=experts, top_k=chosen,
-                                               moe_comm_backend="standard", rope=rope)
+        blocks = qwen3._build_qwen3_moe_layers(
+            **shape, head_dim=head, moe_hidden_dim=expert_width, num_experts=experts, top_k=chosen, moe_comm_backend="standard", rope=rope
+        )
         model = sizes["30B-A3B"](attn_backend="flex")
     else:
         family, sizes = llama3, llama3.llama3_configs
@@ -135,7 +153,10 @@ def model_of(row: SimpleNamespace, float8: bool, compiled: bool):
     if row.precision == "tensorwise":
         raise SystemExit("TorchTitan 0.3 has no Float8 with a scale for each tensor")
     if float8:
-        converters = [Float8LinearConverter.Config(recipe_name=row.precision, filter_fqns=["lm_head"], emulate=row.cpu,
-                                                   model_compile_enabled=compiled)]
+        converters = [
+            Float8LinearConverter.Config(
+                recipe_name=row.precision, filter_fqns=["lm_head"], emulate=row.cpu, model_compile_enabled=compiled
+            )
+        ]
     sizes["row"] = lambda **_: model
     return family.model_registry("row", converters=converters)

@@ -1,8 +1,11 @@
-"""Run one row with TorchTitan's own trainer and print what it measured as one JSON line: python -P torchtitan_row.py SETTINGS.
+"""Run one row with TorchTitan's own trainer and print what it measured as one JSON line: python -P torchtitan_row.py
+SETTINGS.
 
-SETTINGS is run.py's row as JSON. torchtitan_03.py configures TorchTitan 0.3, torchtitan_02.py 0.2.2, which is the newest that runs on
-torch 2.11. The trainer itself is unchanged but for a clock around its first step and a profiler around its last two.
+SETTINGS is run.py's row as JSON. torchtitan_03.py configures TorchTitan 0.3, torchtitan_02.py 0.2.2, which is the
+newest that runs on torch 2.11. The trainer itself is unchanged but for a clock around its first step and a profiler
+around its last two.
 """
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -41,8 +44,16 @@ def main(row: SimpleNamespace) -> None:
     widths = release.expert_shape(block) if row.experts else block.feed_forward.w1.weight.shape[:1]
     assert tuple(widths) == (tuple(row.experts[1::2]) if row.experts else (row.dimensions[4],))
     trainer.train()
-    print(json.dumps({"windows": windows, "first_step_seconds": trainer.first_step_seconds,
-                      "flops_per_token": trainer.metrics_processor.num_flops_per_token}), flush=True)
+    print(
+        json.dumps(
+            {
+                "windows": windows,
+                "first_step_seconds": trainer.first_step_seconds,
+                "flops_per_token": trainer.metrics_processor.num_flops_per_token,
+            }
+        ),
+        flush=True,
+    )
 
 
 def adapter() -> ModuleType:
@@ -64,7 +75,9 @@ def random_tokens(row: SimpleNamespace):
 
 
 class NoState:
-    """What a checkpoint keeps of a dataloader: nothing. A row saves none, and TorchTitan's dataloaders must have both methods."""
+    """What a checkpoint keeps of a dataloader: nothing. A row saves none, and TorchTitan's dataloaders must have both
+    methods.
+    """
 
     def state_dict(self) -> dict:
         return {}
@@ -76,8 +89,12 @@ class NoState:
 def window(row: SimpleNamespace, step: int, metrics: dict) -> dict:
     """What is kept of the metrics that TorchTitan logs at a step."""
     memory = {"active_gib": metrics["memory/max_active(GiB)"], "reserved_gib": metrics["memory/max_reserved(GiB)"]}
-    return {"step": step, "tokens_per_second": metrics["throughput(tps)"], "loss": metrics["loss_metrics/global_avg_loss"],
-            **(dict.fromkeys(memory) if row.cpu else memory)}
+    return {
+        "step": step,
+        "tokens_per_second": metrics["throughput(tps)"],
+        "loss": metrics["loss_metrics/global_avg_loss"],
+        **(dict.fromkeys(memory) if row.cpu else memory),
+    }
 
 
 def timed(trainer: type, row: SimpleNamespace) -> type:
@@ -90,8 +107,11 @@ def timed(trainer: type, row: SimpleNamespace) -> type:
         def train_step(self, batches) -> None:
             if row.trace and self.step == row.steps - 2:
                 activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (not row.cpu)]
-                self.profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=2),
-                                        on_trace_ready=lambda profiler: profiler.export_chrome_trace(row.trace))
+                self.profiler = profile(
+                    activities=activities,
+                    schedule=schedule(wait=0, warmup=1, active=2),
+                    on_trace_ready=lambda profiler: profiler.export_chrome_trace(row.trace),
+                )
                 self.profiler.start()
             began = time.perf_counter()
             super().train_step(batches)
@@ -113,9 +133,17 @@ def pretend_device(release: ModuleType) -> None:
         pass
 
     module = SimpleNamespace(
-        set_device=nothing, current_device=lambda: 0, get_device_name=lambda _: "cpu", reset_peak_memory_stats=nothing, empty_cache=nothing,
-        get_device_properties=lambda _: SimpleNamespace(total_memory=1 << 34), memory_stats=lambda _: {}, synchronize=nothing,
-        manual_seed_all=nothing, device_count=lambda: 1)
+        set_device=nothing,
+        current_device=lambda: 0,
+        get_device_name=lambda _: "cpu",
+        reset_peak_memory_stats=nothing,
+        empty_cache=nothing,
+        get_device_properties=lambda _: SimpleNamespace(total_memory=1 << 34),
+        memory_stats=lambda _: {},
+        synchronize=nothing,
+        manual_seed_all=nothing,
+        device_count=lambda: 1,
+    )
     torch.cuda.synchronize = torch.distributed.barrier = nothing  # with one rank there is nobody to wait for
     release.emulate_float8()
     for name, found in list(sys.modules.items()):

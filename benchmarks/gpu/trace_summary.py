@@ -1,8 +1,11 @@
-"""Summarize where the time of a torch profiler's trace was spent, without torch: python benchmarks/gpu/trace_summary.py trace_0.json.gz
+"""Summarize where the time of a torch profiler's trace was spent, without torch: python benchmarks/gpu/trace_summary.py
+trace_0.json.gz
 
-Every moment counts once, for the first of the classes below that is active, so the shares add up to 100 %: communication overlapped by
-computation costs nothing. On a GPU kernels are counted, on a CPU the operators of the training thread.
+Every moment counts once, for the first of the classes below that is active, so the shares add up to 100 %:
+communication overlapped by computation costs nothing. On a GPU kernels are counted, on a CPU the operators of the
+training thread.
 """
+
 from __future__ import annotations
 
 import gzip
@@ -76,15 +79,24 @@ def summarize(events: list[dict]) -> Summary:
         top = _totals(((work.name, work.end - work.begin) for work in works), Counter(work.name for work in works))
     else:
         thread = steps[0]["tid"]
-        own = [event for event in events if event["tid"] == thread and
-               (event.get("cat") == "cpu_op" or event["name"].startswith("Optimizer.step"))]
+        own = [
+            event
+            for event in events
+            if event["tid"] == thread and (event.get("cat") == "cpu_op" or event["name"].startswith("Optimizer.step"))
+        ]
         others = [event for event in events if event["tid"] != thread and kind_of(event["name"]) == "communication"]
         works = list(_innermost(sorted(map(_work, own), key=lambda work: (work.begin, -work.end))))
         top = _totals(((work.name, work.end - work.begin) for work in works), Counter(event["name"] for event in own))
         works += map(_work, others)
     times, communication = _shared_out(works, begin, end)
-    return Summary(len(steps), (end - begin) / 1e6, {kind: times[kind] / (end - begin) for kind in CLASSES},
-                   communication / (end - begin), top, "GPU" if kernels else "CPU")
+    return Summary(
+        len(steps),
+        (end - begin) / 1e6,
+        {kind: times[kind] / (end - begin) for kind in CLASSES},
+        communication / (end - begin),
+        top,
+        "GPU" if kernels else "CPU",
+    )
 
 
 def text(summary: Summary) -> str:
@@ -106,9 +118,13 @@ def _work(event: dict) -> Work:
 
 
 def _shared_out(works: list[Work], begin: float, end: float) -> tuple[dict[str, float], float]:
-    """Return microseconds by class, each moment assigned to the first active class, and the total time with communication."""
-    changes = sorted([(min(max(work.begin, begin), end), 1, work.kind) for work in works] +
-                     [(min(max(work.end, begin), end), -1, work.kind) for work in works])
+    """Return microseconds by class, each moment assigned to the first active class, and the total time with
+    communication.
+    """
+    changes = sorted(
+        [(min(max(work.begin, begin), end), 1, work.kind) for work in works]
+        + [(min(max(work.end, begin), end), -1, work.kind) for work in works]
+    )
     active, times, communication, last = Counter(), defaultdict(float), 0.0, begin
     for moment, change, kind in [*changes, (end, 0, "idle")]:
         busy = next((one for one in CLASSES if active[one]), "idle")
@@ -120,7 +136,8 @@ def _shared_out(works: list[Work], begin: float, end: float) -> tuple[dict[str, 
 
 
 def _innermost(works: list[Work]) -> Iterator[Work]:
-    """Yield the time that a thread's operators spend themselves, without the operators they call. Sorted by begin, callers first.
+    """Yield the time that a thread's operators spend themselves, without the operators they call. Sorted by begin,
+    callers first.
 
     An operator without a class gets its caller's; everything that the optimizer or attention calls counts as theirs.
     """

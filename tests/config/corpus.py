@@ -1,7 +1,10 @@
-"""Command lines drawn from the schema, and those that broke version 0.1: what must be refused, and what may be accepted but must not crash.
+"""Command lines drawn from the schema, and those that broke version 0.1: what must be refused, and what may be accepted
+but must not crash.
 
-`lines()` gives the same lines every time: (overrides, refused), where `refused` says whether the line must be refused; None: either.
+`lines()` gives the same lines every time: (overrides, refused), where `refused` says whether the line must be refused;
+None: either.
 """
+
 import random
 import typing
 from pathlib import Path
@@ -29,7 +32,9 @@ WRONG_TYPES = {
 
 
 def lines(seed: int = 0, wrong_types: int = 4, mixtures: int = 200):
-    """Yield all command lines of the corpus, in a fixed order; each key is tried with `wrong_types` values of another type."""
+    """Yield all command lines of the corpus, in a fixed order; each key is tried with `wrong_types` values of another
+    type.
+    """
     draw = random.Random(seed)
     yield from from_report()
     for key in LEAVES:
@@ -42,9 +47,17 @@ def lines(seed: int = 0, wrong_types: int = 4, mixtures: int = 200):
 
 
 def from_report():
-    """The lines of the trial of version 0.1 (its section 4) that the command line itself can hold, with what stands for long texts."""
-    stand_ins = {"<newline>": "\n", "<300>": "n" * 300, "<5000>": "/a" * 2500, "<digits>": "9" * 5000,
-                 "<brackets>": "[" * 3000 + "]" * 3000, "<long>": "x" * 100_000}
+    """The lines of the trial of version 0.1 (its section 4) that the command line itself can hold, with what stands for
+    long texts.
+    """
+    stand_ins = {
+        "<newline>": "\n",
+        "<300>": "n" * 300,
+        "<5000>": "/a" * 2500,
+        "<digits>": "9" * 5000,
+        "<brackets>": "[" * 3000 + "]" * 3000,
+        "<long>": "x" * 100_000,
+    }
     for line in REPORT.read_text().splitlines():
         if not line or line.startswith("#"):
             continue
@@ -108,7 +121,7 @@ def misspelt(key: str, draw: random.Random) -> str:
     """A key with two letters exchanged, or one missing."""
     while True:
         place = draw.randrange(1, len(key))
-        word = draw.choice([key[: place - 1] + key[place] + key[place - 1] + key[place + 1:], key[:place] + key[place + 1:]])
+        word = draw.choice([key[: place - 1] + key[place] + key[place - 1] + key[place + 1 :], key[:place] + key[place + 1 :]])
         if kind_of(word) is None and word not in GROUPS and not word.endswith(".") and ".." not in word:
             return word
 
@@ -116,8 +129,23 @@ def misspelt(key: str, draw: random.Random) -> str:
 def of_group(group: str):
     """Wrong and right choices of an option."""
     first = option_files(group)[0].stem
-    for value in ("nosuch", "", "null", "true", "3", f"[{first}]", f"{{name: {first}}}", f"../{group}/{first}", f"/{first}", "*",
-                  "'a\nb'", first.upper() + "x", "<" * 3, "a/b/c", "x" * 5000):
+    for value in (
+        "nosuch",
+        "",
+        "null",
+        "true",
+        "3",
+        f"[{first}]",
+        f"{{name: {first}}}",
+        f"../{group}/{first}",
+        f"/{first}",
+        "*",
+        "'a\nb'",
+        first.upper() + "x",
+        "<" * 3,
+        "a/b/c",
+        "x" * 5000,
+    ):
         yield [f"{group}={value}"], True
     yield from (([f"{sign}{group}={first}"], True) for sign in ("+", "++"))
     yield [f"~{group}"], GROUPS[group] is not None or None

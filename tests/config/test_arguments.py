@@ -1,4 +1,5 @@
 """Flags of launch.py: they stand anywhere, and a wrong one is a line."""
+
 import os
 
 import pytest
@@ -8,38 +9,52 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.arguments import arranged
 
 
-@pytest.mark.parametrize(("arguments", "overrides", "flags"), [
-    ("debug=tiny -m seed=1,2", "debug=tiny seed=1,2", "-m"),
-    ("-m debug=tiny seed=1,2", "debug=tiny seed=1,2", "-m"),
-    ("debug=tiny --cfg job steps=3 --resolve -p steps", "debug=tiny steps=3", "--cfg job --resolve -p steps"),
-    ("--config-dir . steps=3 --multirun seed=1,2", "steps=3 seed=1,2", "--config-dir . --multirun"),
-    ("~experiment +cluster.sbatch.mem=0 --info config", "~experiment +cluster.sbatch.mem=0", "--info config"),
-    ("-sc query=bash", "query=bash", "-sc"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "flags"),
+    [
+        ("debug=tiny -m seed=1,2", "debug=tiny seed=1,2", "-m"),
+        ("-m debug=tiny seed=1,2", "debug=tiny seed=1,2", "-m"),
+        ("debug=tiny --cfg job steps=3 --resolve -p steps", "debug=tiny steps=3", "--cfg job --resolve -p steps"),
+        ("--config-dir . steps=3 --multirun seed=1,2", "steps=3 seed=1,2", "--config-dir . --multirun"),
+        ("~experiment +cluster.sbatch.mem=0 --info config", "~experiment +cluster.sbatch.mem=0", "--info config"),
+        ("-sc query=bash", "query=bash", "-sc"),
+    ],
+)
 def test_flags_may_stand_anywhere(arguments, overrides, flags):
     assert arranged(arguments.split()) == (overrides.split(), flags.split())
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    ("--resolve", "--resolve: goes with --cfg job"),
-    ("-sc", "takes install=SHELL"), ("-sc foo=bar", "takes install=SHELL"),
-    ("-m --cfg job", "--multirun and --cfg: only one of them"),
-    ("-p model.nosuch --cfg job", "--package model.nosuch: no such key or group"),
-    ("--steps=10", "--steps=10: keys are given without dashes, as steps=VALUE"),
-    ("--batch-size 8", "--batch-size: keys are given without dashes"),
-    ("--nosuch", "unrecognized arguments: --nosuch"), ("-c", "expected one argument"), ("--cfg nothing", "invalid choice"),
-    ("--experimental-rerun file.pickle", "the same command line resumes"),
-    ("steps=x -m modle=3", "steps=x: must be a whole number, at least 1 (optimizer steps)\nmodle: no such key"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--resolve", "--resolve: goes with --cfg job"),
+        ("-sc", "takes install=SHELL"),
+        ("-sc foo=bar", "takes install=SHELL"),
+        ("-m --cfg job", "--multirun and --cfg: only one of them"),
+        ("-p model.nosuch --cfg job", "--package model.nosuch: no such key or group"),
+        ("--steps=10", "--steps=10: keys are given without dashes, as steps=VALUE"),
+        ("--batch-size 8", "--batch-size: keys are given without dashes"),
+        ("--nosuch", "unrecognized arguments: --nosuch"),
+        ("-c", "expected one argument"),
+        ("--cfg nothing", "invalid choice"),
+        ("--experimental-rerun file.pickle", "the same command line resumes"),
+        ("steps=x -m modle=3", "steps=x: must be a whole number, at least 1 (optimizer steps)\nmodle: no such key"),
+    ],
+)
 def test_a_wrong_flag_is_one_line(arguments, text):
     with pytest.raises(ConfigError) as raised:
         arranged(arguments.split())
     assert text in str(raised.value) and len(str(raised.value).splitlines()) == text.count("\n") + 1
 
 
-@pytest.mark.parametrize(("word", "hint"), [
-    ("stauts", "did you mean status?"), ("plna", "did you mean plan?"), ("everything", "`titan` lists them"),
-])
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("stauts", "did you mean status?"),
+        ("plna", "did you mean plan?"),
+        ("everything", "`titan` lists them"),
+    ],
+)
 def test_titan_suggests_a_word(word, hint, capsys):
     assert cli.main([word, "--json"]) == 2
     assert capsys.readouterr().err == f"titan {word}: no such command; {hint}\n"

@@ -1,4 +1,5 @@
 """Which attention kernels may compute a call: the whole rule as a table, on a machine that need not be there."""
+
 import pytest
 
 from titan_hydra.base.errors import ConfigError
@@ -10,34 +11,37 @@ ON_H100 = Call("cuda", machine=H100)
 ALL = list(KERNELS)
 
 
-@pytest.mark.parametrize(("call", "expected"), [
-    (ON_H100, ALL),
-    (Call("cuda"), ALL),  # on a login node the machine is not known
-    (Call("cpu"), ["flash", "math"]),
-    (Call("cpu", masked=True, deterministic=True, dtype="float64"), ["flash", "math"]),
-    (Call("cpu", ring=True), ["flash"]),
-    (ON_H100._replace(dtype="float16"), ALL),
-    (ON_H100._replace(dtype="float32"), ["efficient", "math"]),
-    (ON_H100._replace(dtype="float64"), ["math"]),
-    (ON_H100._replace(masked=True), ["efficient", "math"]),
-    (ON_H100._replace(deterministic=True), ["flash", "efficient", "math"]),
-    (ON_H100._replace(ring=True), ["flash", "efficient"]),
-    (ON_H100._replace(ring=True, dtype="float32"), ["efficient"]),
-    (ON_H100._replace(machine=Machine((9, 0), (12, 8), 91900)), ["flash", "efficient", "math"]),
-    (ON_H100._replace(machine=Machine((9, 0), (12, 9), 91900)), ALL),
-    (ON_H100._replace(machine=Machine((9, 4), (), 0)), ["flash", "efficient", "math"]),  # ROCm
-    (ON_H100._replace(width=192), ALL),  # DeepSeek-V3's queries and keys
-    (ON_H100._replace(width=192, machine=B200), ALL),
-    (ON_H100._replace(width=192, machine=Machine((8, 0), (13, 0), 91900)), ["flash", "efficient", "math"]),
-    (ON_H100._replace(width=192, value_width=192), ["flash", "efficient", "math"]),
-    (ON_H100._replace(width=96, value_width=64), ALL),
-    (ON_H100._replace(width=100, value_width=100), ["flash", "efficient", "math"]),
-    (ON_H100._replace(width=264, value_width=264), ["efficient", "math"]),
-    (ON_H100._replace(causal=False, keys=4608), ALL),
-    (ON_H100._replace(causal=False, keys=704), ["flash", "efficient", "math"]),
-    (ON_H100._replace(keys=704), ALL),
-    (ON_H100._replace(causal=False, keys=704, machine=Machine((9, 0), (13, 2), 92600)), ALL),
-])
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (ON_H100, ALL),
+        (Call("cuda"), ALL),  # on a login node the machine is not known
+        (Call("cpu"), ["flash", "math"]),
+        (Call("cpu", masked=True, deterministic=True, dtype="float64"), ["flash", "math"]),
+        (Call("cpu", ring=True), ["flash"]),
+        (ON_H100._replace(dtype="float16"), ALL),
+        (ON_H100._replace(dtype="float32"), ["efficient", "math"]),
+        (ON_H100._replace(dtype="float64"), ["math"]),
+        (ON_H100._replace(masked=True), ["efficient", "math"]),
+        (ON_H100._replace(deterministic=True), ["flash", "efficient", "math"]),
+        (ON_H100._replace(ring=True), ["flash", "efficient"]),
+        (ON_H100._replace(ring=True, dtype="float32"), ["efficient"]),
+        (ON_H100._replace(machine=Machine((9, 0), (12, 8), 91900)), ["flash", "efficient", "math"]),
+        (ON_H100._replace(machine=Machine((9, 0), (12, 9), 91900)), ALL),
+        (ON_H100._replace(machine=Machine((9, 4), (), 0)), ["flash", "efficient", "math"]),  # ROCm
+        (ON_H100._replace(width=192), ALL),  # DeepSeek-V3's queries and keys
+        (ON_H100._replace(width=192, machine=B200), ALL),
+        (ON_H100._replace(width=192, machine=Machine((8, 0), (13, 0), 91900)), ["flash", "efficient", "math"]),
+        (ON_H100._replace(width=192, value_width=192), ["flash", "efficient", "math"]),
+        (ON_H100._replace(width=96, value_width=64), ALL),
+        (ON_H100._replace(width=100, value_width=100), ["flash", "efficient", "math"]),
+        (ON_H100._replace(width=264, value_width=264), ["efficient", "math"]),
+        (ON_H100._replace(causal=False, keys=4608), ALL),
+        (ON_H100._replace(causal=False, keys=704), ["flash", "efficient", "math"]),
+        (ON_H100._replace(keys=704), ALL),
+        (ON_H100._replace(causal=False, keys=704, machine=Machine((9, 0), (13, 2), 92600)), ALL),
+    ],
+)
 def test_kernels_that_may_compute_a_call(call, expected):
     assert kernels("auto", call) == expected
     for kernel in KERNELS:
@@ -49,11 +53,20 @@ def test_kernels_that_may_compute_a_call(call, expected):
                 kernels(kernel, call)
 
 
-@pytest.mark.parametrize(("asked", "call", "offsets"), [
-    ("auto", ON_H100, True), ("flash", ON_H100, True), ("cudnn", ON_H100, False), ("math", Call("cpu"), False), ("auto", Call("cpu"), True),
-    ("auto", ON_H100._replace(dtype="float32"), False), ("auto", ON_H100._replace(width=100), False),
-    ("auto", Call("cpu", dtype="float32"), True), ("auto", ON_H100._replace(width=264), False),
-])
+@pytest.mark.parametrize(
+    ("asked", "call", "offsets"),
+    [
+        ("auto", ON_H100, True),
+        ("flash", ON_H100, True),
+        ("cudnn", ON_H100, False),
+        ("math", Call("cpu"), False),
+        ("auto", Call("cpu"), True),
+        ("auto", ON_H100._replace(dtype="float32"), False),
+        ("auto", ON_H100._replace(width=100), False),
+        ("auto", Call("cpu", dtype="float32"), True),
+        ("auto", ON_H100._replace(width=264), False),
+    ],
+)
 def test_documents_need_no_mask_where_flash_computes_them(asked, call, offsets):
     assert takes_offsets(asked, call) == offsets
 

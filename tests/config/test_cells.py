@@ -1,4 +1,7 @@
-"""Cells are what Hydra itself would compose, for whatever Hydra's grammar can say; and which cells a command line has."""
+"""Cells are what Hydra itself would compose, for whatever Hydra's grammar can say; and which cells a command line
+has.
+"""
+
 import functools
 import random
 from pathlib import Path
@@ -15,7 +18,9 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.cells import Composer, combinations, with_count
 from titan_hydra.config.compose import CONF, register_schema
 
-OWN = {  # a folder of the user's own: plain options, options that set other groups, nested groups, interpolated lists of defaults
+# a folder of the user's own: plain options, options that set other groups, nested groups, interpolated lists of
+# defaults
+OWN = {
     "model/mine": "name: mine\nvocab_size: 4096\ndim: ${data.seq_len}\nn_layers: 2\nn_heads: 4\nn_kv_heads: 4",
     "model/family/small": "name: small\nvocab_size: 4096\ndim: 64\nn_layers: 2\nn_heads: 4\nn_kv_heads: 4",
     "optimizer/warm": "# @package _global_\noptimizer: {name: sgd, lr: 0.5}\nlr_scheduler: {warmup_steps: 77}",
@@ -33,19 +38,72 @@ steps: 44""",
 defaults: [{override /data: synthetic}]
 sweep: {name: own, cells: {a: [steps=5], b: [parallelism=tp]}}""",
 }
-GROUPS = {group: [file.stem for file in (CONF / group).glob("*.yaml")] for group in (
-    "model", "parallelism", "pp_schedule", "ac", "precision", "compile", "optimizer", "lr_scheduler", "loss", "data", "checkpoint",
-    "validation", "metrics", "cluster", "debug", "fault_tolerance")}
+GROUPS = {
+    group: [file.stem for file in (CONF / group).glob("*.yaml")]
+    for group in (
+        "model",
+        "parallelism",
+        "pp_schedule",
+        "ac",
+        "precision",
+        "compile",
+        "optimizer",
+        "lr_scheduler",
+        "loss",
+        "data",
+        "checkpoint",
+        "validation",
+        "metrics",
+        "cluster",
+        "debug",
+        "fault_tolerance",
+    )
+}
 ODD = [
-    "+sweeps=own", "+sweeps=laptop_layouts", "experiment=llama3_8b_c4", "experiment=nested", "model=mine",
-    "model=family/small", "optimizer=warm", "lr_scheduler=late", "+broken=file", "debug=tiny", "~experiment", "~debug", "~debug=off",
+    "+sweeps=own",
+    "+sweeps=laptop_layouts",
+    "experiment=llama3_8b_c4",
+    "experiment=nested",
+    "model=mine",
+    "model=family/small",
+    "optimizer=warm",
+    "lr_scheduler=late",
+    "+broken=file",
+    "debug=tiny",
+    "~experiment",
+    "~debug",
+    "~debug=off",
     "~seed",
-    "~cluster.sbatch", "+model.rope_scaling.width=3", "+cluster.sbatch={a: 1, b: [2]}", "++steps=8", "+steps=8", "+new=1",
-    "+new.key=${seed}", "steps=${seed}",
-    "name=${model.name}-${oc.env:HOME}", "notes='${steps}, \\'quoted\\''", "seed=${nothing}", "data={name: synthetic}",
-    "model.rope_scaling={factor: 16}", "metrics.trackers=[wandb]", "++cluster.environment={A: b}", "+cluster.sbatch.mem=0",
-    "model=[llama3_1b]", "model@other=llama3_1b", "+model@other=llama3_1b", "hydra.job.name=x", "hydra.verbose=true", "steps=1,2",
-    "hydra/job_logging=none", "model=nosuch", "stesp=3", "steps=x", "model.dim=null", "sweep.cell=a", "precision=fp32", "parallelism=tp",
+    "~cluster.sbatch",
+    "+model.rope_scaling.width=3",
+    "+cluster.sbatch={a: 1, b: [2]}",
+    "++steps=8",
+    "+steps=8",
+    "+new=1",
+    "+new.key=${seed}",
+    "steps=${seed}",
+    "name=${model.name}-${oc.env:HOME}",
+    "notes='${steps}, \\'quoted\\''",
+    "seed=${nothing}",
+    "data={name: synthetic}",
+    "model.rope_scaling={factor: 16}",
+    "metrics.trackers=[wandb]",
+    "++cluster.environment={A: b}",
+    "+cluster.sbatch.mem=0",
+    "model=[llama3_1b]",
+    "model@other=llama3_1b",
+    "+model@other=llama3_1b",
+    "hydra.job.name=x",
+    "hydra.verbose=true",
+    "steps=1,2",
+    "hydra/job_logging=none",
+    "model=nosuch",
+    "stesp=3",
+    "steps=x",
+    "model.dim=null",
+    "sweep.cell=a",
+    "precision=fp32",
+    "parallelism=tp",
 ]
 
 
@@ -108,8 +166,12 @@ def test_a_cell_is_what_hydra_composes(composers, seed, number):
 
 def test_groups_whose_options_know_of_each_other_are_not_taken_apart(composers):
     hydras, ours = composers
-    for line in (["optimizer=warm", "lr_scheduler=constant"], ["debug=tiny", "lr_scheduler=cosine", "metrics=wandb"],
-                 ["experiment=nested", "optimizer=sgd", "model=mine", "ac=op"], ["lr_scheduler=late", "ac=op", "precision=fp32"]):
+    for line in (
+        ["optimizer=warm", "lr_scheduler=constant"],
+        ["debug=tiny", "lr_scheduler=cosine", "metrics=wandb"],
+        ["experiment=nested", "optimizer=sgd", "model=mine", "ac=op"],
+        ["lr_scheduler=late", "ac=op", "precision=fp32"],
+    ):
         assert outcome(ours, line) == outcome(hydras, line)
     paired, line = Composer(ours.loader, "paired"), ["precision=fp32", "parallelism=tp"]
     assert outcome(paired, line) == outcome(lambda overrides: hydras(overrides, "paired"), line)
@@ -131,13 +193,21 @@ def cells(*overrides):
 
 def test_cells_are_every_combination_in_order():
     assert cells("seed=1,2", "steps=range(3,5)", "ac=op", "~debug") == [
-        ["seed=1", "steps=3", "ac=op", "~debug=null"], ["seed=1", "steps=4", "ac=op", "~debug=null"],
-        ["seed=2", "steps=3", "ac=op", "~debug=null"], ["seed=2", "steps=4", "ac=op", "~debug=null"]]
+        ["seed=1", "steps=3", "ac=op", "~debug=null"],
+        ["seed=1", "steps=4", "ac=op", "~debug=null"],
+        ["seed=2", "steps=3", "ac=op", "~debug=null"],
+        ["seed=2", "steps=4", "ac=op", "~debug=null"],
+    ]
 
 
-@pytest.mark.parametrize(("override", "text"), [
-    ("steps=range(0,0)", "the sweep has no cell"), ("seed=range(1000000000000)", "more cells than 10,000"),
-    ("seed=interval(1,2)", "give the values")])
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("steps=range(0,0)", "the sweep has no cell"),
+        ("seed=range(1000000000000)", "more cells than 10,000"),
+        ("seed=interval(1,2)", "give the values"),
+    ],
+)
 def test_a_sweep_has_cells_and_not_too_many(override, text):
     with pytest.raises(ConfigError, match=text):
         cells(override)

@@ -1,4 +1,5 @@
 """Every rule refuses what it should, names the key and the nearest legal value, and what passes builds its mesh."""
+
 import copy
 from operator import attrgetter
 
@@ -38,8 +39,12 @@ def test_the_default_job_is_legal(base):
 
 README = str(CONF.parent / "README.md")
 ZBV = {"parallelism__pp": 2, "pp_schedule__name": "zbv", "pp_schedule__stages_per_rank": 2}
-CSV = {"parallelism__pp": 2, "pp_schedule__name": "csv", "pp_schedule__csv": str(CONF / "pp_schedule" / "zb_h1.csv"),
-       "data__local_batch": 8}
+CSV = {
+    "parallelism__pp": 2,
+    "pp_schedule__name": "csv",
+    "pp_schedule__csv": str(CONF / "pp_schedule" / "zb_h1.csv"),
+    "data__local_batch": 8,
+}
 FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
 TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
 CUDNN = {"model__attention": "cudnn", "precision__compute_dtype": "bfloat16"}
@@ -108,12 +113,18 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"parallelism__pp": 2, "pp_schedule__microbatches": 3}, "pp_schedule.microbatches", "nearest legal: 2 or 4"),
     ({"parallelism__pp": 4, "pp_schedule__microbatches": 2}, "pp_schedule.microbatches", "nearest legal: 4"),
     ({"parallelism__pp": 4, "data__local_batch": 2}, "data.local_batch", "nearest legal: 4"),
-    ({**ZBV, "pp_schedule__name": "interleaved_zb", "data__local_batch": 5, "pp_schedule__microbatches": 5}, "pp_schedule.microbatches",
-     "2 equal rounds"),
+    (
+        {**ZBV, "pp_schedule__name": "interleaved_zb", "data__local_batch": 5, "pp_schedule__microbatches": 5},
+        "pp_schedule.microbatches",
+        "2 equal rounds",
+    ),
     ({**ZBV, "pp_schedule__name": "dualpipe_v", "pp_schedule__microbatches": 2}, "pp_schedule.microbatches", "nearest legal: 4"),
     ({"parallelism__pp": 2, "pp_schedule__layers_per_stage": 2}, "pp_schedule.layers_per_stage", "nearest legal: 3"),
-    ({"parallelism__pp": 2, "pp_schedule__layers_per_stage": 3, "pp_schedule__split": ["layers.1"]}, "pp_schedule.layers_per_stage",
-     "null"),
+    (
+        {"parallelism__pp": 2, "pp_schedule__layers_per_stage": 3, "pp_schedule__split": ["layers.1"]},
+        "pp_schedule.layers_per_stage",
+        "null",
+    ),
     ({"parallelism__pp": 2, "pp_schedule__split": ["layers.9"]}, "pp_schedule.split", "layers.5"),
     ({"parallelism__pp": 2, "pp_schedule__split": ["layers.1", "norm"]}, "pp_schedule.split", "take 1 name,"),
     ({"parallelism__pp": 3, "pp_schedule__split": ["norm", "layers.1"]}, "pp_schedule.split", "in the order"),
@@ -159,15 +170,23 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({**ZBV, "compile__name": "block"}, "compile.name", "off"),
     ({"parallelism__tp": 2, "parallelism__async_tp": True}, "compile.name", "nearest legal: block"),
     ({"parallelism__async_tp": True, "compile__name": "block"}, "parallelism.async_tp", "nearest legal: false"),
-    ({"parallelism__tp": 2, "parallelism__async_tp": True, "compile__name": "block", "parallelism__sequence_parallel": False},
-     "parallelism.async_tp", "nothing to overlap"),
+    (
+        {"parallelism__tp": 2, "parallelism__async_tp": True, "compile__name": "block", "parallelism__sequence_parallel": False},
+        "parallelism.async_tp",
+        "nothing to overlap",
+    ),
     ({"ac__name": "memory_budget"}, "compile.name", "nearest legal: block"),
-    *(({"parallelism__tp": 2, "compile__name": "block", "ac__name": ac}, "ac.name", "op or lean or none")
-      for ac in ("full", "layer", "memory_budget")),
+    *(
+        ({"parallelism__tp": 2, "compile__name": "block", "ac__name": ac}, "ac.name", "op or lean or none")
+        for ac in ("full", "layer", "memory_budget")
+    ),
     ({"ac__save_ops": ["aten.mm"]}, "ac.save_ops", "ac=none does not read it; op or lean would"),
     ({"ac__name": "op", "ac__save_ops": ["mm"]}, "ac.save_ops", "mm is not an operator's name"),
-    ({"parallelism__backend": "simple_fsdp", "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward",
-     "default"),
+    (
+        {"parallelism__backend": "simple_fsdp", "parallelism__reshard_after_forward": "always"},
+        "parallelism.reshard_after_forward",
+        "default",
+    ),
     ({"gpus": 2, "cluster__executor": "inline"}, "gpus", "inline"),
     ({"gpus": 4, "cluster__gpus_per_node": 2}, "gpus", "nearest legal: 2"),
     ({"data__name": "text_files"}, "data.path", "needs it"),
@@ -191,7 +210,8 @@ BAD = [  # what is changed, the key that is named, what the line must contain
 
 @pytest.mark.parametrize(("values", "key", "text"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
 def test_a_bad_value_is_named_with_what_would_be_legal(base, monkeypatch, values, key, text):
-    monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.13.0"})  # torch 2.11 compiles what the rule of `ac.name` refuses
+    # torch 2.11 compiles what the rule of `ac.name` refuses
+    monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.13.0"})
     faults = [fault for fault in check(changed(base, **values)) if fault.key == key]
     assert faults, check(changed(base, **values))
     assert any(text in str(fault) for fault in faults)
@@ -211,8 +231,14 @@ def test_a_folder_that_a_job_cannot_name_is_refused_before_submission(base, tmp_
 
 
 def test_settings_of_slurm_do_no_harm_on_this_machine(base):
-    settings = {"partition": "gpu", "exclude": ["node[1-4]"], "sbatch": {"mem": 0, "gpus-per-node": None, "mail_user": "me@site"},
-                "srun": ["--container-image=a.sqsh", "-l"], "environment": {"NCCL_DEBUG": "INFO"}, "max_requeues": 0}
+    settings = {
+        "partition": "gpu",
+        "exclude": ["node[1-4]"],
+        "sbatch": {"mem": 0, "gpus-per-node": None, "mail_user": "me@site"},
+        "srun": ["--container-image=a.sqsh", "-l"],
+        "environment": {"NCCL_DEBUG": "INFO"},
+        "max_requeues": 0,
+    }
     for executor in ("local", "slurm"):
         values = {f"cluster__{key}": value for key, value in settings.items()}
         assert check(changed(base, cluster__executor=executor, cluster__gpus_per_node=8, gpus=1, **values)) == []
@@ -226,11 +252,24 @@ degree = st.sampled_from([-1, 0, 1, 2, 3, 4])
 
 
 @settings(max_examples=60, deadline=None)
-@given(gpus=st.integers(1, 16), dp_replicate=degree, dp_shard=degree, cp=st.sampled_from([1, 2]), tp=st.sampled_from([1, 2, 4]),
-       pp=st.sampled_from([1, 2, 3]))
+@given(
+    gpus=st.integers(1, 16),
+    dp_replicate=degree,
+    dp_shard=degree,
+    cp=st.sampled_from([1, 2]),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 3]),
+)
 def test_degrees_that_pass_build_their_mesh_and_others_would_not(base, gpus, dp_replicate, dp_shard, cp, tp, pp):
-    job = changed(base, gpus=gpus, parallelism__dp_replicate=dp_replicate, parallelism__dp_shard=dp_shard, parallelism__cp=cp,
-                  parallelism__tp=tp, parallelism__pp=pp)
+    job = changed(
+        base,
+        gpus=gpus,
+        parallelism__dp_replicate=dp_replicate,
+        parallelism__dp_shard=dp_shard,
+        parallelism__cp=cp,
+        parallelism__tp=tp,
+        parallelism__pp=pp,
+    )
     refused = list(values_are_what_the_schema_takes(job)) or list(degrees_fill_the_ranks(job))
     dist.init_process_group("fake", store=FakeStore(), rank=gpus - 1, world_size=gpus)
     try:
@@ -246,11 +285,22 @@ def test_degrees_that_pass_build_their_mesh_and_others_would_not(base, gpus, dp_
 
 
 @settings(max_examples=100, deadline=None)
-@given(gpus=st.integers(1, 64), dp_replicate=st.sampled_from([1, 2]), tp=st.sampled_from([1, 2]), local=st.integers(1, 5),
-       steps=st.integers(1, 4))
+@given(
+    gpus=st.integers(1, 64),
+    dp_replicate=st.sampled_from([1, 2]),
+    tp=st.sampled_from([1, 2]),
+    local=st.integers(1, 5),
+    steps=st.integers(1, 4),
+)
 def test_what_freeze_derives_passes_the_checks(base, gpus, dp_replicate, tp, local, steps):
     gpus *= dp_replicate * tp
-    job = changed(base, gpus=gpus, parallelism__dp_replicate=dp_replicate, parallelism__tp=tp, data__local_batch=local,
-                  data__global_batch=local * (gpus // tp) * steps)
+    job = changed(
+        base,
+        gpus=gpus,
+        parallelism__dp_replicate=dp_replicate,
+        parallelism__tp=tp,
+        data__local_batch=local,
+        data__global_batch=local * (gpus // tp) * steps,
+    )
     assert [fault for rule in LAYOUT + RECIPE for fault in rule(job)] == []
     assert freeze(job) == job

@@ -1,4 +1,7 @@
-"""The page and the help are made from the schema and conf/, so they must be current, and what they are made of complete."""
+"""The page and the help are made from the schema and conf/, so they must be current, and what they are made of
+complete.
+"""
+
 import subprocess
 import sys
 from pathlib import Path

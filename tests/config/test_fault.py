@@ -1,11 +1,42 @@
 """How values are written where a person, a shell or Hydra reads them."""
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_hydra.config.fault import as_value, suggest
 
-TEXTS = ["plain", "a b", " a", "", "1", "1e3", "true", "null", "nan", "a,b", "[a]", "{a: 1}", "range(1,3)", "it's", 'say "so"', "a\\b",
-         "a\\\\b", "end\\", "end\\\\", "\\'", "\\\\'", "'", "''", '"', "/runs/a b's/step-1", "x=1", "a:b", "#1", "tab\there", "é"]
+TEXTS = [
+    "plain",
+    "a b",
+    " a",
+    "",
+    "1",
+    "1e3",
+    "true",
+    "null",
+    "nan",
+    "a,b",
+    "[a]",
+    "{a: 1}",
+    "range(1,3)",
+    "it's",
+    'say "so"',
+    "a\\b",
+    "a\\\\b",
+    "end\\",
+    "end\\\\",
+    "\\'",
+    "\\\\'",
+    "'",
+    "''",
+    '"',
+    "/runs/a b's/step-1",
+    "x=1",
+    "a:b",
+    "#1",
+    "tab\there",
+    "é",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)

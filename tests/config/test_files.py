@@ -1,4 +1,5 @@
 """What the checks read of files: paths and globs, and sizes of vocabularies."""
+
 import json
 
 import pytest

@@ -1,4 +1,7 @@
-"""Bad input is one line each, whatever it is: no traceback, no hang, nothing accepted that cannot be. The lines are those of corpus.py."""
+"""Bad input is one line each, whatever it is: no traceback, no hang, nothing accepted that cannot be. The lines are
+those of corpus.py.
+"""
+
 import json
 import signal
 from collections import Counter

@@ -1,4 +1,7 @@
-"""From a command line to a typed job: what composes, what is refused in one line, and what makes two jobs the same one."""
+"""From a command line to a typed job: what composes, what is refused in one line, and what makes two jobs the same
+one.
+"""
+
 import pytest
 
 from titan_hydra.base.errors import ConfigError
@@ -67,10 +70,24 @@ def test_all_mistaken_overrides_are_named_at_once():
     assert len(mistakes(["modle=x", "steps=3", "steps=x"])) == 2
 
 
-@pytest.mark.parametrize("override", [
-    "steps=3", "model=llama3_8b", "parallelism.sequence_parallel=off", "steps=${seed}", "metrics.trackers=[wandb]", "+cluster.sbatch.mem=0",
-    "~experiment", "model@other=llama3_8b", "hydra.verbose=true", "data.path=null", "seed=choice(1,2)", "optimizer=glob(*)",
-    "model.rope_scaling={factor: 16}"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps=3",
+        "model=llama3_8b",
+        "parallelism.sequence_parallel=off",
+        "steps=${seed}",
+        "metrics.trackers=[wandb]",
+        "+cluster.sbatch.mem=0",
+        "~experiment",
+        "model@other=llama3_8b",
+        "hydra.verbose=true",
+        "data.path=null",
+        "seed=choice(1,2)",
+        "optimizer=glob(*)",
+        "model.rope_scaling={factor: 16}",
+    ],
+)
 def test_what_hydra_may_take_is_left_to_it(override):
     assert mistakes([override]) == []
 
@@ -82,11 +99,14 @@ def test_options_of_a_folder_of_ones_own_are_known(tmp_path):
     assert "mine" in mistakes(["model=yours"], [CONF, tmp_path])[0]
 
 
-@pytest.mark.parametrize(("overrides", "text"), [
-    (["steps=1,2"], "steps=1,2: several values need -m, or brackets where they are a list"),
-    (["steps=range(1,3)"], "steps=range(1,3): several values need -m"),
-    (["nothing=1"], "nothing: no such key or group"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["steps=1,2"], "steps=1,2: several values need -m, or brackets where they are a list"),
+        (["steps=range(1,3)"], "steps=range(1,3): several values need -m"),
+        (["nothing=1"], "nothing: no such key or group"),
+    ],
+)
 def test_hydras_complaints_become_one_line(overrides, text):
     with pytest.raises(Exception) as raised:  # Hydra has no one class for them
         composed(*overrides)
@@ -94,17 +114,20 @@ def test_hydras_complaints_become_one_line(overrides, text):
     assert line.startswith(text) and "\n" not in line
 
 
-@pytest.mark.parametrize(("override", "text"), [
-    ("+unknown=1", "unknown=1: no such key"),
-    ("+model.dimm=1", "model.dimm=1: no such key; nearest legal: model.dim"),
-    ("~steps", "steps=null: is needed"),
-    ("~model", "MissingMandatoryValue"),
-    ("~model.dim", "model.dim=null: is needed"),
-    ("model.rope_scaling={factor: x}", "model.rope_scaling.factor=x: Value 'x' of type 'str' could not be converted to Float"),
-    ("model.rope_scaling={fator: 3}", "model.rope_scaling.fator=3: no such key; nearest legal: model.rope_scaling.factor"),
-    ("+model.head_dmi=3", "model.head_dmi=3: no such key; nearest legal: model.head_dim"),
-    ("notes=${nothing}", "notes=${nothing}: Interpolation key 'nothing' not found"),
-])
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("+unknown=1", "unknown=1: no such key"),
+        ("+model.dimm=1", "model.dimm=1: no such key; nearest legal: model.dim"),
+        ("~steps", "steps=null: is needed"),
+        ("~model", "MissingMandatoryValue"),
+        ("~model.dim", "model.dim=null: is needed"),
+        ("model.rope_scaling={factor: x}", "model.rope_scaling.factor=x: Value 'x' of type 'str' could not be converted to Float"),
+        ("model.rope_scaling={fator: 3}", "model.rope_scaling.fator=3: no such key; nearest legal: model.rope_scaling.factor"),
+        ("+model.head_dmi=3", "model.head_dmi=3: no such key; nearest legal: model.head_dim"),
+        ("notes=${nothing}", "notes=${nothing}: Interpolation key 'nothing' not found"),
+    ],
+)
 def test_what_hydra_lets_pass_is_refused_after_composing(override, text):
     job, faults = read(composed(override))
     assert job is None
@@ -148,19 +171,40 @@ def test_config_json_holds_the_whole_job():
 
 def test_identity_is_the_experiments_not_the_places():
     job = compose_job()
-    same = compose_job("paths.runs=/elsewhere", "metrics=wandb", "checkpoint.interval=7", "notes=again", "cluster=inline",
-                       "launch.force=true", "validation.interval=7", "validation.steps=3")
+    same = compose_job(
+        "paths.runs=/elsewhere",
+        "metrics=wandb",
+        "checkpoint.interval=7",
+        "notes=again",
+        "cluster=inline",
+        "launch.force=true",
+        "validation.interval=7",
+        "validation.steps=3",
+    )
     assert identity(same) == identity(job) == identity(compose_job("validation=off"))
     for override in ("seed=1", "optimizer.lr=1e-3", "data.local_batch=16", "model.n_layers=5", "precision=bf16", "checkpoint=off"):
         assert identity(compose_job(override)) != identity(job), override
 
 
-KNOWN = {  # hashes that version 0.1 gave: folders of runs that are there already; trained in bf16; validations counted until they did not
-    "": "0ec4dd2f", "debug=tiny": "5f6e2910", "parallelism=tp": "9bae1dc9", "parallelism=pp data.local_batch=8": "0a572bd9",
-    "precision=float8_emulate": "0b94835b", "optimizer=muon": "93541598", "optimizer=sgd": "8353da15", "lr_scheduler=cosine": "3643ad54",
-    "ac=layer ac.every=3": "6a522196", "loss=linear_cross_entropy": "515d65f1", "data=synthetic": "b383dac3",
-    "checkpoint=async": "60afdf64", "validation=on": "0ec4dd2f", "fault_tolerance=diloco": "c3201cf7",
-    "seed=7 steps=10 optimizer.lr=1e-3": "7dd824b2", "parallelism=fsdp_cp gpus=4 cluster=slurm": "38ad133a",
+# hashes that version 0.1 gave: folders of runs that are there already; trained in bf16; validations counted until they
+# did not
+KNOWN = {
+    "": "0ec4dd2f",
+    "debug=tiny": "5f6e2910",
+    "parallelism=tp": "9bae1dc9",
+    "parallelism=pp data.local_batch=8": "0a572bd9",
+    "precision=float8_emulate": "0b94835b",
+    "optimizer=muon": "93541598",
+    "optimizer=sgd": "8353da15",
+    "lr_scheduler=cosine": "3643ad54",
+    "ac=layer ac.every=3": "6a522196",
+    "loss=linear_cross_entropy": "515d65f1",
+    "data=synthetic": "b383dac3",
+    "checkpoint=async": "60afdf64",
+    "validation=on": "0ec4dd2f",
+    "fault_tolerance=diloco": "c3201cf7",
+    "seed=7 steps=10 optimizer.lr=1e-3": "7dd824b2",
+    "parallelism=fsdp_cp gpus=4 cluster=slurm": "38ad133a",
     "comm=fake gpus=8 comm.rank=3": "d2d3f6d6",
     "model=llama3_8b cluster=slurm gpus=8 parallelism=hsdp data=synthetic": "c8d82372",
     "experiment=llama3_8b_c4 cluster=slurm gpus=8 data=synthetic tokenizer=embedded": "d5fcc412",
@@ -170,7 +214,8 @@ KNOWN = {  # hashes that version 0.1 gave: folders of runs that are there alread
 @pytest.mark.parametrize("line", KNOWN)
 def test_a_line_has_the_hash_that_it_always_had(line):
     sets_steps = line.startswith(("debug=", "experiment="))
-    then = ["precision=bf16", "validation=off", *["steps=200"] * (not sets_steps)]  # the debug model and the embedded text set others now
+    # the debug model and the embedded text set others now
+    then = ["precision=bf16", "validation=off", *["steps=200"] * (not sets_steps)]
     assert identity(compose_job(*then, *line.split())) == KNOWN[line]
 
 
@@ -185,7 +230,9 @@ def test_what_the_debug_model_and_the_embedded_text_choose_is_theirs_alone():
 
 @pytest.mark.parametrize("data", ["embedded", "embedded_chat"])
 def test_the_validations_of_the_texts_of_the_package_are_short(data):
-    """Ten of them, of a forward each, take at most a tenth of the time of the README's run, whose hash they leave alone."""
+    """Ten of them, of a forward each, take at most a tenth of the time of the README's run, whose hash they leave
+    alone.
+    """
     job = compose_job(f"data={data}")
     batches = 10 * job.validation.steps
     assert batches / 3 <= job.steps / 10  # a step is a forward and a backward of twice its work

@@ -1,4 +1,7 @@
-"""Sweep files: their cells, who wins over whom, what is said of a wrong one, and that every file of sweeps/ would run as it is."""
+"""Sweep files: their cells, who wins over whom, what is said of a wrong one, and that every file of sweeps/ would run
+as it is.
+"""
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -66,9 +69,13 @@ def test_a_file_becomes_its_cells_which_know_their_names(example):
     assert not faults
     jobs = [frozen(config) for config, _ in cells]
     assert [(job.sweep.name, job.sweep.cell, job.sweep.baseline, job.sweep.cells) for job in jobs] == [
-        ("example", "fsdp", "fsdp", {}), ("example", "tp, alone", "fsdp", {})]
+        ("example", "fsdp", "fsdp", {}),
+        ("example", "tp, alone", "fsdp", {}),
+    ]
     assert [(job.model.name, job.parallelism.name, job.gpus, job.steps) for job in jobs] == [
-        ("llama3_8b", "fsdp", 2, 100), ("llama3_8b", "tp", 2, 50)]
+        ("llama3_8b", "fsdp", 2, 100),
+        ("llama3_8b", "tp", 2, 50),
+    ]
 
 
 def test_a_cell_wins_over_the_file_and_the_command_line_over_both(example):
@@ -85,14 +92,20 @@ def test_the_overrides_of_a_cell_make_that_cell_again(example):
     assert not faults and [other for other, _ in again] == [config]
 
 
-@pytest.mark.parametrize(("cells", "overrides", "said"), [
-    ("{a: [steps=5], b: [parallelisn=fsdp], c: [steps=x]}", [],
-     ["parallelisn: no such key or group; did you mean parallelism", "steps=x: must be a whole number"]),
-    ("{a: [parallelism=fspd]}", [], ["parallelism=fspd: no such option; did you mean fsdp"]),
-    ("{a: ['steps=1,2']}", [], ["steps=1,2: several values need -m"]),
-    (CELLS, ["sweep.cell=ftp"], ["sweep.cell=ftp: sweeps/example.yaml has no such cell; nearest legal: "]),
-    (CELLS, ["sweep.baseline=ftp"], ["sweep.baseline=ftp: sweeps/example.yaml has no such cell; nearest legal: "]),
-])
+@pytest.mark.parametrize(
+    ("cells", "overrides", "said"),
+    [
+        (
+            "{a: [steps=5], b: [parallelisn=fsdp], c: [steps=x]}",
+            [],
+            ["parallelisn: no such key or group; did you mean parallelism", "steps=x: must be a whole number"],
+        ),
+        ("{a: [parallelism=fspd]}", [], ["parallelism=fspd: no such option; did you mean fsdp"]),
+        ("{a: ['steps=1,2']}", [], ["steps=1,2: several values need -m"]),
+        (CELLS, ["sweep.cell=ftp"], ["sweep.cell=ftp: sweeps/example.yaml has no such cell; nearest legal: "]),
+        (CELLS, ["sweep.baseline=ftp"], ["sweep.baseline=ftp: sweeps/example.yaml has no such cell; nearest legal: "]),
+    ],
+)
 def test_what_is_wrong_with_cells_is_a_line_each(example, cells, overrides, said):
     _, faults = example(*overrides, cells=cells, baseline="null" if cells != CELLS else "fsdp")
     assert len(faults) == len(said)
@@ -107,13 +120,20 @@ def test_m_multiplies_a_file_and_no_two_cells_have_the_same_name(example):
 
 
 def test_cells_of_m_are_named_by_what_differs():
-    typed = [["parallelism=ddp", "data.local_batch=4", "gpus=2"], ["parallelism=fsdp", "data.local_batch=4", "gpus=2"],
-             ["parallelism=ddp", "data.local_batch=8", "gpus=2"], ["parallelism=ddp", "data.local_batch=4", "gpus=2"]]
+    typed = [
+        ["parallelism=ddp", "data.local_batch=4", "gpus=2"],
+        ["parallelism=fsdp", "data.local_batch=4", "gpus=2"],
+        ["parallelism=ddp", "data.local_batch=8", "gpus=2"],
+        ["parallelism=ddp", "data.local_batch=4", "gpus=2"],
+    ]
     cells = named([cell for overrides in typed for cell in expanded(*overrides)[0]])
     assert {config.sweep.name for config, _ in cells} == {"parallelism-local_batch"}
     assert [config.sweep.cell for config, _ in cells] == [
-        "parallelism=ddp data.local_batch=4", "parallelism=fsdp data.local_batch=4", "parallelism=ddp data.local_batch=8",
-        "parallelism=ddp data.local_batch=4 (2)"]
+        "parallelism=ddp data.local_batch=4",
+        "parallelism=fsdp data.local_batch=4",
+        "parallelism=ddp data.local_batch=8",
+        "parallelism=ddp data.local_batch=4 (2)",
+    ]
     alone = named(expanded("seed=4")[0])[0][0].sweep
     assert (alone.name, alone.cell) == (None, None)
 
@@ -138,21 +158,30 @@ def test_a_sweep_file_says_when_to_choose_it_and_all_its_cells_pass_the_checks(f
 
 
 GROWING = [(8, 1, 32768), (4, 2, 65536), (2, 4, 131072), (1, 8, 262144)]  # dp_shard, cp, seq_len of tables 5 and 6
-PAPER = {  # (dp_shard, tp, pp, cp, local batch, global batch, seq_len, ac, compile, asynchronous TP, number format) of each row
-    "paper_table1": [(8, 1, 1, 1, 2, 16, 8192, "op", how, False, what) for how, what in (("off", "bf16"), ("block", "bf16"),
-                                                                                        ("block", "float8_tensorwise"))],
-    "paper_table2": [(128, 1, 1, 1, 2, 256, 8192, "op", how, False, what) for how, what in (("off", "bf16"), ("block", "bf16"),
-                                                                                           ("block", "float8_tensorwise"))],
+# (dp_shard, tp, pp, cp, local batch, global batch, seq_len, ac, compile, asynchronous TP, number format) of each row
+PAPER = {
+    "paper_table1": [
+        (8, 1, 1, 1, 2, 16, 8192, "op", how, False, what)
+        for how, what in (("off", "bf16"), ("block", "bf16"), ("block", "float8_tensorwise"))
+    ],
+    "paper_table2": [
+        (128, 1, 1, 1, 2, 256, 8192, "op", how, False, what)
+        for how, what in (("off", "bf16"), ("block", "bf16"), ("block", "float8_tensorwise"))
+    ],
     "paper_table3 ac=full data.local_batch=16": [
-        (32, 8, 1, 1, 16, 512, 8192, "full", "block", overlap, "float8_tensorwise") for overlap in (False, True)],
-    "paper_table4 compile=block parallelism.async_tp=true": [
-        (4, 8, 16, 1, 32, 128, 8192, "full", "block", True, "float8_tensorwise")] * 2,
+        (32, 8, 1, 1, 16, 512, 8192, "full", "block", overlap, "float8_tensorwise") for overlap in (False, True)
+    ],
+    "paper_table4 compile=block parallelism.async_tp=true": [(4, 8, 16, 1, 32, 128, 8192, "full", "block", True, "float8_tensorwise")] * 2,
     "paper_table5": [(shard, 1, 1, cp, 1, shard, length, "full", "block", False, "float8_tensorwise") for shard, cp, length in GROWING],
     "paper_table6 compile=block parallelism.async_tp=true": [
-        (shard, 8, 8, cp, 8, 8 * shard, length, "full", "block", True, "float8_tensorwise") for shard, cp, length in GROWING],
+        (shard, 8, 8, cp, 8, 8 * shard, length, "full", "block", True, "float8_tensorwise") for shard, cp, length in GROWING
+    ],
     "loss_convergence": [
-        (8, 1, 1, 1, 4, 32, 8192, "op", "off", False, "bf16"), (8, 2, 2, 1, 4, 32, 8192, "op", "block", True, "float8_tensorwise"),
-        (8, 2, 2, 2, 4, 32, 8192, "op", "block", True, "float8_tensorwise"), (8, 1, 1, 8, 4, 32, 8192, "op", "off", False, "bf16")],
+        (8, 1, 1, 1, 4, 32, 8192, "op", "off", False, "bf16"),
+        (8, 2, 2, 1, 4, 32, 8192, "op", "block", True, "float8_tensorwise"),
+        (8, 2, 2, 2, 4, 32, 8192, "op", "block", True, "float8_tensorwise"),
+        (8, 1, 1, 8, 4, 32, 8192, "op", "off", False, "bf16"),
+    ],
 }
 
 
@@ -162,8 +191,22 @@ def test_the_papers_rows_are_as_it_has_them_on_the_torch_that_can_run_them(line,
     cells, faults = expanded(*f"+sweeps={line} cluster=slurm".split())
     jobs = [frozen(config) for config, _ in cells]
     assert not faults and [check(job) for job in jobs] == [[]] * len(jobs)
-    assert [(job.parallelism.dp_shard, job.parallelism.tp, job.parallelism.pp, job.parallelism.cp, job.data.local_batch,
-             job.data.global_batch, job.data.seq_len, job.ac.name, job.compile.name, job.parallelism.async_tp, job.precision.name)
-            for job in jobs] == PAPER[line]
+    assert [
+        (
+            job.parallelism.dp_shard,
+            job.parallelism.tp,
+            job.parallelism.pp,
+            job.parallelism.cp,
+            job.data.local_batch,
+            job.data.global_batch,
+            job.data.seq_len,
+            job.ac.name,
+            job.compile.name,
+            job.parallelism.async_tp,
+            job.precision.name,
+        )
+        for job in jobs
+    ] == PAPER[line]
     assert line.startswith("loss") or all(job.pp_schedule.microbatches in (None, job.parallelism.pp) for job in jobs)
-    assert all(job.pp_schedule.microbatches == job.parallelism.pp for job in jobs if job.parallelism.pp > 2)  # as TorchTitan's default was
+    # as TorchTitan's default was
+    assert all(job.pp_schedule.microbatches == job.parallelism.pp for job in jobs if job.parallelism.pp > 2)

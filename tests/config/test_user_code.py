@@ -1,4 +1,5 @@
 """Which files belong to a user's module, read without executing any of them."""
+
 import sys
 from pathlib import Path
 
@@ -15,9 +16,15 @@ from titan_hydra.config.user_code import digest, load_user_modules, sources
 FILES = {
     "mine.py": "import os, json, torch, titan_hydra\nimport helper\nfrom parts import inner\nRECORD = 'lazy:build'\nraise SystemExit",
     "helper.py": "def late():\n    import late_helper\n",
-    "late_helper.py": "", "lazy.py": "", "alone.py": "", "json.py": "# shadowed by Python's own",
-    "parts/__init__.py": "", "parts/inner.py": "from . import sibling\nfrom ..nowhere import x\nfrom .deep.leaf import thing\n",
-    "parts/sibling.py": "", "parts/stranger.py": "", "parts/deep/leaf.py": "",
+    "late_helper.py": "",
+    "lazy.py": "",
+    "alone.py": "",
+    "json.py": "# shadowed by Python's own",
+    "parts/__init__.py": "",
+    "parts/inner.py": "from . import sibling\nfrom ..nowhere import x\nfrom .deep.leaf import thing\n",
+    "parts/sibling.py": "",
+    "parts/stranger.py": "",
+    "parts/deep/leaf.py": "",
 }
 
 
@@ -34,8 +41,16 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_sources_are_what_is_imported_from_the_same_folder(folder):
-    assert list(sources(["mine"])) == ["helper.py", "late_helper.py", "lazy.py", "mine.py", "parts/__init__.py", "parts/deep/leaf.py",
-                                       "parts/inner.py", "parts/sibling.py"]
+    assert list(sources(["mine"])) == [
+        "helper.py",
+        "late_helper.py",
+        "lazy.py",
+        "mine.py",
+        "parts/__init__.py",
+        "parts/deep/leaf.py",
+        "parts/inner.py",
+        "parts/sibling.py",
+    ]
     assert list(sources(["parts.sibling"])) == ["parts/__init__.py", "parts/sibling.py"]
     assert "mine" not in sys.modules, "it was executed"
 
@@ -70,15 +85,20 @@ def test_an_edited_module_is_another_experiment(folder):
     assert "where train.imports names modules" in str(check(before)[0])
 
 
-@pytest.mark.parametrize(("module", "text", "words"), [
-    ("nowhere", None, "there is no module nowhere"), ("parts.nothing", None, "there is no module parts.nothing"),
-    ("a/b.py", None, "a/b.py is not the name of a module"), ("..up", None, "is not the name of a module"),
-    ("broken", "def f(:", "broken cannot be imported: SyntaxError: "),
-    ("broken", "\n1 / 0", "broken cannot be imported: ZeroDivisionError: division by zero ({}/broken.py:2)"),
-    ("broken", "import sys\nsys.exit(3)", "broken cannot be imported: SystemExit: 3 ({}/broken.py:2)"),
-    ("broken", "\nimport safetensors.numpy\nsafetensors.numpy.save_file(3, '/nowhere')", "({}/broken.py:3)"),
-    ("broken", "import nowhere_else", "broken cannot be imported: ModuleNotFoundError: No module named 'nowhere_else'"),
-])
+@pytest.mark.parametrize(
+    ("module", "text", "words"),
+    [
+        ("nowhere", None, "there is no module nowhere"),
+        ("parts.nothing", None, "there is no module parts.nothing"),
+        ("a/b.py", None, "a/b.py is not the name of a module"),
+        ("..up", None, "is not the name of a module"),
+        ("broken", "def f(:", "broken cannot be imported: SyntaxError: "),
+        ("broken", "\n1 / 0", "broken cannot be imported: ZeroDivisionError: division by zero ({}/broken.py:2)"),
+        ("broken", "import sys\nsys.exit(3)", "broken cannot be imported: SystemExit: 3 ({}/broken.py:2)"),
+        ("broken", "\nimport safetensors.numpy\nsafetensors.numpy.save_file(3, '/nowhere')", "({}/broken.py:3)"),
+        ("broken", "import nowhere_else", "broken cannot be imported: ModuleNotFoundError: No module named 'nowhere_else'"),
+    ],
+)
 def test_a_module_that_cannot_be_imported_is_one_line(folder, module, text, words):
     if text is not None:
         (folder / "broken.py").write_text(text)
@@ -101,15 +121,25 @@ def test_a_job_is_composed_with_options_of_ones_own(folder):
 
 
 def test_an_option_that_hydra_would_not_use_is_refused(tmp_path):
-    """Hydra takes the package's file where both have one of a name: a user's `+sweeps=scaling` composed the package's cells of 64 GPUs."""
+    """Hydra takes the package's file where both have one of a name: a user's `+sweeps=scaling` composed the package's
+    cells of 64 GPUs.
+    """
     override = "defaults:\n  - override /validation: "
-    for name, text in {"sweeps/scaling": "sweep: {}\n", "model/llama3_1b": "dim: 64\n", "experiment/mine": f"{override}on\n",
-                       "experiment/broken": "defaults: [\n", "sweeps/mine": f'{override}"on"\n'}.items():
+    for name, text in {
+        "sweeps/scaling": "sweep: {}\n",
+        "model/llama3_1b": "dim: 64\n",
+        "experiment/mine": f"{override}on\n",
+        "experiment/broken": "defaults: [\n",
+        "sweeps/mine": f'{override}"on"\n',
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    hidden = [f"{tmp_path / name}.yaml: is never read, as the package has an option of this name, {CONF / name}.yaml; rename it"
-              for name in ("model/llama3_1b", "sweeps/scaling")]
-    boolean = (f'{tmp_path}/experiment/mine.yaml: override /validation: YAML reads on and off as true and false; '
-               'write "on" or "off" in quotes')
+    hidden = [
+        f"{tmp_path / name}.yaml: is never read, as the package has an option of this name, {CONF / name}.yaml; rename it"
+        for name in ("model/llama3_1b", "sweeps/scaling")
+    ]
+    boolean = (
+        f'{tmp_path}/experiment/mine.yaml: override /validation: YAML reads on and off as true and false; write "on" or "off" in quotes'
+    )
     assert mistakes(["seed=1"], [CONF, tmp_path]) == [*hidden, boolean]
     assert mistakes(["seed=1"]) == []

@@ -1,4 +1,7 @@
-"""What rounding moves is judged by a band that is measured where it runs, and what is more than rounding lies outside it."""
+"""What rounding moves is judged by a band that is measured where it runs, and what is more than rounding lies outside
+it.
+"""
+
 import pytest
 import torch
 
@@ -15,7 +18,8 @@ def found(**weights):
 def test_each_parameter_has_a_band_of_its_own():
     spread = widen(found(a=1e-2, b=1e-5), found(a=3e-3, b=2e-5))
     assert beyond(found(a=3e-2, b=1e-5), spread, {}) == pytest.approx(3e-2 / (MULTIPLE["weights"] * 1e-2))
-    assert beyond(found(a=1e-5, b=3e-2), spread, {}) == pytest.approx(3e-2 / TIGHT["weights"])  # its own draws hardly moved it
+    # its own draws hardly moved it
+    assert beyond(found(a=1e-5, b=3e-2), spread, {}) == pytest.approx(3e-2 / TIGHT["weights"])
     assert beyond(found(a=float("inf"), b=0.0), spread, {}) == float("inf")
 
 

@@ -1,4 +1,5 @@
 """Every layout of the acceptance matrix learns what one process learns; `titan verify` runs the same table."""
+
 import pytest
 
 from titan_hydra.verify.matrix import MATRIX
@@ -7,7 +8,9 @@ from titan_hydra.verify.verify import verify
 
 @pytest.fixture(scope="session")
 def outcomes(request):
-    """All chosen cases at once: one set of processes for each number of ranks. `titan verify` takes more steps of each."""
+    """All chosen cases at once: one set of processes for each number of ranks. `titan verify` takes more steps of
+    each.
+    """
     chosen = [item.callspec.params["case"] for item in request.session.items if "outcomes" in item.fixturenames]
     return {outcome.case.name: outcome for outcome in verify(chosen, steps=3)}
 

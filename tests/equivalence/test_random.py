@@ -1,4 +1,5 @@
 """Random legal jobs learn what arithmetic of its own, in float64, learns from the same weights and batches."""
+
 import dataclasses
 import random
 import runpy
@@ -28,7 +29,7 @@ def test_sixty_random_jobs_of_a_new_seed():
 
 
 def test_a_case_that_raises_has_failed_and_those_after_it_go_on(capfd):
-    case, = draw_jobs(1, seed=0, ranks=(1,))
+    (case,) = draw_jobs(1, seed=0, ranks=(1,))
     raises = dataclasses.replace(case, name="raises", overrides=(*case.overrides, "ac=op", "ac.save_ops=[aten.nope]"))
     outcomes = verify([raises, case], steps=2)
     assert [outcome.passed for outcome in outcomes] == [False, True]
@@ -46,7 +47,7 @@ def test_a_case_that_crashes_a_rank_is_run_once_more(monkeypatch, times, passed)
         spawn(ranks, function, folder, jobs)
 
     monkeypatch.setattr(program, "_spawn", crash)
-    case, = draw_jobs(1, seed=0, ranks=(1,))
+    (case,) = draw_jobs(1, seed=0, ranks=(1,))
     outcomes = verify([dataclasses.replace(case, name="crashes"), case], steps=2)
     assert [outcome.passed for outcome in outcomes] == [passed, True] and left == [0]
 

@@ -1,4 +1,7 @@
-"""Models with experts learn what arithmetic of its own, in float64, learns: their losses, gradients, loads of experts and biases."""
+"""Models with experts learn what arithmetic of its own, in float64, learns: their losses, gradients, loads of experts
+and biases.
+"""
+
 import pytest
 
 from titan_hydra.verify.matrix import LATENT, MOE, case
@@ -8,8 +11,13 @@ EXACT = {"reference": "float64", "loss": 2e-6, "norm": 1e-5, "gradients": 1e-5, 
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
 MODELS = {
     "qwen3_moe": MOE,
-    "qwen3_moe, plain scores, a dense block, the loss of balance": (*MOE, "model.normalize_scores=false", "model.n_dense_layers=1",
-                                                                    "model.score_scale=1.5", "model.sequence_balance=0.05"),
+    "qwen3_moe, plain scores, a dense block, the loss of balance": (
+        *MOE,
+        "model.normalize_scores=false",
+        "model.n_dense_layers=1",
+        "model.score_scale=1.5",
+        "model.sequence_balance=0.05",
+    ),
     "qwen3_moe, sigmoid": (*MOE, "model.router=sigmoid", "model.n_shared_experts=1"),
     "deepseek_v3": LATENT,
     "deepseek_v3, yarn, no latent of queries": (*LATENT, *YARN, "model.q_rank=0", "model.norm_eps=1e-4"),
@@ -18,5 +26,5 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_learn_what_float64_learns(name):
-    outcome, = verify([case(name, 1, "parallelism=single", "data.local_batch=4", base=MODELS[name], uneven_mask="loss" in name, **EXACT)])
+    (outcome,) = verify([case(name, 1, "parallelism=single", "data.local_batch=4", base=MODELS[name], uneven_mask="loss" in name, **EXACT)])
     assert outcome.passed, outcome

@@ -1,4 +1,7 @@
-"""FLUX whose modulations and output do not begin at 0: the first step gives every parameter a gradient. For `train.imports`."""
+"""FLUX whose modulations and output do not begin at 0: the first step gives every parameter a gradient. For
+`train.imports`.
+"""
+
 from dataclasses import dataclass, replace
 
 from titan_hydra.models import family_of, register

@@ -1,9 +1,11 @@
 """What is tested on one GPU, one line a case: its name, the check that runs it, on how many ranks. Imports no torch.
 
-Checks stand in gpu_checks.py, gpu_kernels.py and gpu_commands.py, those of ranks that share a process group in gpu_together.py. A check is
-called with the case's options. Cases of several ranks are layouts of the acceptance matrix and of this file, and whole runs; all their
-ranks share the one GPU. `gpu` says why a case is left out on a CPU; every other case also runs there, over gloo.
+Checks stand in gpu_checks.py, gpu_kernels.py and gpu_commands.py, those of ranks that share a process group in
+gpu_together.py. A check is called with the case's options. Cases of several ranks are layouts of the acceptance matrix
+and of this file, and whole runs; all their ranks share the one GPU. `gpu` says why a case is left out on a CPU; every
+other case also runs there, over gloo.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,9 +18,11 @@ from titan_hydra.verify.matrix import Case as Layout
 
 @dataclass(frozen=True)
 class Case:
-    """A check, its options, and the number of ranks. `world`: the ranks have joined one process group, which the cases share.
+    """A check, its options, and the number of ranks. `world`: the ranks have joined one process group, which the cases
+    share.
 
-    `apart`: in processes of its own, as a ring: torch keeps its options, and cuDNN's graphs of attention, for the whole process.
+    `apart`: in processes of its own, as a ring: torch keeps its options, and cuDNN's graphs of attention, for the whole
+    process.
     """
 
     name: str
@@ -32,8 +36,8 @@ class Case:
 
 
 def run(name: str, *overrides: str, check: str = "learns", ranks: int = 1, gpu: str = "", seconds: int = 90, **options) -> Case:
-    """Train the small model of gpu_checks.py with these overrides: in one process through the worker, as cluster=inline does; on several
-    ranks in a process group of the run's own.
+    """Train the small model of gpu_checks.py with these overrides: in one process through the worker, as cluster=inline
+    does; on several ranks in a process group of the run's own.
     """
     return Case(name, check, {"overrides": overrides, **options}, ranks, gpu=gpu, seconds=seconds)
 
@@ -52,8 +56,15 @@ LORA = ("adapter=lora", "adapter.rank=8")
 SIMPLE = ("parallelism.backend=simple_fsdp",)
 EXPERTS = ("model=qwen3_moe_debug", "model.head_dim=64", "model.expert_dim=128")
 DEEPSEEK = ("model=deepseek_v3_debug", "model.n_kv_heads=4")
-FLUX = ("model=flux_debug", "data=synthetic_images", "data.seq_len=24", "model.n_layers=4", "model.double_layers=2", "model.n_kv_heads=4",
-        "model.rope_first=0")
+FLUX = (
+    "model=flux_debug",
+    "data=synthetic_images",
+    "data.seq_len=24",
+    "model.n_layers=4",
+    "model.double_layers=2",
+    "model.n_kv_heads=4",
+    "model.rope_first=0",
+)
 FSDP = ("parallelism=fsdp", "data.local_batch=2")
 CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
 VALIDATED = ("name=validated", "validation=on", "validation.interval=2", "validation.steps=2")
@@ -109,11 +120,18 @@ ALONE_TOO = [
 ]
 # Whole runs on two ranks: the loop with its checkpoints, validation and profiler over NCCL, on deterministic kernels.
 RUNS = [
-    *(run(f"{name}, resumes bitwise", *overrides, f"checkpoint={kind}", check="resumes", ranks=2) for name, kind, *overrides in (
-        ("fsdp 2, split masters", "async_pinned", *FSDP, *SPLIT), ("fsdp 2, ep 2", "async_pinned", *FSDP, *EXPERTS, "parallelism.ep=2"),
-        ("fsdp 2, lora", "async", *FSDP, *LORA), ("fsdp 2, accumulation 2, muon", "sync", *FSDP, "data.local_batch=1", "optimizer=muon"),
-        ("tp 2", "async_pinned", "parallelism=tp"), ("pp 2, zbv", "sync", "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4"),
-        ("fsdp 2, documents, ac op", "async_pinned", *FSDP, *DOCUMENTS, "ac=op"))),
+    *(
+        run(f"{name}, resumes bitwise", *overrides, f"checkpoint={kind}", check="resumes", ranks=2)
+        for name, kind, *overrides in (
+            ("fsdp 2, split masters", "async_pinned", *FSDP, *SPLIT),
+            ("fsdp 2, ep 2", "async_pinned", *FSDP, *EXPERTS, "parallelism.ep=2"),
+            ("fsdp 2, lora", "async", *FSDP, *LORA),
+            ("fsdp 2, accumulation 2, muon", "sync", *FSDP, "data.local_batch=1", "optimizer=muon"),
+            ("tp 2", "async_pinned", "parallelism=tp"),
+            ("pp 2, zbv", "sync", "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4"),
+            ("fsdp 2, documents, ac op", "async_pinned", *FSDP, *DOCUMENTS, "ac=op"),
+        )
+    ),
     run("pp 2, validation", "parallelism=pp", *VALIDATED, ranks=2, like=VALIDATED, within=2e-3),
     run("profile, fsdp 2", *FSDP, "seed=1", "profiling=on", "profiling.first_step=3", "profiling.steps=2", check="profiles", ranks=2),
 ]
@@ -130,11 +148,21 @@ PLACE = ("cluster.gpus_per_node=16",)
 WIDE = (*PLACE, "model.dim=256", "model.n_heads=4", "model.n_kv_heads=2", "data.seq_len=256", "data.global_batch=8")
 FP32 = {"loss": 2e-5, "norm": 2e-5, "gradients": 5e-5, "weights": 1e-2}
 BF16 = {"loss": 1e-3, "norm": 2e-3, "gradients": 3e-2, "weights": 0.3}
-COARSE = {"loss": 5e-3, "norm": 5e-2, "gradients": 0.4, "weights": 1.0}  # Float8's own rounding, which every layout does in its way
+# Float8's own rounding, which every layout does in its way
+COARSE = {"loss": 5e-3, "norm": 5e-2, "gradients": 0.4, "weights": 1.0}
 
 
-def layout(name: str, ranks: int, *overrides: str, precision: str = "bf16", base: tuple[str, ...] = (), gpu: str = "", seconds: int = 90,
-           apart: bool = False, **tolerance) -> Case:
+def layout(
+    name: str,
+    ranks: int,
+    *overrides: str,
+    precision: str = "bf16",
+    base: tuple[str, ...] = (),
+    gpu: str = "",
+    seconds: int = 90,
+    apart: bool = False,
+    **tolerance,
+) -> Case:
     """A layout against one process in the same number format, with `base` for both."""
     base = (*WIDE, f"precision={precision}", *base)
     return agrees(Layout(f"{precision}, {name}", ranks, (f"gpus={ranks}", *overrides), base, **BF16 | tolerance), gpu, seconds, apart)
@@ -152,20 +180,46 @@ def on_gpu(case: Layout) -> Layout:
 
 
 SHORT = [  # of the acceptance matrix, in fp32 without TF32
-    "fsdp 2", "qwen3_moe, single, accumulation 4", "qwen3_moe, fsdp 2, ep 2", "ddp 2", "simple_fsdp 2",
-    "tp 2, sequence parallel on, loss parallel on", "cp 2, ulysses, sequence 32", "deepseek_v3, tp 2, ep 2",
+    "fsdp 2",
+    "qwen3_moe, single, accumulation 4",
+    "qwen3_moe, fsdp 2, ep 2",
+    "ddp 2",
+    "simple_fsdp 2",
+    "tp 2, sequence parallel on, loss parallel on",
+    "cp 2, ulysses, sequence 32",
+    "deepseek_v3, tp 2, ep 2",
     *(f"pp 2, {schedule}, accumulation 1" for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v")),
-    "linear_cross_entropy, fsdp 2, vocabulary 2047", "hsdp 4", "qwen3_moe, fsdp 4, tp 2, ep 2", "fsdp 4, uneven mask, accumulation 4",
-    "fsdp 4, tp 2", "hsdp 4, muon", "fsdp 4, cp 2, ulysses", "fsdp 2, pp 2, zbv", "pp 2, tp 2, zbv, loss parallel on",
+    "linear_cross_entropy, fsdp 2, vocabulary 2047",
+    "hsdp 4",
+    "qwen3_moe, fsdp 4, tp 2, ep 2",
+    "fsdp 4, uneven mask, accumulation 4",
+    "fsdp 4, tp 2",
+    "hsdp 4, muon",
+    "fsdp 4, cp 2, ulysses",
+    "fsdp 2, pp 2, zbv",
+    "pp 2, tp 2, zbv, loss parallel on",
 ]
 BY_NAME = {case.name: case for case in MATRIX}
-SHARDED, TP, CP = (("parallelism=fsdp", "data.local_batch=4"), ("parallelism=tp", "data.local_batch=8"),
-                   ("parallelism=cp", "data.local_batch=8"))
+SHARDED, TP, CP = (
+    ("parallelism=fsdp", "data.local_batch=4"),
+    ("parallelism=tp", "data.local_batch=8"),
+    ("parallelism=cp", "data.local_batch=8"),
+)
 ULYSSES = (*CP, "parallelism.cp_rotate=ulysses")
 TORCH = "needs GPUs that read each other's memory"
-MOE = {"base": EXPERTS, "gradients": 0.2, "weights": 0.5, "routing": False}  # rounding sends some tokens to other experts
-LATENT = MOE | {"base": (*DEEPSEEK, "model.plain_dim=128", "model.rope_dim=64", "model.value_dim=128",
-                         "model.n_experts=8", "model.experts_per_token=2", "model.expert_dim=128")}
+# rounding sends some tokens to other experts
+MOE = {"base": EXPERTS, "gradients": 0.2, "weights": 0.5, "routing": False}
+LATENT = MOE | {
+    "base": (
+        *DEEPSEEK,
+        "model.plain_dim=128",
+        "model.rope_dim=64",
+        "model.value_dim=128",
+        "model.n_experts=8",
+        "model.experts_per_token=2",
+        "model.expert_dim=128",
+    )
+}
 PACKED = {"base": ("data=embedded", "model.vocab_size=4096", *DOCUMENTS)}
 AWAKE = {"base": (*FLUX, "train.imports=[gpu_awake]", "model.family=awake_flux", "data.seq_len=264"), "gradients": 0.1}
 
@@ -178,8 +232,14 @@ def ring(name: str, ranks: int, rotate: str, *overrides: str, gpu: str = "") -> 
 
 TOGETHER = [
     # Both kinds of FLUX's blocks give cuDNN the same q, k and v, and gradients of other strides.
-    layout("flux, attention auto against efficient", 1, "parallelism=single", "data.local_batch=8", "model.attention=auto",
-           **AWAKE | {"base": (*AWAKE["base"], "model.attention=efficient")}),
+    layout(
+        "flux, attention auto against efficient",
+        1,
+        "parallelism=single",
+        "data.local_batch=8",
+        "model.attention=auto",
+        **AWAKE | {"base": (*AWAKE["base"], "model.attention=efficient")},
+    ),
     layout("fsdp 2", 2, *SHARDED),
     Case("collectives are recorded", "records", ranks=2, world=True),
     layout("qwen3_moe, fsdp 2, ep 2", 2, *SHARDED, "parallelism.ep=2", **MOE),
@@ -213,8 +273,10 @@ COMPILED = [
     run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
     run("compile, chunked loss, documents", *BLOCK, *CHUNKED, *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3, seconds=180),
     run("compile, qwen3_moe", *EXPERTS, *BLOCK, like=EXPERTS, within=0.02, seconds=180),
-    *(run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
-      for mode in ("full", "op", "lean", "memory_budget")),
+    *(
+        run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
+        for mode in ("full", "op", "lean", "memory_budget")
+    ),
     run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
     run("compile, float8 fused", *BLOCK, *FUSED, like=ROWWISE, within=5e-3, seconds=240),
     run("compile, float8 fused, ac lean", *BLOCK, *FUSED, "ac=lean", like=ROWWISE, within=5e-3, seconds=240),
@@ -224,13 +286,16 @@ COMPILED = [
     layout("async tp 2", 2, *TP, *BLOCK, "parallelism.async_tp=true", gpu=TORCH, seconds=180),
     layout("tp 2, compile", 2, *TP, *BLOCK, precision="float8_tensorwise", gpu=FLOAT8, seconds=240, **COARSE),
     ring(", compile", 2, "allgather", *BLOCK),
-    layout("fsdp 4, async tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", *BLOCK, "parallelism.async_tp=true", gpu=TORCH,
-           seconds=180),
+    layout(
+        "fsdp 4, async tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", *BLOCK, "parallelism.async_tp=true", gpu=TORCH, seconds=180
+    ),
 ]
 
 
 def in_sets(cases: list[Case]) -> list[Case]:
-    """Put cases that share processes beside each other, sets in the order of their first cases; those apart stay behind their ranks'."""
+    """Put cases that share processes beside each other, sets in the order of their first cases; those apart stay behind
+    their ranks'.
+    """
     places: dict[tuple, int] = {}
     for case in cases:
         places.setdefault((case.ranks, case.world, case.apart), len(places))
@@ -242,6 +307,8 @@ CASES = [*ALONE, *in_sets(TOGETHER), *RUNS, *ALONE_TOO, *WORKERS, *in_sets(COMPI
 # What the kit itself is tested with: three of the five end as cases should not.
 FAULTS = [
     Case("well before", "nothing", world=True),
-    Case("hangs", "hangs", world=True, seconds=1), Case("raises", "raises", world=True), Case("well after", "nothing", world=True),
+    Case("hangs", "hangs", world=True, seconds=1),
+    Case("raises", "raises", world=True),
+    Case("well after", "nothing", world=True),
     Case("a rank is killed", "dies", ranks=2, world=True),
 ]

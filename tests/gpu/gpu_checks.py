@@ -1,9 +1,11 @@
-"""The checks of gpu_cases.py of one process. Each returns the facts that its row shows, and raises where something is wrong.
+"""The checks of gpu_cases.py of one process. Each returns the facts that its row shows, and raises where something is
+wrong.
 
-`Here` says where a check runs. Most train through the worker, as cluster=inline does, so that exit statuses, records and files are those of
-a run; on several ranks they call the training loop. Those of kernels (gpu_kernels.py) call them; those of several ranks that share a
-process group (gpu_together.py) step a trainer as `titan verify` does.
+`Here` says where a check runs. Most train through the worker, as cluster=inline does, so that exit statuses, records
+and files are those of a run; on several ranks they call the training loop. Those of kernels (gpu_kernels.py) call them;
+those of several ranks that share a process group (gpu_together.py) step a trainer as `titan verify` does.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -31,8 +33,17 @@ from titan_hydra.train.loop import train
 from titan_hydra.verify.matrix import later_wins
 
 # The debug model's own precision is fp32, which no fused attention on CUDA takes.
-SMALL = ("precision=bf16", "parallelism=single", "model.n_heads=4", "model.n_kv_heads=2", "steps=12", "lr_scheduler.warmup_steps=2",
-         "optimizer.lr=1e-3", "metrics.log_every=1", "checkpoint=off")
+SMALL = (
+    "precision=bf16",
+    "parallelism=single",
+    "model.n_heads=4",
+    "model.n_kv_heads=2",
+    "steps=12",
+    "lr_scheduler.warmup_steps=2",
+    "optimizer.lr=1e-3",
+    "metrics.log_every=1",
+    "checkpoint=off",
+)
 TINY = ("model.dim=64", "model.n_layers=2", "data.seq_len=64", "steps=6")  # in a dry run, over what SMALL says
 # Several ranks on one GPU are more than the machine's devices; the checks of a cell would refuse that.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
@@ -40,7 +51,9 @@ PLACE = ("cluster=local", "cluster.gpus_per_node=16")
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """Where a check runs. `shared` is a folder of all cases, `device` that of a rank that has joined a process group."""
+    """Where a check runs. `shared` is a folder of all cases, `device` that of a rank that has joined a process
+    group.
+    """
 
     shared: Path
     gpu: bool
@@ -65,8 +78,8 @@ class Here:
 
 
 def attempt(here: Here, job: Job, number: int = 1) -> tuple[Path, int]:
-    """Be the run's attempt, in this process, or one rank of it. Returns its directory and its exit status; on several ranks errors are
-    raised.
+    """Be the run's attempt, in this process, or one rank of it. Returns its directory and its exit status; on several
+    ranks errors are raised.
     """
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
     folder = layout.ATTEMPT.of(directory, number)
@@ -107,9 +120,16 @@ def said(directory: Path, number: int = 1) -> str:
     return f"{error.get('type')}: {error.get('message')}\n{error.get('traceback', '')[-2000:]}"
 
 
-def learns(here: Here, overrides: tuple[str, ...], like: tuple[str, ...] | None = None, within: float = 0.0,
-           saves: bool = False, falls: bool = True) -> dict[str, Any]:
-    """A run ends well, learns, and reports; its losses are those of another run of one process, and it may take less memory than that.
+def learns(
+    here: Here,
+    overrides: tuple[str, ...],
+    like: tuple[str, ...] | None = None,
+    within: float = 0.0,
+    saves: bool = False,
+    falls: bool = True,
+) -> dict[str, Any]:
+    """A run ends well, learns, and reports; its losses are those of another run of one process, and it may take less
+    memory than that.
 
     `falls`: its loss falls in so few steps.
     """
@@ -156,7 +176,9 @@ def refuses(here: Here, overrides: tuple[str, ...], words: str) -> dict[str, Any
 
 
 def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run that lost its last steps makes them again from its checkpoint, to the bit: losses, norms, and the last checkpoint's bytes."""
+    """A run that lost its last steps makes them again from its checkpoint, to the bit: losses, norms, and the last
+    checkpoint's bytes.
+    """
     job = here.job(*overrides, "debug=deterministic", "steps=6", "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
     directory, status = attempt(here, job)
     assert status == 0, said(directory)
@@ -179,7 +201,9 @@ def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def profiles(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A profiled run leaves a trace with kernels, NCCL's where there are ranks, a table, and on CUDA a memory snapshot."""
+    """A profiled run leaves a trace with kernels, NCCL's where there are ranks, a table, and on CUDA a memory
+    snapshot.
+    """
     directory, found = trained(here, *overrides)
     if here.rank:
         return {}
@@ -196,7 +220,9 @@ def profiles(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def out_of_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run that finds its memory too small ends with 76, and names what held it by the lines of the model that allocated it."""
+    """A run that finds its memory too small ends with 76, and names what held it by the lines of the model that
+    allocated it.
+    """
     capacity = torch.cuda.get_device_properties().total_memory
     torch.cuda.set_per_process_memory_fraction(2**30 / capacity)
     try:
@@ -231,8 +257,10 @@ def device(here: Here) -> dict[str, Any]:
     found = health.check_device(Run(here.shared, here.shared), here.job().comm)
     a, b = (torch.randn(1024, 1024, device=found) for _ in range(2))
     exact = a.double() @ b.double()
-    off = {name: ((matmul.double() - exact).norm() / exact.norm()).item()
-           for name, matmul in (("fp32", a @ b), ("bf16", a.bfloat16() @ b.bfloat16()))}
+    off = {
+        name: ((matmul.double() - exact).norm() / exact.norm()).item()
+        for name, matmul in (("fp32", a @ b), ("bf16", a.bfloat16() @ b.bfloat16()))
+    }
     assert off["fp32"] < 1e-5 and 1e-4 < off["bf16"] < 1e-2, off
     if here.gpu:
         assert memory.facts()["capacity_gib"] > 1

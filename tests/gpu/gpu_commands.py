@@ -1,4 +1,7 @@
-"""The checks of gpu_cases.py that start processes, and those of the commands that compute with a model. See gpu_checks.py."""
+"""The checks of gpu_cases.py that start processes, and those of the commands that compute with a model. See
+gpu_checks.py.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +29,8 @@ from titan_hydra.job.ranks import processes
 from titan_hydra.runs import checkpoints, rundir
 
 ROOT = Path(__file__).parents[2]
-STARTED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # no other process's place
+# no other process's place
+STARTED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def titan(*words: object) -> str:
@@ -51,14 +55,18 @@ def same(first: Path, second: Path) -> None:
 
 
 def exported(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run's weights in Hugging Face's format are a start on this device with the same bits, and the model continues a text."""
+    """A run's weights in Hugging Face's format are a start on this device with the same bits, and the model continues a
+    text.
+    """
     directory, _ = trained(here, *overrides, "checkpoint=sync")
     folder = here.shared / f"hf_{directory.name}"
     titan("convert", directory, "--to", "hf", folder, "--dtype", "float32")
     again, _ = trained(here, *overrides, "checkpoint=sync", "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={folder}")
     same(directory, again)
-    words = [titan("generate", directory, "--prompt", "The", "--max-tokens", 8, "--temperature", 0, "--dtype", dtype)
-             for dtype in ("float32", "bfloat16")]
+    words = [
+        titan("generate", directory, "--prompt", "The", "--max-tokens", 8, "--temperature", 0, "--dtype", dtype)
+        for dtype in ("float32", "bfloat16")
+    ]
     assert all(text.startswith("The") and len(text) > 4 for text in words), words
     return {"text": words[1].strip()}
 
@@ -77,7 +85,9 @@ def samples(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def prefers(here: Here) -> dict[str, Any]:
-    """Pairs that a model has scored are learned by it, beginning at log 2, as it is its own reference; sampled tokens are learned too."""
+    """Pairs that a model has scored are learned by it, beginning at log 2, as it is its own reference; sampled tokens
+    are learned too.
+    """
     start, _ = trained(here, "checkpoint=sync")
     lines = [json.loads(line)["messages"] for line in (ASSETS / "chat/train.jsonl").read_text().splitlines()[:100]]
     pairs, scored, rollouts = (here.shared / f"{name}.jsonl" for name in ("pairs", "scored", "rollouts"))
@@ -88,8 +98,17 @@ def prefers(here: Here) -> dict[str, Any]:
     first = found[0]["loss"]
     assert abs(first - 0.6931) < 0.02, f"the loss begins at {first}, and the policy is the reference"
     dice = random.Random(0)
-    write_lines(rollouts, [{"tokens": [dice.randrange(4096) for _ in range(12)], "old_logprobs": [-8.0 - dice.random() for _ in range(8)],
-                            "advantages": dice.uniform(-1, 1)} for _ in range(100)])
+    write_lines(
+        rollouts,
+        [
+            {
+                "tokens": [dice.randrange(4096) for _ in range(12)],
+                "old_logprobs": [-8.0 - dice.random() for _ in range(8)],
+                "advantages": dice.uniform(-1, 1),
+            }
+            for _ in range(100)
+        ],
+    )
     _, policy = trained(here, "data=rollouts", f"data.path={rollouts}", *common)
     assert all(0 < row["grad_norm"] < 1e4 for row in policy), policy
     return {"dpo": first, "policy": policy[0]["loss"]}
@@ -101,8 +120,15 @@ def write_lines(file: Path, values: list[dict]) -> None:
 
 def replicas(here: Here) -> dict[str, Any]:
     """Two replica groups of a process each meet every second step, and end with the same weights."""
-    job = here.job("gpus=1", "cluster=local", "cluster.gpus_per_node=16", "fault_tolerance=diloco", "fault_tolerance.sync_every=2",
-                   "steps=6", "checkpoint=async_pinned")
+    job = here.job(
+        "gpus=1",
+        "cluster=local",
+        "cluster.gpus_per_node=16",
+        "fault_tolerance=diloco",
+        "fault_tolerance.sync_every=2",
+        "steps=6",
+        "checkpoint=async_pinned",
+    )
     directory = workers(here, job, 1)
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     meetings = [event for event in events if event["event"] == "meeting"]
@@ -124,9 +150,20 @@ def launches(here: Here) -> dict[str, Any]:
 
 
 def two_workers(here: Here) -> dict[str, Any]:
-    """Two real workers on this device, by torchrun's variables: FSDP with async_pinned checkpoints, resumed bitwise, then as TP."""
-    here, common = dataclasses.replace(here, ranks=2), ("precision=fp32", "debug=deterministic", "steps=6",
-              "checkpoint=async_pinned", "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
+    """Two real workers on this device, by torchrun's variables: FSDP with async_pinned checkpoints, resumed bitwise,
+    then as TP.
+    """
+    here, common = (
+        dataclasses.replace(here, ranks=2),
+        (
+            "precision=fp32",
+            "debug=deterministic",
+            "steps=6",
+            "checkpoint=async_pinned",
+            "checkpoint.interval=2",
+            "checkpoint.keep_latest_k=0",
+        ),
+    )
     job = here.job(*common, "parallelism=fsdp", "data.local_batch=2")
     whole = workers(here, job, 1)
     before = rows(whole)
@@ -135,8 +172,13 @@ def two_workers(here: Here) -> dict[str, Any]:
     workers(here, job, 2)
     for old, new in zip(before, rows(whole), strict=True):
         assert (old["loss"], old["grad_norm"]) == (new["loss"], new["grad_norm"]), f"step {old['step']} is another one"
-    other = here.job(*common, "parallelism=tp", "data.local_batch=4", "checkpoint.exclude_from_loading=[]",
-                     f"checkpoint.initial_load_path={whole}/checkpoints/step-00000004")
+    other = here.job(
+        *common,
+        "parallelism=tp",
+        "data.local_batch=4",
+        "checkpoint.exclude_from_loading=[]",
+        f"checkpoint.initial_load_path={whole}/checkpoints/step-00000004",
+    )
     found = rows(workers(here, other, 1))
     off = max(abs(old["loss"] - new["loss"]) / old["loss"] for old, new in zip(before[4:], found, strict=True))
     assert off <= 1e-4, f"under tensor parallelism the losses are {off:.1e} away"
@@ -144,13 +186,16 @@ def two_workers(here: Here) -> dict[str, Any]:
 
 
 def times_out(here: Here) -> dict[str, Any]:
-    """Where one of two ranks sleeps in a step, both are ended for a time-out, by this project's watchdog or NCCL's own."""
+    """Where one of two ranks sleeps in a step, both are ended for a time-out, by this project's watchdog or NCCL's
+    own.
+    """
     folder = here.shared / "modules"
     folder.mkdir()
     (folder / "sleeper.py").write_text(SLEEPER)
     sys.path.append(str(folder))
-    job = dataclasses.replace(here, ranks=2).job("parallelism=fsdp", "data.local_batch=2", "comm.train_timeout_seconds=10",
-                                                 "train.imports=[sleeper]")
+    job = dataclasses.replace(here, ranks=2).job(
+        "parallelism=fsdp", "data.local_batch=2", "comm.train_timeout_seconds=10", "train.imports=[sleeper]"
+    )
     directory, statuses = started(here, job, 1, PYTHONPATH=f"{folder}:{plain_environment()['PYTHONPATH']}")
     logs = [(directory / f"attempts/1/rank_{rank}.log").read_text() for rank in range(2)]
     for status, log in zip(statuses, logs, strict=True):
@@ -179,7 +224,9 @@ def workers(here: Here, job: Job, number: int) -> Path:
 
 
 def started(here: Here, job: Job, number: int, **environment: str) -> tuple[Path, list[int]]:
-    """Start a worker a rank, all with the first device, and wait for them. Returns the run's directory and their exit statuses."""
+    """Start a worker a rank, all with the first device, and wait for them. Returns the run's directory and their exit
+    statuses.
+    """
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
     rundir.claim(directory, number, job, [])
     started, ranks = [], processes(job)

@@ -1,4 +1,5 @@
 """The checks of gpu_cases.py that compare kernels with torch, on one device. See gpu_checks.py."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -36,12 +37,18 @@ class Operators(TorchDispatchMode):
 
 
 def kernels(here: Here) -> dict[str, Any]:
-    """attention=auto finds a kernel for float32, grouped queries and documents, and torch takes the one that the rules put first."""
+    """attention=auto finds a kernel for float32, grouped queries and documents, and torch takes the one that the rules
+    put first.
+    """
     place = torch.device("cuda" if here.gpu else "cpu")
     found = {}
-    for name, dtype, kv_heads, packed in (("bf16", torch.bfloat16, 2, False), ("bf16 documents", torch.bfloat16, 2, True),
-                                          ("fp32", torch.float32, 4, False), ("fp32 grouped", torch.float32, 2, False),
-                                          ("fp32 documents", torch.float32, 2, True)):
+    for name, dtype, kv_heads, packed in (
+        ("bf16", torch.bfloat16, 2, False),
+        ("bf16 documents", torch.bfloat16, 2, True),
+        ("fp32", torch.float32, 4, False),
+        ("fp32 grouped", torch.float32, 2, False),
+        ("fp32 documents", torch.float32, 2, True),
+    ):
         q, k, v = (torch.randn(2, heads, 256, 64, device=place, dtype=dtype, requires_grad=True) for heads in (4, kv_heads, kv_heads))
         ends = torch.tensor([[1, 100, 100, 256], [44, 256, 256, 256]], dtype=torch.int32, device=place)
         mask = document_mask(ends, 256) if packed else None
@@ -56,8 +63,9 @@ def kernels(here: Here) -> dict[str, Any]:
     return found
 
 
-def attended(sdpa: SDPA, inputs: list[torch.Tensor], documents: torch.Tensor | None, mask: torch.Tensor | None, name: str,
-             limit: float = 1e-2) -> float:
+def attended(
+    sdpa: SDPA, inputs: list[torch.Tensor], documents: torch.Tensor | None, mask: torch.Tensor | None, name: str, limit: float = 1e-2
+) -> float:
     """The largest relative distance of attention and its gradients from float64; raises where it is over the limit."""
     out = sdpa(*inputs, documents)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -70,20 +78,27 @@ def attended(sdpa: SDPA, inputs: list[torch.Tensor], documents: torch.Tensor | N
 
 
 def attention(here: Here) -> dict[str, Any]:
-    """bf16 attention=auto is right at shapes where cuDNN was not: few key/value heads (pytorch#193893), a mask at 128 * n + 64 tokens with
-    scores far below 0 (#196678), lengths that no tile divides (#169849); and where few kernels go, at widths 192 and 128 and not causal.
+    """bf16 attention=auto is right at shapes where cuDNN was not: few key/value heads (pytorch#193893), a mask at 128 *
+    n + 64 tokens with scores far below 0 (#196678), lengths that no tile divides (#169849); and where few kernels go,
+    at widths 192 and 128 and not causal.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
     packed = document_mask(torch.tensor([[70, 192, 192], [1, 2, 192]], dtype=torch.int32, device=place), 192)
     found = {}
     for name, heads, kv_heads, widths, length, mask, causal, far in (
-            ("4 kv heads", 16, 4, (128, 128), 512, None, True, 0), ("8 kv heads", 32, 8, (128, 128), 256, None, True, 0),
-            ("192 and 128 wide", 4, 4, (192, 128), 256, None, True, 0), ("not causal", 4, 4, (64, 64), 264, None, False, 0),
-            ("261 tokens", 4, 2, (64, 64), 261, None, True, 0), ("mask, 192 tokens", 4, 4, (64, 64), 192, packed, True, 0),
-            ("mask, 192 tokens, scores of -128", 4, 4, (64, 64), 192, packed, True, 4)):
-        q, k, v = (torch.randn(2, number, length, width, device=place) for number, width in
-                   ((heads, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1])))
+        ("4 kv heads", 16, 4, (128, 128), 512, None, True, 0),
+        ("8 kv heads", 32, 8, (128, 128), 256, None, True, 0),
+        ("192 and 128 wide", 4, 4, (192, 128), 256, None, True, 0),
+        ("not causal", 4, 4, (64, 64), 264, None, False, 0),
+        ("261 tokens", 4, 2, (64, 64), 261, None, True, 0),
+        ("mask, 192 tokens", 4, 4, (64, 64), 192, packed, True, 0),
+        ("mask, 192 tokens, scores of -128", 4, 4, (64, 64), 192, packed, True, 4),
+    ):
+        q, k, v = (
+            torch.randn(2, number, length, width, device=place)
+            for number, width in ((heads, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1]))
+        )
         inputs = [x.bfloat16().requires_grad_() for x in (q - far, k + far, v)]
         with Operators() as operators:
             off = attended(SDPA("auto", causal), inputs, mask, mask, name, limit=0.03 if far else 1e-2)
@@ -92,8 +107,8 @@ def attention(here: Here) -> dict[str, Any]:
 
 
 def empty_experts(here: Here) -> dict[str, Any]:
-    """Experts compute what each would alone in float64, where some have no token, and where none has one (pytorch#172439): no gradient of
-    an idle expert is what its memory held before.
+    """Experts compute what each would alone in float64, where some have no token, and where none has one
+    (pytorch#172439): no gradient of an idle expert is what its memory held before.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
@@ -125,8 +140,8 @@ def empty_experts(here: Here) -> dict[str, Any]:
 
 
 def split_masters(here: Here) -> dict[str, Any]:
-    """Twenty steps of split masters are, for the same gradients, those of torch's fused AdamW of whole ones: bit for bit without a GPU,
-    on one to the roundings that torch's kernel saves by contracting operations.
+    """Twenty steps of split masters are, for the same gradients, those of torch's fused AdamW of whole ones: bit for
+    bit without a GPU, on one to the roundings that torch's kernel saves by contracting operations.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
@@ -146,7 +161,9 @@ def split_masters(here: Here) -> dict[str, Any]:
 
 
 def float8_casts(here: Here) -> dict[str, Any]:
-    """The operators cast as torch does on the same device, at sizes that fill no tile, and the matmuls multiply what was cast."""
+    """The operators cast as torch does on the same device, at sizes that fill no tile, and the matmuls multiply what
+    was cast.
+    """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
     x, d, norm = (torch.randn(*shape, device=place).bfloat16() for shape in ((272, 1040), (272, 1040), (1040,)))
@@ -156,7 +173,8 @@ def float8_casts(here: Here) -> dict[str, Any]:
     rows, product = float8.rows_in_torch([x], norm, 1e-5, False), float8.rows_in_torch([gates], None, 0.0, True)
     plain = float8.rows_in_torch(weights, None, 0.0, False)
     pairs = {
-        "rows": (float8.float8_rows([x], norm, 1e-5, False), rows), "product": (float8.float8_rows([gates], None, 0.0, True), product),
+        "rows": (float8.float8_rows([x], norm, 1e-5, False), rows),
+        "product": (float8.float8_rows([gates], None, 0.0, True), product),
         "weights": (float8.float8_rows(weights, None, 0.0, False), plain),
         "columns": (float8.float8_columns([x], rows[2], norm, rows[3]), float8.columns_in_torch([x], rows[2], norm, rows[3])),
         "weights' columns": (float8.float8_columns(weights, plain[2], None, None), float8.columns_in_torch(weights, plain[2], None, None)),

@@ -2,6 +2,7 @@
 
 A case that raises, dies or hangs ends its set; the row says so, and the cases after it begin in a new set.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,8 +27,15 @@ PER_SET = 12  # cases that share processes: each leaves process groups behind, a
 SLOWER = 5  # times as long a case may take on a CPU
 START = 180  # seconds until a set's first case must have begun
 # Several ranks share one GPU: NCCL takes each for a host of its own, and symmetric memory allows it. For tests alone.
-ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_BUFFSIZE": str(2**20), "NCCL_MAX_NCHANNELS": "4",
-           "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_BUFFSIZE": str(2**20),
+    "NCCL_MAX_NCHANNELS": "4",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @dataclass
@@ -45,8 +53,8 @@ class Row:
 def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, environment: dict[str, str] | None = None) -> Iterator[Row]:
     """Run cases in their order and yield rows as they end; nothing begins after so many seconds.
 
-    Neighbours with as many ranks share processes, unless they are to be apart. What layouts are compared with runs before the first of
-    them.
+    Neighbours with as many ranks share processes, unless they are to be apart. What layouts are compared with runs
+    before the first of them.
     """
     until = time.monotonic() + seconds
     for case in cases:
@@ -54,18 +62,20 @@ def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, 
             yield Row(case.name, case.ranks, "skipped", error=case.gpu)
     able = [case for case in cases if gpu or not case.gpu]
     bases = {(layout.base, layout.uneven_mask, layout.documents): case for case in able if (layout := case.options.get("layout"))}
-    sets = [(*kind, [case.name for case in some])
-            for kind, some in itertools.groupby(able, lambda case: (case.ranks, case.world, case.apart))]
+    sets = [
+        (*kind, [case.name for case in some]) for kind, some in itertools.groupby(able, lambda case: (case.ranks, case.world, case.apart))
+    ]
     first = next((number for number, (_, world, *_) in enumerate(sets) if world), 0)
     sets.insert(first, (1, True, False, [f"reference of {case.name}" for case in bases.values()]))
     limits = {case.name: case.seconds * (1 if gpu else SLOWER) for case in cases}
     for ranks, world, apart, names in sets:
         size = 1 if apart else PER_SET if world else max(len(names), 1)
-        waiting = [names[first:first + size] for first in range(0, len(names), size)]
+        waiting = [names[first : first + size] for first in range(0, len(names), size)]
         while waiting:
             some = waiting.pop(0)
             if some and time.monotonic() > until:
-                yield from (Row(name, ranks, "not run", error="time was up") for name in some if name in limits)  # and no references
+                # and no references
+                yield from (Row(name, ranks, "not run", error="time was up") for name in some if name in limits)
                 continue
             processes = Processes(folder, ranks, world, some, gpu, dry, environment or dict(os.environ))
             count = 0
@@ -91,14 +101,27 @@ class Processes:
         self.processes = [self.start(rank) for rank in range(ranks if names else 0)]
 
     def start(self, rank: int) -> subprocess.Popen:
-        place = {"RANK": str(rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.ranks),
-                 "NCCL_HOSTID": f"host{rank}"}
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "NCCL_HOSTID": f"host{rank}",
+        }
         with (self.folder / f"rank_{rank}.log").open("wb") as log:
-            return subprocess.Popen([sys.executable, str(HERE / "gpu_rank.py"), str(self.folder), str(rank)], stdout=log, stderr=log,
-                                    stdin=subprocess.PIPE, env=self.environment | place, start_new_session=True)
+            return subprocess.Popen(
+                [sys.executable, str(HERE / "gpu_rank.py"), str(self.folder), str(rank)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.PIPE,
+                env=self.environment | place,
+                start_new_session=True,
+            )
 
     def run(self, limits: dict[str, int], until: float) -> Iterator[Row]:
-        """The rows of the cases that ended, the last of which may not have passed; then its ranks' logs are in logs.txt."""
+        """The rows of the cases that ended, the last of which may not have passed; then its ranks' logs are in
+        logs.txt.
+        """
         number, begun, since = 0, False, time.monotonic()
         try:
             while number < len(self.names):

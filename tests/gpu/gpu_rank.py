@@ -1,8 +1,10 @@
-"""One rank of a set of processes that run cases one after another: python gpu_rank.py FOLDER RANK. gpu_pool.py starts it.
+"""One rank of a set of processes that run cases one after another: python gpu_rank.py FOLDER RANK. gpu_pool.py starts
+it.
 
-FOLDER/plan.json says what to run. Rank 0 writes begun.json before each case and done_N.json after it; a rank whose check raises writes
-error_RANK.txt and ends the process. What is printed goes to rank_RANK.log.
+FOLDER/plan.json says what to run. Rank 0 writes begun.json before each case and done_N.json after it; a rank whose
+check raises writes error_RANK.txt and ends the process. What is printed goes to rank_RANK.log.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -63,7 +65,9 @@ def main(folder: Path, rank: int) -> None:
 
 
 def outlive_nobody() -> None:
-    """End this rank, and what its check has started, when the process that started it ends, however that ends: nothing may hold the GPU."""
+    """End this rank, and what its check has started, when the process that started it ends, however that ends: nothing
+    may hold the GPU.
+    """
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
 

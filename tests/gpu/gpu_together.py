@@ -1,4 +1,7 @@
-"""The checks of gpu_cases.py of ranks that have joined a process group, and those that fail on purpose. See gpu_checks.py."""
+"""The checks of gpu_cases.py of ranks that have joined a process group, and those that fail on purpose. See
+gpu_checks.py.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,8 +21,13 @@ from titan_hydra.verify import verify
 from titan_hydra.verify.matrix import Case as Layout
 
 # In a dry run. Bfloat16 is slow on many CPUs.
-SMALLER = {"data.seq_len=256": "data.seq_len=64", "data.seq_len=264": "data.seq_len=24", "model.dim=256": "model.dim=64",
-           "model.head_dim=64": "model.head_dim=16", "model.vocab_size=4096": "model.n_layers=2"}
+SMALLER = {
+    "data.seq_len=256": "data.seq_len=64",
+    "data.seq_len=264": "data.seq_len=24",
+    "model.dim=256": "model.dim=64",
+    "model.head_dim=64": "model.head_dim=16",
+    "model.vocab_size=4096": "model.n_layers=2",
+}
 
 
 def adapted(here: Here, layout: Layout) -> Layout:
@@ -54,7 +62,9 @@ def reference(here: Here, layout: Layout) -> dict[str, Any]:
 
 
 def agrees(here: Here, layout: Layout) -> dict[str, Any]:
-    """A layout does what one process does: losses, norms, gradients, weights; same initial bits, and no copies that come apart."""
+    """A layout does what one process does: losses, norms, gradients, weights; same initial bits, and no copies that
+    come apart.
+    """
     layout = adapted(here, layout)
     found = verify.trace(verify.job_of(layout, steps(here)), here.device, layout)
     if here.rank:
@@ -102,7 +112,7 @@ def taken(here: Here) -> dict[str, Any]:
     return {}
 
 
-# --- what the kit itself is tested with ---------------------------------------------------------------------------------------------
+# --- what the kit itself is tested with -------------------------------------------------------------------------------
 
 
 def nothing(here: Here) -> dict[str, Any]:

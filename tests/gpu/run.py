@@ -1,9 +1,10 @@
 """Tests on one GPU: python tests/gpu/run.py [--only TEXT ...] [--seconds 540] [--out FOLDER]
 
-Prints a row for each case as it ends and a summary; writes FOLDER/tests.jsonl, one line a case, at once, and the ranks' logs of cases that
-fail to FOLDER/tests.log. Exit status 0 if none failed.
-With --device cpu the cases that need no GPU run over gloo; --dry-run takes fewer steps of smaller models.
+Prints a row for each case as it ends and a summary; writes FOLDER/tests.jsonl, one line a case, at once, and the ranks'
+logs of cases that fail to FOLDER/tests.log. Exit status 0 if none failed. With --device cpu the cases that need no GPU
+run over gloo; --dry-run takes fewer steps of smaller models.
 """
+
 from __future__ import annotations
 
 import argparse

@@ -1,4 +1,5 @@
 """The cases of gpu_cases.py, all in one run of run.py; skipped where there is no GPU."""
+
 import json
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""The kit for a GPU on a CPU: what fails costs itself alone, and cases and lists name what exists. The whole dry run is slow."""
+"""The kit for a GPU on a CPU: what fails costs itself alone, and cases and lists name what exists. The whole dry run is
+slow.
+"""
+
 import contextlib
 import dataclasses
 import inspect
@@ -51,8 +54,11 @@ def bench():
 
 def dry_run(out, *arguments):
     """Exit status and rows of tests/gpu/run.py on a CPU."""
-    done = subprocess.run([sys.executable, str(ROOT / "tests/gpu/run.py"), "--device", "cpu", "--dry-run", "--out", str(out), *arguments],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/gpu/run.py"), "--device", "cpu", "--dry-run", "--out", str(out), *arguments],
+        capture_output=True,
+        text=True,
+    )
     header, *rows = map(json.loads, (out / "tests.jsonl").read_text().splitlines())
     assert header["torch"] and header["device"]
     return done.returncode, {row["name"]: row for row in rows}, done.stdout
@@ -68,7 +74,12 @@ def quickly(monkeypatch):
 def test_a_case_that_raises_dies_or_hangs_costs_itself(tmp_path):
     status, rows, said = dry_run(tmp_path, "--faults")
     assert status == 1 and {name: row["status"] for name, row in rows.items()} == {
-        "well before": "passed", "hangs": "hung", "raises": "failed", "well after": "passed", "a rank is killed": "crashed"}
+        "well before": "passed",
+        "hangs": "hung",
+        "raises": "failed",
+        "well after": "passed",
+        "a rank is killed": "crashed",
+    }
     assert rows["raises"]["error"].endswith("ValueError: planted")
     assert "in hangs" in rows["hangs"]["error"] and "rank 1 was killed by signal 9" in rows["a rank is killed"]["error"]
     assert "=== a rank is killed, rank 1" in (tmp_path / "tests.log").read_text() and "2 passed" in said
@@ -126,7 +137,9 @@ def test_rings_run_in_processes_of_their_own(tmp_path, monkeypatch):
 
 
 def test_the_lines_that_hold_memory_are_those_that_the_kit_looks_for(tmp_path, monkeypatch):
-    """`out_of_memory` can only run on a card; here the frames of a forward stand in for those that the allocator records."""
+    """`out_of_memory` can only run on a card; here the frames of a forward stand in for those that the allocator
+    records.
+    """
     blocks = []
 
     class Allocations(TorchDispatchMode):
@@ -172,7 +185,8 @@ def test_every_layout_of_its_own_is_legal(quickly, user_modules):
 def test_every_run_is_legal(gpu, dry, quickly):
     able = [case for case in gpu_cases.CASES if "overrides" in case.options and (gpu or not case.gpu) and case.check != "refuses"]
     runs = {(case.ranks, *case.options["overrides"]) for case in able} | {(1, *(case.options.get("like") or ())) for case in able}
-    for ranks, *words in runs if gpu else [words for words in runs if "model" in str(words) or words[0] > 1]:  # a dry run's are smaller
+    # a dry run's are smaller
+    for ranks, *words in runs if gpu else [words for words in runs if "model" in str(words) or words[0] > 1]:
         job = gpu_checks.Here(Path("."), gpu, dry, 0, ranks).job(*words)
         assert job.gpus == ranks and (job.precision.compute_dtype == "bfloat16" or "precision=fp32" in words)
 
@@ -241,7 +255,8 @@ def test_the_command_is_short_enough_for_every_part():
     assert len(words) <= 2000 and words.count("--seconds") == len(LISTS) + 2
 
 
-BARE = "torch numpy triton filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions"  # where torch is
+# where torch is
+BARE = "torch numpy triton filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions"
 ALONE = """
 import sys
 from importlib.machinery import PathFinder

@@ -1,12 +1,19 @@
 """The actions of schedules without torch are torch's own."""
+
 import pytest
 
 from titan_hydra.config.compose import compose_job
 from titan_hydra.job.schedules import TIME, actions, idle_time, in_flight
 
-TORCHS = {"looped_bfs": "LoopedBFS", "interleaved_1f1b": "Interleaved1F1B", "interleaved_zb": "InterleavedZeroBubble",
-          "zbv": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"}
-SIZES = [(2, 2, 4), (4, 2, 8), (4, 3, 8), (8, 2, 16), (4, 2, 4), (2, 4, 2), (16, 2, 32), (4, 2, 3)]  # ranks, stages a rank, microbatches
+TORCHS = {
+    "looped_bfs": "LoopedBFS",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
+# ranks, stages a rank, microbatches
+SIZES = [(2, 2, 4), (4, 2, 8), (4, 3, 8), (8, 2, 16), (4, 2, 4), (2, 4, 2), (16, 2, 32), (4, 2, 3)]
 
 
 class Stage:
@@ -30,8 +37,10 @@ def of_torch(name: str, ranks: int, chunks: int, number: int) -> list:
     own = [0, stages - 1] if name in ("zbv", "dualpipe_v") else range(0, stages, ranks)
     order = get_schedule_class(TORCHS[name])([Stage(index, stages, ranks) for index in own], number, loss_fn=max).pipeline_order
     steps = [[part for step in order[rank] if step for part in step.sub_actions or (step,)] for rank in range(ranks)]
-    return [[(part.stage_index, part.computation_type.value, part.microbatch_index) for part in rank if part.computation_type.value in TIME]
-            for rank in steps]
+    return [
+        [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in rank if part.computation_type.value in TIME]
+        for rank in steps
+    ]
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -46,8 +55,9 @@ def test_actions_are_torchs(name):
 
 
 def test_first_and_last_rank_of_1f1b_hold_all_and_one():
-    job = compose_job("parallelism=pp", "parallelism.pp=4", "model.n_layers=8", "data.local_batch=8", "pp_schedule.microbatches=8",
-                      "comm=fake", "gpus=4")
+    job = compose_job(
+        "parallelism=pp", "parallelism.pp=4", "model.n_layers=8", "data.local_batch=8", "pp_schedule.microbatches=8", "comm=fake", "gpus=4"
+    )
     assert [in_flight(job, rank, (1,) * 4).most for rank in range(4)] == [4, 3, 2, 1]
     job.pp_schedule.name = "gpipe"
     assert {in_flight(job, rank, (1,) * 4).most for rank in range(4)} == {8}

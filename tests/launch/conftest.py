@@ -1,4 +1,5 @@
 """launch.py as a user starts it: a process in an empty folder, real ranks, real trainer."""
+
 import json
 import os
 import signal
@@ -53,8 +54,15 @@ class Launcher:
         self.folder, self.env = folder, {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(self, *overrides: str) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, str(ROOT / "launch.py"), *overrides], cwd=self.folder, env=self.env, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "launch.py"), *overrides],
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def run(self, *overrides: str) -> subprocess.CompletedProcess:
         process = self.start(*overrides)
@@ -92,7 +100,9 @@ class Launcher:
         self.wait(lambda: json.loads((self.attempt(attempt) / "status.json").read_text())["step"] >= step)
 
     def wait(self, condition, seconds: float = 300) -> None:
-        """Wait until something is so; a file or row that is not there yet means not yet. The limit is for what never comes."""
+        """Wait until something is so; a file or row that is not there yet means not yet. The limit is for what never
+        comes.
+        """
         began = time.monotonic()
         while time.monotonic() - began < seconds:
             try:

@@ -1,4 +1,7 @@
-"""What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. Real launch.py, real ranks."""
+"""What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. Real launch.py, real
+ranks.
+"""
+
 import ast
 import json
 import os
@@ -105,7 +108,8 @@ def test_a_full_disk_at_the_start_is_one_line(launcher, cluster):
     finally:
         subprocess.run(["umount", str(runs)], check=True)
     assert done.returncode == 1
-    assert len([line for line in done.stderr.splitlines() if not line.startswith("composed")]) == 1, done.stderr  # a slow machine counts
+    # a slow machine counts
+    assert len([line for line in done.stderr.splitlines() if not line.startswith("composed")]) == 1, done.stderr
     assert f"{runs}" in done.stderr and "No space left on device; make room" in done.stderr, done.stderr
 
 
@@ -222,8 +226,14 @@ atexit.register(tell)
     (folder / "sitecustomize.py").write_text(watch)
     launcher.env["PYTHONPATH"] = str(folder)
     assert launcher.run(*launcher.TINY, "gpus=1").stderr.splitlines()[-1] == "HEAVY [] True"
-    for arguments in (["--cfg", "job"], ["--help"], ["launch.mode=dry"], [*launcher.TINY, "gpus=1"], ["-m", "gpus=1,2", "launch.mode=dry"],
-                      ["parallelism.tp=3"]):
+    for arguments in (
+        ["--cfg", "job"],
+        ["--help"],
+        ["launch.mode=dry"],
+        [*launcher.TINY, "gpus=1"],
+        ["-m", "gpus=1,2", "launch.mode=dry"],
+        ["parallelism.tp=3"],
+    ):
         assert launcher.run(*arguments).stderr.splitlines()[-1] == "HEAVY [] False", arguments
 
 
@@ -234,7 +244,9 @@ def test_rank_imports_only_what_it_needs(launcher):
 
 
 def test_files_that_a_node_sees_late_are_waited_for(launcher):
-    """A network file system shows a new file to other hosts seconds later; one that never comes is the node's fault, not the user's."""
+    """A network file system shows a new file to other hosts seconds later; one that never comes is the node's fault,
+    not the user's.
+    """
     assert launcher.run(*launcher.TINY, "cluster=inline").returncode == 0
     directory = launcher.run_directory
     (directory / "result.json").unlink()
@@ -270,13 +282,21 @@ worker.run_rank(sys.argv[1], 1, inline=True)
 
 
 def test_what_torch_reads_once_is_set_before_it_is_imported(tmp_path):
-    """For every job: a deterministic one may follow another in the same process, which has called cuBLAS. What a site has set stays."""
+    """For every job: a deterministic one may follow another in the same process, which has called cuBLAS. What a site
+    has set stays.
+    """
+
     def names(async_tp, **of_the_site):
         config["parallelism"]["async_tp"] = async_tp
         (tmp_path / "config.json").write_text(json.dumps(config))
         environment = {name: value for name, value in os.environ.items() if name not in always and "ALLOC_CONF" not in name}
-        done = subprocess.run([sys.executable, "-c", ENVIRONMENT, str(tmp_path)], capture_output=True, text=True,
-                              env=environment | of_the_site, cwd=Path(worker.__file__).parents[2])
+        done = subprocess.run(
+            [sys.executable, "-c", ENVIRONMENT, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            env=environment | of_the_site,
+            cwd=Path(worker.__file__).parents[2],
+        )
         return ast.literal_eval(done.stdout.partition("set: ")[2] or done.stderr)
 
     config = to_dict(compose_job("debug=tiny"))

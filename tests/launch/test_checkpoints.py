@@ -1,4 +1,5 @@
 """`titan checkpoint` on the files of a run: what it says, and that it never deletes the last intact step."""
+
 import json
 import os
 
@@ -44,16 +45,22 @@ def test_the_best_is_named_and_stays(validated, capsys):
     assert names(validated) == ["step-00000020", "step-00000040"]
 
 
-@pytest.mark.parametrize(("lowest", "step", "answer"), [
-    (2.0, None, ""), (2.0, "30", "checkpoints/step-00000030"), (2.0, "best", "checkpoints/step-00000020"),
-    (1.5, "best", "--step=best: the lowest held-out loss, 1.5000 of step 35, is not kept; checkpoint.keep_best=true keeps it"),
-    (2.0, "35", "--step=35: name-12345678 has no such checkpoint; nearest legal: 10 or 20 or 30 or 40 or best"),
-])
+@pytest.mark.parametrize(
+    ("lowest", "step", "answer"),
+    [
+        (2.0, None, ""),
+        (2.0, "30", "checkpoints/step-00000030"),
+        (2.0, "best", "checkpoints/step-00000020"),
+        (1.5, "best", "--step=best: the lowest held-out loss, 1.5000 of step 35, is not kept; checkpoint.keep_best=true keeps it"),
+        (2.0, "35", "--step=35: name-12345678 has no such checkpoint; nearest legal: 10 or 20 or 30 or 40 or best"),
+    ],
+)
 def test_a_checkpoint_is_asked_for_by_its_step_or_as_the_best(validated, monkeypatch, lowest, step, answer):
     with (validated / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "validation", "step": 35, "validation_loss": lowest}) + "\n")
     if step != "best":
-        monkeypatch.delattr(checkpoints, "lowest_held_out")  # the events of a long run are many, and a number does not depend on them
+        # the events of a long run are many, and a number does not depend on them
+        monkeypatch.delattr(checkpoints, "lowest_held_out")
     if not answer.startswith("--"):
         assert checkpoints.asked_for(validated, step) == validated / answer
         return
@@ -73,8 +80,15 @@ def titan(capsys, *arguments, status=0):
 
 def test_ls_and_verify(run, capsys):
     out = titan(capsys, "ls", "1234", "--runs", run.parent)
-    assert [line.split()[0] for line in out.splitlines()] == ["step-00000010", "step-00000020", "step-00000030", "step-00000040",
-                                                              "step-00000001.77.deleting", "step-00000035.damaged", "step-00000050.writing"]
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "step-00000010",
+        "step-00000020",
+        "step-00000030",
+        "step-00000040",
+        "step-00000001.77.deleting",
+        "step-00000035.damaged",
+        "step-00000050.writing",
+    ]
     assert "4 ranks" in out.splitlines()[0] and "set aside as damaged" in out
     assert titan(capsys, "verify", run).count("intact") == 4
     os.truncate(run / "checkpoints/step-00000030/.metadata", 10)

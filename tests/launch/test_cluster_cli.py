@@ -1,4 +1,5 @@
 """What sinfo says, in other sites' words; tests/slurm has the command on a real SLURM."""
+
 import pytest
 
 from titan_hydra.base.errors import ConfigError
@@ -15,10 +16,19 @@ dev|gpu:h100:8|1|96|2063000|30:00
 """
 
 
-@pytest.mark.parametrize(("gres", "expected"), [
-    ("gpu:4", ("", 4)), ("gpu", ("", 1)), ("gpu:h100:8(S:0-1),nvme:1", ("h100", 8)), ("nvme:2,gpu:tesla:2(S:0)", ("tesla", 2)),
-    ("gpu:a100_3g.20gb:2,gpu:a100:4", ("a100+a100_3g.20gb", 6)), ("(null)", ("", 0)), ("gpumem:3", ("", 0)), ("mps:400", ("", 0)),
-])
+@pytest.mark.parametrize(
+    ("gres", "expected"),
+    [
+        ("gpu:4", ("", 4)),
+        ("gpu", ("", 1)),
+        ("gpu:h100:8(S:0-1),nvme:1", ("h100", 8)),
+        ("nvme:2,gpu:tesla:2(S:0)", ("tesla", 2)),
+        ("gpu:a100_3g.20gb:2,gpu:a100:4", ("a100+a100_3g.20gb", 6)),
+        ("(null)", ("", 0)),
+        ("gpumem:3", ("", 0)),
+        ("mps:400", ("", 0)),
+    ],
+)
 def test_gpus_of_a_node(gres, expected):
     assert gpus_of(gres) == expected
 
@@ -52,7 +62,15 @@ def test_the_file_shares_a_node_evenly_among_its_gpus():
 
 def test_the_file_names_the_hardware_where_it_is_known(tmp_path):
     assert [hardware(kind) != "" for kind in ("h100", "nvidia_h200", "a100_80gb", "a100", "a100_3g.20gb", "h100+a100", "l4", "")] == [
-        True, True, True, False, False, False, False, False]
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "mysite.yaml").write_text(file_text(next(partitions(SITE)), "mysite", "alps"))
     job = compose_unchecked("cluster=mysite", config_dir=tmp_path)

@@ -1,4 +1,7 @@
-"""The titan commands on real local runs: a sweep with one cell that is done and one that failed, and a sweep that runs."""
+"""The titan commands on real local runs: a sweep with one cell that is done and one that failed, and a sweep that
+runs.
+"""
+
 import json
 import shlex
 import shutil
@@ -39,8 +42,11 @@ def titan(swept, monkeypatch, capsys):
 
 
 def hash_of(swept, seed):
-    (found,) = [file.parent.name.rpartition("-")[2] for file in swept.folder.glob("runs/*/config.json")
-                if json.loads(file.read_text())["seed"] == seed]
+    (found,) = [
+        file.parent.name.rpartition("-")[2]
+        for file in swept.folder.glob("runs/*/config.json")
+        if json.loads(file.read_text())["seed"] == seed
+    ]
     return found
 
 
@@ -114,8 +120,14 @@ def test_what_nobody_can_mean_is_one_line(swept, titan):
 def test_retry_runs_what_can_help_and_only_that(swept, titan):
     assert "nothing to run again" in titan("retry", "--only", "node", "--only", "interrupted")[1]
     swept.sabotage_step_3(1, MEMORY)
-    done = subprocess.run([sys.executable, "-m", "titan_hydra.cli", "retry"], cwd=swept.folder, env=environment(swept), text=True,
-                          capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_hydra.cli", "retry"],
+        cwd=swept.folder,
+        env=environment(swept),
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 76, done.stdout + done.stderr
     cells = json.loads(titan("status", "--json")[1])["cells"]
     assert [(cell["state"], cell["attempt"]) for cell in cells] == [("done", 1), ("failed", 2)]
@@ -125,11 +137,20 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
     assert "nothing to run again" in out and len(titan("ls")[1].splitlines()) == 2  # no sweep of its own
 
 
-@pytest.mark.parametrize(("phase", "still", "unheard", "step_seconds", "silent"), [
-    ("forward, backward", 50, 0, 1.0, None), ("forward, backward", 70, 0, 1.0, 70), ("data", 70, 0, 8.0, None), ("data", 90, 0, 8.0, 90),
-    ("data", 200, 0, None, None), ("data", 400, 0, None, 400),  # the first step compiles
-    ("checkpoint", 500, 0, 1.0, None), ("checkpoint", 500, 90, 1.0, 90), ("start", 500, 0, None, None),
-])
+@pytest.mark.parametrize(
+    ("phase", "still", "unheard", "step_seconds", "silent"),
+    [
+        ("forward, backward", 50, 0, 1.0, None),
+        ("forward, backward", 70, 0, 1.0, 70),
+        ("data", 70, 0, 8.0, None),
+        ("data", 90, 0, 8.0, 90),
+        ("data", 200, 0, None, None),
+        ("data", 400, 0, None, 400),  # the first step compiles
+        ("checkpoint", 500, 0, 1.0, None),
+        ("checkpoint", 500, 90, 1.0, 90),
+        ("start", 500, 0, None, None),
+    ],
+)
 def test_a_run_is_silent_when_it_does_not_move_for_longer_than_it_may(phase, still, unheard, step_seconds, silent):
     beat = {"phase": phase, "since": 1000.0, "time": 1000.0 + still - unheard}
     assert view.silence(beat, 1000.0 + still, step_seconds) == silent
@@ -149,8 +170,14 @@ def test_cancel_stops_a_running_cell_as_ctrl_c_would(launcher, monkeypatch, caps
     assert cli.main(["status"]) == 0
     out = capsys.readouterr().out
     assert "1 running" in out and "to go" in out and "titan cancel" in out
-    follower = subprocess.Popen([sys.executable, "-m", "titan_hydra.cli", "logs", "seed=1", "-f"], cwd=launcher.folder,
-                                env=environment(launcher), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "titan_hydra.cli", "logs", "seed=1", "-f"],
+        cwd=launcher.folder,
+        env=environment(launcher),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert "running, attempt 1" in follower.stderr.readline()
     assert cli.main(["cancel", "--yes"]) == 0
     assert "asked its launcher to save and stop" in capsys.readouterr().out
@@ -179,8 +206,10 @@ def test_tables_fit_into_the_terminal(monkeypatch):
 def test_copies_beside_attempts_and_ranks_are_no_attempts_and_no_ranks(swept, titan):
     attempt = max((swept.folder / "runs" / run_of(swept, 2)[0] / "attempts").iterdir())
     before = titan("status", "--json")[1], titan("logs", run_of(swept, 2)[1], "--guilty")[1]
-    copies = [attempt.with_name(f"{attempt.name}.bak"),
-              *(attempt / name for name in ("rank_1 (copy).json", "rank_1.old.json", "flight_1.bak.json"))]
+    copies = [
+        attempt.with_name(f"{attempt.name}.bak"),
+        *(attempt / name for name in ("rank_1 (copy).json", "rank_1.old.json", "flight_1.bak.json")),
+    ]
     shutil.copytree(attempt, copies[0])
     for copy in copies[1:]:
         shutil.copy(attempt / "rank_1.json", copy)
@@ -211,8 +240,11 @@ def test_sync_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch,
         (runs / name / "config.json").write_text("{}")
     manifest = runs / "_sweeps/swept-1/manifest.json"
     manifest.parent.mkdir(parents=True)
-    manifest.write_text(json.dumps({"name": "swept", "command": [], "baseline": None, "cells": [
-        {"name": "cell", "directory": "swept-11111111", "overrides": []}]}))
+    manifest.write_text(
+        json.dumps(
+            {"name": "swept", "command": [], "baseline": None, "cells": [{"name": "cell", "directory": "swept-11111111", "overrides": []}]}
+        )
+    )
     waiting = [runs / name / "wandb/offline-run-1" for name in ("alone-22222222", "other-33333333")]
     for folder in waiting:
         folder.mkdir(parents=True)
@@ -235,8 +267,9 @@ def test_a_small_difference_is_not_zero(change, shown):
     assert diff.signed(change) == shown
 
 
-@pytest.mark.parametrize("words", [["+sweeps=x", "sweep.cell='DDP 2, TP 2'"], ["a=$(touch pwned)", "b='$HOME'"], ["c=[1,2]", "d=a b", ""],
-                                   ["e=\"'`!\\"]])
+@pytest.mark.parametrize(
+    "words", [["+sweeps=x", "sweep.cell='DDP 2, TP 2'"], ["a=$(touch pwned)", "b='$HOME'"], ["c=[1,2]", "d=a b", ""], ["e=\"'`!\\"]]
+)
 def test_a_line_that_is_shown_can_be_pasted(words):
     shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {quoted(words)}"], capture_output=True, text=True, check=True)
     assert shell.stdout.split("\n")[:-1] == words

@@ -1,4 +1,5 @@
 """`titan compare` finds where two runs part: the step, and the module with a planted bug."""
+
 import json
 import re
 
@@ -40,13 +41,17 @@ def compare(launcher, capsys):
         runs = [str(next((launcher.folder / name).iterdir())) for name in (a, b)]
         assert cli.main(["compare", *runs]) == 0
         return capsys.readouterr().out
+
     return run
 
 
-@pytest.mark.parametrize(("planted", "module", "step", "losses"), [
-    (OTHER_EPS, "layers.1.attention_norm: its inputs are the same, its outputs differ", 1, "other bits from step "),
-    pytest.param(WRONG_BACKWARD, "layers.0.feed_forward.w1, in its backward", 1, "other bits from step 2: ", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("planted", "module", "step", "losses"),
+    [
+        (OTHER_EPS, "layers.1.attention_norm: its inputs are the same, its outputs differ", 1, "other bits from step "),
+        pytest.param(WRONG_BACKWARD, "layers.0.feed_forward.w1, in its backward", 1, "other bits from step 2: ", marks=pytest.mark.slow),
+    ],
+)
 def test_a_planted_bug_is_found_at_its_module(launcher, compare, planted, module, step, losses):
     assert launcher.run(*launcher.TINY, *TRACED, "paths.runs=a").returncode == 0
     launcher.sabotage(planted)

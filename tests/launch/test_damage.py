@@ -1,4 +1,7 @@
-"""A damaged file of one run is a row that names it: no command ends with a traceback, and all other runs are shown as before."""
+"""A damaged file of one run is a row that names it: no command ends with a traceback, and all other runs are shown as
+before.
+"""
+
 import json
 import shutil
 import socket
@@ -11,13 +14,47 @@ from titan_hydra.config.compose import compose_job
 
 BYTES, CUT, GONE, FOLDER, DEEP = b"\xff\xfe\x00{\x80", "cut", "gone", "folder", b"[" * 100_000
 PROCESS = {"pid": 1, "born": "another boot 1", "host": socket.gethostname()}
-RESULT = {"status": "done", "hash": "-", "name": "-", "overrides": [], "steps": 12, "final_loss": 3.0, "validation_loss": 3.1,
-          "tokens_per_second": 1127.0, "tokens_per_second_iqr": 18.0, "measured_steps": 11, "memory_gib": 1.5, "mfu": None, "seconds": 2.4,
-          "gpu_hours": None, "world_size": 1, "device": "Xeon", "versions": {"torch": "2.13"}, "git_sha": "e248c86c6141"}
-ROW = {"grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 1100.0, "tflops": 0.1, "mfu": None, "memory_gib": 1.0, "memory_reserved_gib": 1.5,
-       "step_seconds": 0.1, "data_seconds": 0.01}
-OOM = {"type": "OutOfMemoryError", "message": "CUDA out of memory", "traceback": "Traceback of the rank", "time": 50.0, "secondary": False,
-       "step": 3, "peak_gib": 7.0, "capacity_gib": 8.0}
+RESULT = {
+    "status": "done",
+    "hash": "-",
+    "name": "-",
+    "overrides": [],
+    "steps": 12,
+    "final_loss": 3.0,
+    "validation_loss": 3.1,
+    "tokens_per_second": 1127.0,
+    "tokens_per_second_iqr": 18.0,
+    "measured_steps": 11,
+    "memory_gib": 1.5,
+    "mfu": None,
+    "seconds": 2.4,
+    "gpu_hours": None,
+    "world_size": 1,
+    "device": "Xeon",
+    "versions": {"torch": "2.13"},
+    "git_sha": "e248c86c6141",
+}
+ROW = {
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens_per_second": 1100.0,
+    "tflops": 0.1,
+    "mfu": None,
+    "memory_gib": 1.0,
+    "memory_reserved_gib": 1.5,
+    "step_seconds": 0.1,
+    "data_seconds": 0.01,
+}
+OOM = {
+    "type": "OutOfMemoryError",
+    "message": "CUDA out of memory",
+    "traceback": "Traceback of the rank",
+    "time": 50.0,
+    "secondary": False,
+    "step": 3,
+    "peak_gib": 7.0,
+    "capacity_gib": 8.0,
+}
 
 
 def rows(change=lambda row: row):
@@ -29,61 +66,150 @@ def without(*names):
     return lambda row: {name: value for name, value in row.items() if name not in names}
 
 
-# By name: which file of the damaged run (or the manifest), what becomes of it, and the file that the run is then called damaged for.
+# By name: which file of the damaged run (or the manifest), what becomes of it, and the file that the run is then called
+# damaged for.
 DAMAGE = {
-    **{f"config {name}": ("config.json", what, "config.json") for name, what in {
-        "bytes": BYTES, "empty": b"", "cut": CUT, "{}": b"{}", "[]": b"[]", "gone": GONE, "folder": FOLDER, "deep": DEEP, "number": b"7",
-        "strings": b'{"steps": "many", "gpus": {}, "model": 3}', "groups": b'{"steps": 5, "gpus": 2, "cluster": [], "model": {}}'}.items()},
-    **{f"result {name}": ("result.json", what, "result.json") for name, what in {
-        "bytes": BYTES, "empty": b"", "cut": CUT, "[]": b"[]", "folder": FOLDER,
-        "strings": json.dumps(RESULT | {"tokens_per_second": "fast", "steps": "all"}).encode(),
-        "huge": json.dumps(RESULT | {"tokens_per_second": 10 ** 400}).encode(),
-        "versions": json.dumps(RESULT | {"versions": ["torch"]}).encode()}.items()},
+    **{
+        f"config {name}": ("config.json", what, "config.json")
+        for name, what in {
+            "bytes": BYTES,
+            "empty": b"",
+            "cut": CUT,
+            "{}": b"{}",
+            "[]": b"[]",
+            "gone": GONE,
+            "folder": FOLDER,
+            "deep": DEEP,
+            "number": b"7",
+            "strings": b'{"steps": "many", "gpus": {}, "model": 3}',
+            "groups": b'{"steps": 5, "gpus": 2, "cluster": [], "model": {}}',
+        }.items()
+    },
+    **{
+        f"result {name}": ("result.json", what, "result.json")
+        for name, what in {
+            "bytes": BYTES,
+            "empty": b"",
+            "cut": CUT,
+            "[]": b"[]",
+            "folder": FOLDER,
+            "strings": json.dumps(RESULT | {"tokens_per_second": "fast", "steps": "all"}).encode(),
+            "huge": json.dumps(RESULT | {"tokens_per_second": 10**400}).encode(),
+            "versions": json.dumps(RESULT | {"versions": ["torch"]}).encode(),
+        }.items()
+    },
     "result NaN": ("result.json", json.dumps(RESULT | {"tokens_per_second": float("nan"), "final_loss": float("inf")}).encode(), None),
     "result without numbers": ("result.json", b'{"status": "done"}', None),
-    "result zeros": ("result.json", json.dumps(RESULT | dict.fromkeys(("tokens_per_second", "tokens_per_second_iqr", "validation_loss"), 0)
-                                               ).encode(), None),
-    **{f"env {name}": ("env.json", what, None) for name, what in {
-        "bytes": BYTES, "[]": b"[]", "versions": b'{"versions": [1], "git_sha": 5, "git_diff": [], "git_untracked": "x"}'}.items()},
-    **{f"metrics {name}": ("metrics.jsonl", what, None) for name, what in {
-        "bytes": rows()[:900] + BYTES + b"\n" + rows()[900:], "empty": b"", "gone": GONE, "folder": FOLDER, "cut": CUT, "deep": DEEP,
-        "NaN": rows(lambda row: row | {"loss": float("nan") if row["step"] == 5 else row["loss"]}),
-        "all NaN": rows(lambda row: row | {"loss": float("nan"), "grad_norm": float("inf")}),
-        "infinite": rows(lambda row: row | {"loss": float("-inf") if row["step"] % 2 else float("inf")}),
-        "zero": rows(lambda row: row | {"loss": 0.0, "tokens_per_second": 0.0}), "null": rows(lambda row: row | {"loss": None}),
-        "without loss": rows(without("loss")), "without step": rows(without("step")), "without times": rows(without("step_seconds", "lr")),
-        "lists": b"[1, 2]\n[]\n", "strings": rows(lambda row: row | {"loss": "low", "step": "one"}),
-        "huge": rows(lambda row: row | {"loss": 10 ** 400, "step": 10 ** 30}), "large": rows(lambda row: row | {"loss": 1e308}),
-        "backwards": b"".join(reversed(rows().splitlines(True)))}.items()},
-    "events bytes": ("events.jsonl", BYTES, None), "events folder": ("events.jsonl", FOLDER, None),
+    "result zeros": (
+        "result.json",
+        json.dumps(RESULT | dict.fromkeys(("tokens_per_second", "tokens_per_second_iqr", "validation_loss"), 0)).encode(),
+        None,
+    ),
+    **{
+        f"env {name}": ("env.json", what, None)
+        for name, what in {
+            "bytes": BYTES,
+            "[]": b"[]",
+            "versions": b'{"versions": [1], "git_sha": 5, "git_diff": [], "git_untracked": "x"}',
+        }.items()
+    },
+    **{
+        f"metrics {name}": ("metrics.jsonl", what, None)
+        for name, what in {
+            "bytes": rows()[:900] + BYTES + b"\n" + rows()[900:],
+            "empty": b"",
+            "gone": GONE,
+            "folder": FOLDER,
+            "cut": CUT,
+            "deep": DEEP,
+            "NaN": rows(lambda row: row | {"loss": float("nan") if row["step"] == 5 else row["loss"]}),
+            "all NaN": rows(lambda row: row | {"loss": float("nan"), "grad_norm": float("inf")}),
+            "infinite": rows(lambda row: row | {"loss": float("-inf") if row["step"] % 2 else float("inf")}),
+            "zero": rows(lambda row: row | {"loss": 0.0, "tokens_per_second": 0.0}),
+            "null": rows(lambda row: row | {"loss": None}),
+            "without loss": rows(without("loss")),
+            "without step": rows(without("step")),
+            "without times": rows(without("step_seconds", "lr")),
+            "lists": b"[1, 2]\n[]\n",
+            "strings": rows(lambda row: row | {"loss": "low", "step": "one"}),
+            "huge": rows(lambda row: row | {"loss": 10**400, "step": 10**30}),
+            "large": rows(lambda row: row | {"loss": 1e308}),
+            "backwards": b"".join(reversed(rows().splitlines(True))),
+        }.items()
+    },
+    "events bytes": ("events.jsonl", BYTES, None),
+    "events folder": ("events.jsonl", FOLDER, None),
     "events strings": ("events.jsonl", b'{"event": "validation", "step": "last", "validation_loss": []}\n3\n', None),
-    "overrides bytes": ("overrides.txt", BYTES, None), "overrides folder": ("overrides.txt", FOLDER, None),
-    **{f"attempt {name}": ("failed/attempts/1/attempt.json", what, "attempts/1/attempt.json") for name, what in {
-        "bytes": BYTES, "[]": b"[]", "{}": b"{}", "strings": json.dumps(PROCESS | {"started": "yesterday"}).encode(),
-        "never": json.dumps(PROCESS | {"started": 1e300}).encode(), "slurm": json.dumps(PROCESS | {"executor": "slurm"}).encode()}.items()},
-    **{f"ranks {name}": ("failed/attempts/1/ranks.json", what, "attempts/1/ranks.json") for name, what in {
-        "bytes": BYTES, "text": json.dumps(PROCESS | {"ranks": "none"}).encode(),
-        "numbers": json.dumps(PROCESS | {"ranks": [3]}).encode()}.items()},
-    **{f"failed {name}": ("failed/attempts/1/rank_0.json", what, "attempts/1/rank_0.json") for name, what in {
-        "bytes": BYTES, "cut": CUT, "error": json.dumps(PROCESS | {"exit_status": 76, "error": "none"}).encode(),
-        "keys": json.dumps(PROCESS | {"exit_status": 76, "error": {"type": "Out"}}).encode(),
-        "status": json.dumps(PROCESS | {"exit_status": "bad", "error": OOM}).encode()}.items()},
-    **{f"flight {name}": ("failed/attempts/1/flight_0.json", what, None) for name, what in {
-        "bytes": BYTES, "{}": b"{}", "keys": b'{"rank": 0, "time": 5, "timeout": 3, "groups": [], "collectives": 3}'}.items()},
-    "log bytes": ("attempts/1/rank_0.log", BYTES, None), "log folder": ("attempts/1/rank_0.log", FOLDER, None),
-    "beat": ("attempts/1/beat_0.json", b'{"time": "now"}', None), "status": ("attempts/1/status.json", b'{"step": "last"}', None),
-    "cancelled": ("attempts/1/cancelled", b"[]", None), "wandb": ("wandb", b"", None),
-    "attempts file": ("attempts", b"", None), "attempts gone": ("attempts", GONE, None), "attempt file": ("attempts/1", b"", None),
-    "run gone": ("", GONE, None), "run file": ("", b"", None),
-    **{f"manifest {name}": ("manifest", what, "manifest.json") for name, what in {
-        "bytes": BYTES, "empty": b"", "cut": CUT, "[]": b"[]", "{}": b"{}", "folder": FOLDER,
-        "cells": b'{"name": "s", "command": [], "baseline": null, "cells": "all"}',
-        "cell": b'{"name": "s", "command": [], "baseline": null, "cells": [{"name": "fine"}, 3]}',
-        "places": b'{"name": "s", "command": "x", "baseline": 3, "cells": [{"name": [], "directory": 3, "overrides": null}]}',
-        "long": json.dumps({"name": "s", "command": [], "baseline": None, "cells": [
-            {"name": "x", "directory": "x" * 5000, "overrides": []}]}).encode(),
-        "null": json.dumps({"name": "s", "command": [], "baseline": None, "cells": [
-            {"name": "x", "directory": "a\0b", "overrides": []}]}).encode()}.items()},
+    "overrides bytes": ("overrides.txt", BYTES, None),
+    "overrides folder": ("overrides.txt", FOLDER, None),
+    **{
+        f"attempt {name}": ("failed/attempts/1/attempt.json", what, "attempts/1/attempt.json")
+        for name, what in {
+            "bytes": BYTES,
+            "[]": b"[]",
+            "{}": b"{}",
+            "strings": json.dumps(PROCESS | {"started": "yesterday"}).encode(),
+            "never": json.dumps(PROCESS | {"started": 1e300}).encode(),
+            "slurm": json.dumps(PROCESS | {"executor": "slurm"}).encode(),
+        }.items()
+    },
+    **{
+        f"ranks {name}": ("failed/attempts/1/ranks.json", what, "attempts/1/ranks.json")
+        for name, what in {
+            "bytes": BYTES,
+            "text": json.dumps(PROCESS | {"ranks": "none"}).encode(),
+            "numbers": json.dumps(PROCESS | {"ranks": [3]}).encode(),
+        }.items()
+    },
+    **{
+        f"failed {name}": ("failed/attempts/1/rank_0.json", what, "attempts/1/rank_0.json")
+        for name, what in {
+            "bytes": BYTES,
+            "cut": CUT,
+            "error": json.dumps(PROCESS | {"exit_status": 76, "error": "none"}).encode(),
+            "keys": json.dumps(PROCESS | {"exit_status": 76, "error": {"type": "Out"}}).encode(),
+            "status": json.dumps(PROCESS | {"exit_status": "bad", "error": OOM}).encode(),
+        }.items()
+    },
+    **{
+        f"flight {name}": ("failed/attempts/1/flight_0.json", what, None)
+        for name, what in {
+            "bytes": BYTES,
+            "{}": b"{}",
+            "keys": b'{"rank": 0, "time": 5, "timeout": 3, "groups": [], "collectives": 3}',
+        }.items()
+    },
+    "log bytes": ("attempts/1/rank_0.log", BYTES, None),
+    "log folder": ("attempts/1/rank_0.log", FOLDER, None),
+    "beat": ("attempts/1/beat_0.json", b'{"time": "now"}', None),
+    "status": ("attempts/1/status.json", b'{"step": "last"}', None),
+    "cancelled": ("attempts/1/cancelled", b"[]", None),
+    "wandb": ("wandb", b"", None),
+    "attempts file": ("attempts", b"", None),
+    "attempts gone": ("attempts", GONE, None),
+    "attempt file": ("attempts/1", b"", None),
+    "run gone": ("", GONE, None),
+    "run file": ("", b"", None),
+    **{
+        f"manifest {name}": ("manifest", what, "manifest.json")
+        for name, what in {
+            "bytes": BYTES,
+            "empty": b"",
+            "cut": CUT,
+            "[]": b"[]",
+            "{}": b"{}",
+            "folder": FOLDER,
+            "cells": b'{"name": "s", "command": [], "baseline": null, "cells": "all"}',
+            "cell": b'{"name": "s", "command": [], "baseline": null, "cells": [{"name": "fine"}, 3]}',
+            "places": b'{"name": "s", "command": "x", "baseline": 3, "cells": [{"name": [], "directory": 3, "overrides": null}]}',
+            "long": json.dumps(
+                {"name": "s", "command": [], "baseline": None, "cells": [{"name": "x", "directory": "x" * 5000, "overrides": []}]}
+            ).encode(),
+            "null": json.dumps(
+                {"name": "s", "command": [], "baseline": None, "cells": [{"name": "x", "directory": "a\0b", "overrides": []}]}
+            ).encode(),
+        }.items()
+    },
 }
 
 
@@ -94,7 +220,9 @@ def write(path, content):
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
-    """A sweep of three cells (two done, one out of memory) and a run by itself. Returns the folder and their directories by name."""
+    """A sweep of three cells (two done, one out of memory) and a run by itself. Returns the folder and their
+    directories by name.
+    """
     runs, places, cells = tmp_path_factory.mktemp("healthy") / "runs", {}, []
     job = compose_job("debug=tiny", "gpus=1", "steps=12", "metrics.log_every=1")
     for seed, name in enumerate(("fine", "done", "failed", "alone")):
@@ -117,8 +245,10 @@ def healthy(tmp_path_factory):
             write(directory / "result.json", RESULT)
         if name != "alone":
             cells.append({"name": name, "directory": directory.name, "overrides": ["debug=tiny", "gpus=1", f"seed={seed}"], "hash": "-"})
-    write(runs / "_sweeps/table-1/manifest.json", {"name": "table", "created": 0, "command": ["-m"], "baseline": None, "packed": False,
-                                                   "user": "ada", "cells": cells})
+    write(
+        runs / "_sweeps/table-1/manifest.json",
+        {"name": "table", "created": 0, "command": ["-m"], "baseline": None, "packed": False, "user": "ada", "cells": cells},
+    )
     return runs, {name: directory.name for name, directory in places.items()}
 
 
@@ -131,7 +261,7 @@ def damage(runs, places, file, what):
             record = path.with_name("rank_0.json")
             record.write_text(record.read_text().replace("76", "77"))
     if what == CUT:
-        path.write_bytes(path.read_bytes()[:-path.stat().st_size // 3])
+        path.write_bytes(path.read_bytes()[: -path.stat().st_size // 3])
         return
     if path.is_dir():
         shutil.rmtree(path)
@@ -144,24 +274,84 @@ def damage(runs, places, file, what):
 
 HURT = object()  # in a command: the damaged run
 COMMANDS = [
-    ("status",), ("status", "runs"), ("status", "--json"), ("ls",), ("report", "--allow", "seed"), ("report", "table", "--csv"),
-    ("report", "runs", "--md", "--allow", "seed"), ("report", "table", "--html", "-o", "page"), ("report", "--over", "seed"),
-    ("report", HURT), ("logs", HURT), ("logs", HURT, "--guilty"), ("logs", HURT, "-f"), ("diff", HURT, "fine"), ("diff", "fine", HURT),
-    ("compare", HURT, "fine"), ("compare", "fine", HURT), ("retry", "--only", "oom"), ("retry", "runs", "--only", "time"),
-    ("cancel", "--yes"), ("cancel", "runs", "--yes"), ("cancel", "--help"), ("sync", "--dry"), ("sync", "runs", "--dry"),
-    ("flight", HURT), ("checkpoint", "ls", HURT), ("completion", "--words=status "),
+    ("status",),
+    ("status", "runs"),
+    ("status", "--json"),
+    ("ls",),
+    ("report", "--allow", "seed"),
+    ("report", "table", "--csv"),
+    ("report", "runs", "--md", "--allow", "seed"),
+    ("report", "table", "--html", "-o", "page"),
+    ("report", "--over", "seed"),
+    ("report", HURT),
+    ("logs", HURT),
+    ("logs", HURT, "--guilty"),
+    ("logs", HURT, "-f"),
+    ("diff", HURT, "fine"),
+    ("diff", "fine", HURT),
+    ("compare", HURT, "fine"),
+    ("compare", "fine", HURT),
+    ("retry", "--only", "oom"),
+    ("retry", "runs", "--only", "time"),
+    ("cancel", "--yes"),
+    ("cancel", "runs", "--yes"),
+    ("cancel", "--help"),
+    ("sync", "--dry"),
+    ("sync", "runs", "--dry"),
+    ("flight", HURT),
+    ("checkpoint", "ls", HURT),
+    ("completion", "--words=status "),
 ]
 PLOTTED = ("metrics", "result NaN", "result zeros")  # what plots read; drawing takes most of the time
 
 
 # Of each kind of file the damage that others would break on; -m slow has the rest.
 SOONER = {
-    "config bytes", "config cut", "config {}", "config []", "config gone", "config strings", "result bytes", "result []", "result strings",
-    "result NaN", "result zeros", "env bytes", "env versions", "metrics bytes", "metrics gone", "metrics folder", "metrics NaN",
-    "metrics all NaN", "metrics null", "metrics without loss", "metrics lists", "metrics huge", "events bytes", "events strings",
-    "overrides bytes", "attempt bytes", "attempt {}", "attempt never", "ranks numbers", "failed bytes", "failed keys", "failed status",
-    "flight keys", "log folder", "beat", "cancelled", "attempts file", "run file", "manifest bytes", "manifest cut", "manifest []",
-    "manifest {}", "manifest cell", "manifest long"}
+    "config bytes",
+    "config cut",
+    "config {}",
+    "config []",
+    "config gone",
+    "config strings",
+    "result bytes",
+    "result []",
+    "result strings",
+    "result NaN",
+    "result zeros",
+    "env bytes",
+    "env versions",
+    "metrics bytes",
+    "metrics gone",
+    "metrics folder",
+    "metrics NaN",
+    "metrics all NaN",
+    "metrics null",
+    "metrics without loss",
+    "metrics lists",
+    "metrics huge",
+    "events bytes",
+    "events strings",
+    "overrides bytes",
+    "attempt bytes",
+    "attempt {}",
+    "attempt never",
+    "ranks numbers",
+    "failed bytes",
+    "failed keys",
+    "failed status",
+    "flight keys",
+    "log folder",
+    "beat",
+    "cancelled",
+    "attempts file",
+    "run file",
+    "manifest bytes",
+    "manifest cut",
+    "manifest []",
+    "manifest {}",
+    "manifest cell",
+    "manifest long",
+}
 
 
 @pytest.mark.parametrize("name", [name if name in SOONER else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE])

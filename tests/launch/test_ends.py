@@ -1,4 +1,7 @@
-"""How a running job ends: Ctrl-C, kills, errors of one rank, launchers that die or come twice. Real ranks; no process may be left."""
+"""How a running job ends: Ctrl-C, kills, errors of one rank, launchers that die or come twice. Real ranks; no process
+may be left.
+"""
+
 import contextlib
 import json
 import os
@@ -83,16 +86,27 @@ def test_interrupt_ends_a_sweep(launcher):
     assert launcher.processes() == []
 
 
-@pytest.mark.parametrize(("action", "blamed", "status"), [
-    ('raise ValueError("unlucky rank")', "rank 1: ValueError: unlucky rank", 1),
-    pytest.param("os._exit(1)", "rank 1 ended with status 1 and without a word", 1, marks=pytest.mark.slow),
-    ("os.kill(os.getpid(), 9)", "rank 1 was killed by signal 9", 1),
-    pytest.param("import ctypes; ctypes.string_at(0)", "rank 1 was killed by signal 11", 1, marks=pytest.mark.slow),
-    ('import torch; raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")', "rank 1, step 3: OutOfMemoryError", 76),
-    ('raise loop.NotFinite("step 3: loss nan")', "rank 1: step 3: loss nan", 78),
-    pytest.param('raise RuntimeError("stage 1 failed") from MemoryError("no more")', "rank 1, step 3: RuntimeError: stage 1 failed", 76,
-                 marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("action", "blamed", "status"),
+    [
+        ('raise ValueError("unlucky rank")', "rank 1: ValueError: unlucky rank", 1),
+        pytest.param("os._exit(1)", "rank 1 ended with status 1 and without a word", 1, marks=pytest.mark.slow),
+        ("os.kill(os.getpid(), 9)", "rank 1 was killed by signal 9", 1),
+        pytest.param("import ctypes; ctypes.string_at(0)", "rank 1 was killed by signal 11", 1, marks=pytest.mark.slow),
+        (
+            'import torch; raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")',
+            "rank 1, step 3: OutOfMemoryError",
+            76,
+        ),
+        ('raise loop.NotFinite("step 3: loss nan")', "rank 1: step 3: loss nan", 78),
+        pytest.param(
+            'raise RuntimeError("stage 1 failed") from MemoryError("no more")',
+            "rank 1, step 3: RuntimeError: stage 1 failed",
+            76,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, status):
     launcher.sabotage_step_3(1, action)
     failed = launcher.run(*launcher.ENDLESS, "gpus=3", "data.global_batch=6")
@@ -104,9 +118,13 @@ def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, statu
 
 
 def test_peers_of_a_dead_rank_are_ended(launcher):
-    """The launcher also ends peers that would never notice: here they sleep, as one that waits in a collective for ever does."""
-    launcher.sabotage("import time\nif rank != 1: trainer.Trainer.update = lambda self, *given: time.sleep(1000)\n"
-                      "else: trainer.Trainer.update = lambda self, *given: time.sleep(1) or os._exit(1)")
+    """The launcher also ends peers that would never notice: here they sleep, as one that waits in a collective for ever
+    does.
+    """
+    launcher.sabotage(
+        "import time\nif rank != 1: trainer.Trainer.update = lambda self, *given: time.sleep(1000)\n"
+        "else: trainer.Trainer.update = lambda self, *given: time.sleep(1) or os._exit(1)"
+    )
     process = launcher.start(*launcher.ENDLESS, "gpus=3", "data.global_batch=6")
     launcher.wait(lambda: (launcher.attempt() / "rank_1.json").exists())
     launcher.wait(lambda: not os.path.exists(f"/proc/{launcher.rank(1)['pid']}"))
@@ -131,8 +149,10 @@ def test_rank_that_dies_while_importing(launcher):
     assert failed.returncode == 1 and "ended with status 3 and without a word" in failed.stderr
     folder = launcher.folder.parent / "early"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text("import os, sys\nif os.environ.get('SUBMITIT_LOCAL_GLOBALID') == '1':\n"
-                                             "    print('no such module', file=sys.stderr, flush=True); os._exit(4)")
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('SUBMITIT_LOCAL_GLOBALID') == '1':\n"
+        "    print('no such module', file=sys.stderr, flush=True); os._exit(4)"
+    )
     launcher.env["PYTHONPATH"] = str(folder)
     failed = launcher.run(*launcher.ENDLESS, "gpus=2", "seed=1")
     assert failed.returncode == 1, failed.stderr
@@ -190,8 +210,11 @@ def test_time_limit_saves_and_stops(launcher):
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     line = (*launcher.TINY, "metrics=wandb", "metrics.log_every=1", "steps=60", "checkpoint.interval=8")
-    launcher.sabotage("import time; update = trainer.Trainer.update\n"
-                      "trainer.Trainer.update = lambda self, *given: (time.sleep(0.05), update(self, *given))")  # to be killed on its way
+    launcher.sabotage(
+        "import time; update = trainer.Trainer.update\n"
+        # to be killed on its way
+        "trainer.Trainer.update = lambda self, *given: (time.sleep(0.05), update(self, *given))"
+    )
     for attempt in range(1, kills + 1):
         process = launcher.start(*line)
         launcher.wait_for_step(14 * attempt, attempt)
@@ -203,6 +226,7 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     assert done.returncode == 0, done.stderr
     (folder,) = (launcher.run_directory / "wandb").glob("offline-run-*")
     assert folder.name.rpartition("-")[2] == launcher.run_directory.name.rpartition("-")[2]
+
     def steps():
         rows = (row["_step"] for file in folder.glob("*.wandb") for row in wandb_file.rows(file))
         return list(dict.fromkeys(rows))  # twice where a checkpoint's row joins

@@ -1,4 +1,7 @@
-"""`titan extend`: the new run is bitwise the one that had so many steps from its start on, or nothing is started and a line says why."""
+"""`titan extend`: the new run is bitwise the one that had so many steps from its start on, or nothing is started and a
+line says why.
+"""
+
 import json
 import shlex
 from types import SimpleNamespace
@@ -16,8 +19,14 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import show
 from titan_hydra.launch.worker import load_job
 
-WSD = ("debug=tiny", "precision=fp32", "lr_scheduler.decay_ratio=0.25", "checkpoint.interval=4", "checkpoint.keep_latest_k=0",
-       "cluster=inline")
+WSD = (
+    "debug=tiny",
+    "precision=fp32",
+    "lr_scheduler.decay_ratio=0.25",
+    "checkpoint.interval=4",
+    "checkpoint.keep_latest_k=0",
+    "cluster=inline",
+)
 
 
 def learned(directory):
@@ -28,8 +37,11 @@ def learned(directory):
 
 def weights(step):
     reader = Reader(step)
-    return {name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
-            for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
+    return {
+        name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
+        for name, entry in reader.metadata.state_dict_metadata.items()
+        if name.startswith("model.")
+    }
 
 
 def test_the_default_run_leaves_a_checkpoint_from_which_a_longer_one_goes_on():
@@ -41,8 +53,12 @@ def test_the_default_run_leaves_a_checkpoint_from_which_a_longer_one_goes_on():
 
 def test_an_extended_run_is_the_longer_run_bitwise(launcher):
     assert launcher.run("-m", *WSD, "steps=12,20").returncode == 0
-    short, whole = (file.parent for steps in (12, 20) for file in launcher.folder.glob("runs/*/config.json")
-                    if json.loads(file.read_text())["steps"] == steps)
+    short, whole = (
+        file.parent
+        for steps in (12, 20)
+        for file in launcher.folder.glob("runs/*/config.json")
+        if json.loads(file.read_text())["steps"] == steps
+    )
     extend = ("-m", "titan_hydra.cli", "extend", short.name, "steps=20")
     done = launcher.python(*extend)
     assert done.returncode == 0, done.stderr
@@ -62,7 +78,9 @@ def test_an_extended_run_is_the_longer_run_bitwise(launcher):
 
 @pytest.fixture
 def a_run(tmp_path, monkeypatch, capsys):
-    """A function that makes a run directory with checkpoints of these steps, and one that types `titan extend` there."""
+    """A function that makes a run directory with checkpoints of these steps, and one that types `titan extend`
+    there.
+    """
     monkeypatch.chdir(tmp_path)
 
     def make(*overrides, steps=(4, 8, 12)):
@@ -88,18 +106,21 @@ def a_run(tmp_path, monkeypatch, capsys):
 SCHEDULES = {"wsd": ["lr_scheduler.decay_ratio=0.25"], "constant": ["lr_scheduler=constant"], "cosine": ["lr_scheduler=cosine"]}
 
 
-@pytest.mark.parametrize("schedule, steps, origin", [
-    ("wsd", 40, 8),  # the rate of 12 steps falls after step 10
-    ("wsd", 10, 8),  # a decay that begins earlier, from the same checkpoint
-    ("wsd", 8, 4),
-    ("constant", 40, 12),
-    ("constant", 13, 12),
-    ("constant", 12, "steps=12: is what the run has"),
-    ("wsd", 4, "no checkpoint before step 4"),
-    ("wsd", 5, 4),
-    ("cosine", 40, "differ from step 3 on"),
-    ("cosine", 0, "steps=0"),
-])
+@pytest.mark.parametrize(
+    "schedule, steps, origin",
+    [
+        ("wsd", 40, 8),  # the rate of 12 steps falls after step 10
+        ("wsd", 10, 8),  # a decay that begins earlier, from the same checkpoint
+        ("wsd", 8, 4),
+        ("constant", 40, 12),
+        ("constant", 13, 12),
+        ("constant", 12, "steps=12: is what the run has"),
+        ("wsd", 4, "no checkpoint before step 4"),
+        ("wsd", 5, 4),
+        ("cosine", 40, "differ from step 3 on"),
+        ("cosine", 0, "steps=0"),
+    ],
+)
 def test_the_checkpoint_is_the_newest_with_the_same_rates_before_it(a_run, schedule, steps, origin):
     make, extend = a_run
     directory = make(*SCHEDULES[schedule])
@@ -161,15 +182,18 @@ def test_fewer_ranks_go_on_as_the_page_says(launcher):
     assert refused.returncode == 2 and "data.global_batch" in refused.stdout + refused.stderr, refused.stdout + refused.stderr
 
 
-@pytest.mark.parametrize("overrides, words, message", [
-    ((), ["optimizer.lr=1"], "own line and optimizer.lr=1 checkpoint.initial_load_path=RUN checkpoint.exclude_from_loading=[]"),
-    ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
-    ((), ["steps=many"], "steps=many: must be a whole number"),
-    ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: must be a whole number"),
-    ((), ["checkpoint.interval=5"], "steps: how many?"),
-    (("checkpoint=off",), ["steps=20"], "no complete checkpoint"),
-    (("fault_tolerance=diloco", "fault_tolerance.replicas=2"), ["steps=20"], "fault_tolerance=diloco"),
-])
+@pytest.mark.parametrize(
+    "overrides, words, message",
+    [
+        ((), ["optimizer.lr=1"], "own line and optimizer.lr=1 checkpoint.initial_load_path=RUN checkpoint.exclude_from_loading=[]"),
+        ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
+        ((), ["steps=many"], "steps=many: must be a whole number"),
+        ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: must be a whole number"),
+        ((), ["checkpoint.interval=5"], "steps: how many?"),
+        (("checkpoint=off",), ["steps=20"], "no complete checkpoint"),
+        (("fault_tolerance=diloco", "fault_tolerance.replicas=2"), ["steps=20"], "fault_tolerance=diloco"),
+    ],
+)
 def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
     make, extend = a_run
     status, _, err = extend(make(*overrides, steps=[] if "checkpoint=off" in overrides else [8]), *words)

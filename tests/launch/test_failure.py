@@ -1,4 +1,5 @@
 """Which exit status an exception has, and which rank of many is to blame."""
+
 import errno
 import json
 from itertools import permutations
@@ -24,26 +25,29 @@ def raised(error, cause=None):
         return caught
 
 
-@pytest.mark.parametrize(("error", "status", "secondary"), [
-    (ValueError("no"), 1, False),
-    (ConfigError("no"), 2, False),
-    (Stopped("as asked"), 75, False),
-    (NotFinite("nan"), 78, False),
-    (torch.OutOfMemoryError("CUDA out of memory"), 76, False),
-    (MemoryError(), 76, False),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory"), 76, False),
-    (raised(RuntimeError("[Stage 0] failed to run forward"), torch.OutOfMemoryError("CUDA out of memory")), 76, False),
-    (GLOO_CLOSED, 1, True),
-    (GLOO_LATE, 77, True),
-    (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), 1, True),
-    (dist.DistStoreError("wait timeout after 300000ms, keys: /0"), 77, True),
-    (ConnectionResetError(), 1, True),
-    (ValueError("timed out of patience"), 1, False),
-    (SystemExit(), 0, False),
-    (SystemExit(78), 78, False),
-    (SystemExit("words"), 1, False),
-    (KeyboardInterrupt(), 130, False),
-])
+@pytest.mark.parametrize(
+    ("error", "status", "secondary"),
+    [
+        (ValueError("no"), 1, False),
+        (ConfigError("no"), 2, False),
+        (Stopped("as asked"), 75, False),
+        (NotFinite("nan"), 78, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), 76, False),
+        (MemoryError(), 76, False),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory"), 76, False),
+        (raised(RuntimeError("[Stage 0] failed to run forward"), torch.OutOfMemoryError("CUDA out of memory")), 76, False),
+        (GLOO_CLOSED, 1, True),
+        (GLOO_LATE, 77, True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), 1, True),
+        (dist.DistStoreError("wait timeout after 300000ms, keys: /0"), 77, True),
+        (ConnectionResetError(), 1, True),
+        (ValueError("timed out of patience"), 1, False),
+        (SystemExit(), 0, False),
+        (SystemExit(78), 78, False),
+        (SystemExit("words"), 1, False),
+        (KeyboardInterrupt(), 130, False),
+    ],
+)
 def test_status_of_an_exception(error, status, secondary):
     found, record = describe(error)
     assert (found, record["secondary"]) == (status, secondary)
@@ -59,6 +63,7 @@ def test_real_allocation_failure_is_out_of_memory():
 @pytest.fixture
 def attempt(tmp_path):
     """Writes what ranks said and what their parent saw: {rank: (exception or None, time, exit status, killed)}."""
+
     def write(ranks):
         seen = []
         for rank, (error, at, status, killed) in ranks.items():
@@ -72,11 +77,14 @@ def attempt(tmp_path):
             seen.append({"exit_status": status, "ended": at, "killed": killed})
         (tmp_path / "ranks.json").write_text(json.dumps({"ranks": seen}))
         return guilty(tmp_path)
+
     return write
 
 
 def write_slurm(folder, log, **errors):
-    """What an attempt under SLURM leaves: slurm.log, and files of four ranks that were started; those in `errors` said why they ended."""
+    """What an attempt under SLURM leaves: slurm.log, and files of four ranks that were started; those in `errors` said
+    why they ended.
+    """
     for rank in range(4):
         code, record = describe(errors[f"rank{rank}"]) if f"rank{rank}" in errors else (None, None)
         spoken = {"exit_status": int(code), "error": {**record, "time": 5.0}} if record else {}
@@ -141,22 +149,25 @@ MEMORY = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\nsrun: err
 SCANCEL = "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-11-21T10:00 ***\n"
 
 
-@pytest.mark.parametrize(("log", "state", "kind", "status", "rank", "host"), [
-    (KILLED, "FAILED", Kind.KILLED, 1, 3, "node1"),
-    (KILLED, None, Kind.KILLED, 1, 3, "node1"),
-    ("srun: error: node0: task 1: Exited with exit code 1\n", "FAILED", Kind.BUG, 1, 1, "node0"),
-    ("srun: error: node0: task 1: Segmentation fault (core dumped)\n" + KILLED, "FAILED", Kind.BUG, 1, 1, "node0"),
-    (KILLED, "NODE_FAIL", Kind.NODE, 79, None, None),
-    (NODE + KILLED, None, Kind.NODE, 79, None, "node1"),
-    ("", "TIMEOUT", Kind.TIME_LIMIT, 75, None, None),
-    (TIME + KILLED, None, Kind.TIME_LIMIT, 75, None, None),
-    (TIME, "FAILED", Kind.TIME_LIMIT, 75, None, None),
-    ("", "CANCELLED", Kind.KILLED, 75, None, None),
-    (SCANCEL + KILLED, None, Kind.KILLED, 75, None, None),
-    (MEMORY, "FAILED", Kind.OUT_OF_MEMORY, 76, None, "node1"),
-    ("", "OUT_OF_MEMORY", Kind.OUT_OF_MEMORY, 76, None, None),
-    ("bash: line 3: /opt/python: No such file\n", "FAILED", Kind.UNKNOWN, 1, None, None),
-])
+@pytest.mark.parametrize(
+    ("log", "state", "kind", "status", "rank", "host"),
+    [
+        (KILLED, "FAILED", Kind.KILLED, 1, 3, "node1"),
+        (KILLED, None, Kind.KILLED, 1, 3, "node1"),
+        ("srun: error: node0: task 1: Exited with exit code 1\n", "FAILED", Kind.BUG, 1, 1, "node0"),
+        ("srun: error: node0: task 1: Segmentation fault (core dumped)\n" + KILLED, "FAILED", Kind.BUG, 1, 1, "node0"),
+        (KILLED, "NODE_FAIL", Kind.NODE, 79, None, None),
+        (NODE + KILLED, None, Kind.NODE, 79, None, "node1"),
+        ("", "TIMEOUT", Kind.TIME_LIMIT, 75, None, None),
+        (TIME + KILLED, None, Kind.TIME_LIMIT, 75, None, None),
+        (TIME, "FAILED", Kind.TIME_LIMIT, 75, None, None),
+        ("", "CANCELLED", Kind.KILLED, 75, None, None),
+        (SCANCEL + KILLED, None, Kind.KILLED, 75, None, None),
+        (MEMORY, "FAILED", Kind.OUT_OF_MEMORY, 76, None, "node1"),
+        ("", "OUT_OF_MEMORY", Kind.OUT_OF_MEMORY, 76, None, None),
+        ("bash: line 3: /opt/python: No such file\n", "FAILED", Kind.UNKNOWN, 1, None, None),
+    ],
+)
 def test_slurms_word_where_no_rank_has_spoken(tmp_path, log, state, kind, status, rank, host):
     failure = guilty(write_slurm(tmp_path, log), state)
     assert (failure.kind, failure.status, failure.rank, failure.host) == (kind, status, rank, host)
@@ -229,13 +240,16 @@ def test_preempted_too_often(tmp_path):
     assert (failure.kind, failure.status) == (Kind.PREEMPTED, 75)
 
 
-@pytest.mark.parametrize(("overrides", "hint"), [
-    (("model=llama3_8b", "gpus=1"), "ac=lean"),
-    (("model=llama3_8b", "gpus=1", "ac=lean"), "ac=op"),
-    (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=8"), "data.local_batch=4 data.global_batch=8"),
-    (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=1"), "more ranks"),
-    (("model=llama3_8b", "gpus=2", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "data.local_batch=2 data.global_batch=4"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (("model=llama3_8b", "gpus=1"), "ac=lean"),
+        (("model=llama3_8b", "gpus=1", "ac=lean"), "ac=op"),
+        (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=8"), "data.local_batch=4 data.global_batch=8"),
+        (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=1"), "more ranks"),
+        (("model=llama3_8b", "gpus=2", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "data.local_batch=2 data.global_batch=4"),
+    ],
+)
 def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     attempt = tmp_path / "attempts" / "1"
     attempt.mkdir(parents=True)
@@ -249,10 +263,16 @@ def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     assert (failure.kind, failure.line) == (Kind.OUT_OF_MEMORY, "rank 2, step 0: peak 93.1 of 94.5 GiB") and failure.hint.startswith(hint)
 
 
-@pytest.mark.parametrize("error", [
-    CheckpointError("the checkpoint of step 4 could not be written to /runs/a: rank 0: No space left on device; there is no earlier one"),
-    OSError(errno.ENOSPC, "No space left on device"), raised(RuntimeError("a writer failed"), OSError(errno.EDQUOT, "Disk quota exceeded")),
-])
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError(
+            "the checkpoint of step 4 could not be written to /runs/a: rank 0: No space left on device; there is no earlier one"
+        ),
+        OSError(errno.ENOSPC, "No space left on device"),
+        raised(RuntimeError("a writer failed"), OSError(errno.EDQUOT, "Disk quota exceeded")),
+    ],
+)
 def test_a_full_disk_is_a_class_of_its_own(tmp_path, error):
     attempt = tmp_path / "a run" / "attempts" / "1"
     attempt.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""Hang drills: real ranks of which one skips an operation, sleeps or dies; `titan flight` names it, the operation, the mesh, the step."""
+"""Hang drills: real ranks of which one skips an operation, sleeps or dies; `titan flight` names it, the operation, the
+mesh, the step.
+"""
+
 import json
 import re
 import shutil
@@ -57,7 +60,10 @@ AT_WORK = AT_STEP_4.format(rank=-1, action="pass")  # counts steps
 
 @pytest.fixture
 def drill(launcher):
-    """`drill(code, *overrides)` runs it to its end. Returns launch.py's exit status and error, and what `titan flight` says."""
+    """`drill(code, *overrides)` runs it to its end. Returns launch.py's exit status and error, and what `titan flight`
+    says.
+    """
+
     def run(code, *overrides):
         launcher.sabotage(code)
         failed = launcher.run(*launcher.TINY, "steps=10", "comm.train_timeout_seconds=5", *overrides)
@@ -65,6 +71,7 @@ def drill(launcher):
         launcher.env["PYTHONPATH"] = str(launcher.ROOT)
         said = launcher.python("-m", "titan_hydra.cli", "flight", str(launcher.run_directory))
         return failed.returncode, failed.stderr, said.stdout
+
     return run
 
 
@@ -77,13 +84,22 @@ def test_a_rank_that_sleeps(drill):
     assert said.rstrip().endswith(" sabotaged")  # where it sleeps
 
 
-@pytest.mark.parametrize(("code", "layout", "rank", "operation"), [
-    pytest.param(SKIP_TP + AT_STEP_4.format(rank=1, action="Skip().__enter__()"), FSDP_TP, 1, "all_reduce number {} of tp (ranks 0, 1)",
-                 marks=pytest.mark.slow),
-    pytest.param(AT_WORK + SKIP_FSDP, FSDP_TP, 1, "all_reduce number {} of dp_shard (ranks 1, 3)",  # as gloo scatters sums
-                 marks=pytest.mark.slow),
-    (AT_WORK + SKIP_PP, ("gpus=2", "parallelism=pp", "parallelism.pp=2"), 0, "send to rank 1 number {} of pp (ranks 0, 1)"),
-], ids=["tp", "fsdp", "pp"])
+@pytest.mark.parametrize(
+    ("code", "layout", "rank", "operation"),
+    [
+        pytest.param(
+            SKIP_TP + AT_STEP_4.format(rank=1, action="Skip().__enter__()"),
+            FSDP_TP,
+            1,
+            "all_reduce number {} of tp (ranks 0, 1)",
+            marks=pytest.mark.slow,
+        ),
+        # as gloo scatters sums
+        pytest.param(AT_WORK + SKIP_FSDP, FSDP_TP, 1, "all_reduce number {} of dp_shard (ranks 1, 3)", marks=pytest.mark.slow),
+        (AT_WORK + SKIP_PP, ("gpus=2", "parallelism=pp", "parallelism.pp=2"), 0, "send to rank 1 number {} of pp (ranks 0, 1)"),
+    ],
+    ids=["tp", "fsdp", "pp"],
+)
 def test_a_rank_that_skips_an_operation(drill, code, layout, rank, operation):
     status, error, said = drill(code, *layout)
     assert status == 77, error

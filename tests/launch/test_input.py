@@ -1,4 +1,7 @@
-"""Bad input through the real launch.py: the same lines as in one process (tests/config/test_fuzz.py), status 2, and nothing written."""
+"""Bad input through the real launch.py: the same lines as in one process (tests/config/test_fuzz.py), status 2, and
+nothing written.
+"""
+
 import random
 
 import pytest
@@ -18,13 +21,16 @@ def test_a_line_is_refused_as_the_corpus_says(launcher, number):
         assert (done.returncode, done.stdout, bool(said), list(launcher.folder.iterdir())) == (2, "", True, []), overrides
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["debug=tiny", "-m", "seed=range(0,0)"], "seed=range(0,0): no value, so the sweep has no cell\n"),
-    (["-m", "optimizer=glob(zzz*)"], "optimizer=glob(zzz*): no value, so the sweep has no cell\n"),
-    (["name=${nosuch.key}"], "name=${nosuch.key}: Interpolation key 'nosuch.key' not found\n"),
-    (["data=chat", "data.path=/", "launch.mode=dry"], "data.path=/: would be every file of this machine\n"),
-    (["paths.runs=/proc/x", "launch.mode=dry"], "paths.runs=/proc/x: cannot be written: No such file or directory\n"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["debug=tiny", "-m", "seed=range(0,0)"], "seed=range(0,0): no value, so the sweep has no cell\n"),
+        (["-m", "optimizer=glob(zzz*)"], "optimizer=glob(zzz*): no value, so the sweep has no cell\n"),
+        (["name=${nosuch.key}"], "name=${nosuch.key}: Interpolation key 'nosuch.key' not found\n"),
+        (["data=chat", "data.path=/", "launch.mode=dry"], "data.path=/: would be every file of this machine\n"),
+        (["paths.runs=/proc/x", "launch.mode=dry"], "paths.runs=/proc/x: cannot be written: No such file or directory\n"),
+    ],
+)
 def test_what_only_the_whole_command_line_shows_is_one_line(launcher, arguments, text):
     done = launcher.run(*arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", text)

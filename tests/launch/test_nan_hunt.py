@@ -1,4 +1,5 @@
 """debug=nan_hunt names what is not finite first, on any layout, and the rank that it began on."""
+
 import pytest
 
 POISON_GRADIENT = """
@@ -37,23 +38,30 @@ def last_words(launcher) -> str:
     return launcher.rank(0)["error"]["message"]
 
 
-@pytest.mark.parametrize("layout", ["parallelism=fsdp", *(pytest.param(other, marks=pytest.mark.slow)
-                                                            for other in ("parallelism=tp", "parallelism=pp pp_schedule=1f1b"))])
+@pytest.mark.parametrize(
+    "layout",
+    ["parallelism=fsdp", *(pytest.param(other, marks=pytest.mark.slow) for other in ("parallelism=tp", "parallelism=pp pp_schedule=1f1b"))],
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_named(launcher, layout):
     launcher.sabotage(POISON_GRADIENT.format(name="layers.1.attention.wq.weight"))
     done = launcher.run(*launcher.TINY, "gpus=2", "debug.nan_hunt=true", *layout.split())
     assert done.returncode == 78, done.stderr
     assert "step 3: " in last_words(launcher)
-    assert ("nan_hunt: first not finite is the gradient of parameter weight of module layers.1.attention.wq "
-            "(layers.1.attention.wq.weight), on rank 1 (1 of ") in last_words(launcher)
+    assert (
+        "nan_hunt: first not finite is the gradient of parameter weight of module layers.1.attention.wq "
+        "(layers.1.attention.wq.weight), on rank 1 (1 of "
+    ) in last_words(launcher)
     assert "layers.1.attention.wq.weight" in done.stderr
     assert launcher.rank(1)["error"]["message"] == last_words(launcher)
 
 
-@pytest.mark.parametrize(("forward", "backward", "expected"), [
-    ("float('inf')", "1", "what comes out of module layers.0.feed_forward.w2, on rank 1"),
-    ("1", "float('nan')", "what comes out of the backward of module layers.0.feed_forward.w2, on rank 1"),
-])
+@pytest.mark.parametrize(
+    ("forward", "backward", "expected"),
+    [
+        ("float('inf')", "1", "what comes out of module layers.0.feed_forward.w2, on rank 1"),
+        ("1", "float('nan')", "what comes out of the backward of module layers.0.feed_forward.w2, on rank 1"),
+    ],
+)
 def test_a_module_that_breaks_on_one_rank_is_named(launcher, forward, backward, expected):
     """Though the sums over ranks carry it into every gradient and parameter."""
     launcher.sabotage(POISON_OUTPUT.format(name="layers.0.feed_forward.w2", forward=forward, backward=backward))

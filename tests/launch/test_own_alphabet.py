@@ -1,4 +1,5 @@
 """docs/own-alphabet.md: its lines run as they stand, from a FASTA file to the likelihood of variants and an export."""
+
 import json
 import random
 import re
@@ -19,11 +20,18 @@ def sequences(number, dice):
 
 @pytest.mark.slow
 def test_the_page_runs_as_it_stands(launcher):
-    letters, variants, load = (re.search(rf"```{kind}\n({begin}.*?)```", PAGE, re.S)[1]
-                               for kind, begin in (("python", "from tokenizers"), ("json", ""), ("python", "from transformers")))
+    letters, variants, load = (
+        re.search(rf"```{kind}\n({begin}.*?)```", PAGE, re.S)[1]
+        for kind, begin in (("python", "from tokenizers"), ("json", ""), ("python", "from transformers"))
+    )
     dice = random.Random(0)
-    texts = {"letters.py": letters, "variants.jsonl": variants, "load.py": load, "train.fasta": sequences(200, dice),
-             "held_out.fasta": sequences(20, dice)}
+    texts = {
+        "letters.py": letters,
+        "variants.jsonl": variants,
+        "load.py": load,
+        "train.fasta": sequences(200, dice),
+        "held_out.fasta": sequences(20, dice),
+    }
     for name, text in texts.items():
         (launcher.folder / name).write_text(text)
     said = {}

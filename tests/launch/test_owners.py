@@ -1,4 +1,5 @@
 """What belongs to a colleague and may not be read or written is one line with its owner and mode, never a traceback."""
+
 import json
 import os
 import shutil
@@ -35,16 +36,33 @@ def lab(tmp_path_factory):
     """A folder with three runs, one of them a sweep's, and the words that start one of them."""
     folder = tmp_path_factory.mktemp("lab")
     for words in (["name=mine"], ["name=theirs"], ["-m", "name=swept", "seed=1,2"]):
-        done = subprocess.run([sys.executable, str(ROOT / "launch.py"), "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", *words],
-                              cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "launch.py"), "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", *words],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-@pytest.mark.parametrize("words", [
-    ["status"], ["ls"], ["report"], ["logs", "mine"], ["retry"], ["extend", "mine", "steps=4"], ["cancel"], ["diff", "mine", "theirs"],
-    ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=mine"], ["launch.py", "debug=tiny", "launch.mode=dry"],
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status"],
+        ["ls"],
+        ["report"],
+        ["logs", "mine"],
+        ["retry"],
+        ["extend", "mine", "steps=4"],
+        ["cancel"],
+        ["diff", "mine", "theirs"],
+        ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=mine"],
+        ["launch.py", "debug=tiny", "launch.mode=dry"],
+    ],
+)
 def test_a_closed_folder_of_runs_is_one_line(lab, words):
     give(lab / "runs", 0o700)
     try:
@@ -67,11 +85,17 @@ def test_a_closed_run_among_others_has_a_line(lab):
         assert status == 0 and "4 cells: 3 done, 1 damaged" in out and f"{theirs} {ALICE}" in out, out + err
         assert err == f"{manifest} cannot be read: its sweep is left out\n"
         assert json.loads(run(lab, "status", "--json")[1])["cells"]
-        for words in (["report", "theirs"], ["logs", "theirs"], ["extend", "theirs", "steps=4"], ["diff", "mine", "theirs"],
-                      ["checkpoint", "ls", "theirs"],
-                      ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=theirs"]):
+        for words in (
+            ["report", "theirs"],
+            ["logs", "theirs"],
+            ["extend", "theirs", "steps=4"],
+            ["diff", "mine", "theirs"],
+            ["checkpoint", "ls", "theirs"],
+            ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=theirs"],
+        ):
             status, out, err = run(lab, *words)
-            said = err.replace(f"{manifest} cannot be read: its sweep is left out\n", "")  # once for each of two targets
+            # once for each of two targets
+            said = err.replace(f"{manifest} cannot be read: its sweep is left out\n", "")
             assert (status, said.count("\n")) == (2, 1) and f"{theirs} {ALICE}, drwx------" in said, (words, out, err)
     finally:
         os.chown(theirs, 0, 0)

@@ -1,4 +1,7 @@
-"""A wheel is enough: installed away from the checkout, `titan init` writes a project whose launch.py, test and sweep run."""
+"""A wheel is enough: installed away from the checkout, `titan init` writes a project whose launch.py, test and sweep
+run.
+"""
+
 import json
 import os
 import shutil
@@ -14,7 +17,9 @@ BUILD = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "t
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The wheel of this checkout, installed into a folder of its own: `run(folder, *command)` starts a command that finds it there."""
+    """The wheel of this checkout, installed into a folder of its own: `run(folder, *command)` starts a command that
+    finds it there.
+    """
     place = tmp_path_factory.mktemp("wheel")
     (place / "source").mkdir()
     for name in BUILD:  # a build writes into its folder, and would take what an earlier one has left
@@ -35,12 +40,17 @@ def site(tmp_path_factory):
 
 
 def test_the_wheel_has_every_option_of_the_checkout(site, tmp_path):
-    code = ("import titan_hydra; from titan_hydra.config.files import CONF; print(CONF)\n"
-            "print(*sorted(str(file.relative_to(CONF)) for file in CONF.rglob('*.*')))")
+    code = (
+        "import titan_hydra; from titan_hydra.config.files import CONF; print(CONF)\n"
+        "print(*sorted(str(file.relative_to(CONF)) for file in CONF.rglob('*.*')))"
+    )
     conf, files = site(tmp_path, "-c", code).stdout.splitlines()
     assert conf.endswith("site/titan_hydra/conf")
-    assert files.split() == sorted(str(file.relative_to(ROOT / "conf")) for file in [
-        *(ROOT / "conf").rglob("*.*"), *(ROOT / "conf/sweeps").glob("*.*")] if file.is_file())
+    assert files.split() == sorted(
+        str(file.relative_to(ROOT / "conf"))
+        for file in [*(ROOT / "conf").rglob("*.*"), *(ROOT / "conf/sweeps").glob("*.*")]
+        if file.is_file()
+    )
 
 
 def test_a_project_of_ones_own_runs_with_the_installed_package_alone(site, tmp_path):
@@ -64,8 +74,17 @@ def test_the_test_and_the_sweep_of_a_new_project_pass_and_its_model_is_verified(
     assert test.returncode == 0 and "1 passed" in test.stdout, test.stdout
     sweep = site(tmp_path / "mylab", "launch.py", "+sweeps=blocks")
     assert sweep.returncode == 0 and sweep.stdout.count("done, 20 steps") == 2, sweep.stdout + sweep.stderr
-    proof = site(tmp_path / "mylab", "-m", "titan_hydra.cli", "verify", "--only", "simple_fsdp 2, tied", "--config-dir", "conf",
-                 "model=parallel_llama")
+    proof = site(
+        tmp_path / "mylab",
+        "-m",
+        "titan_hydra.cli",
+        "verify",
+        "--only",
+        "simple_fsdp 2, tied",
+        "--config-dir",
+        "conf",
+        "model=parallel_llama",
+    )
     assert proof.returncode == 0 and "simple_fsdp 2, tied embeddings" in proof.stdout, proof.stdout + proof.stderr
 
 

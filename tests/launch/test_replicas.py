@@ -1,4 +1,5 @@
 """Replica groups under launch.py: real processes, killed. The others go on, and who comes back has their weights."""
+
 import json
 import os
 import signal
@@ -24,9 +25,12 @@ trainer.Trainer.update = slowly
 
 
 # A group that is started again takes longer than the others wait for it.
-SLOWLY = slow_steps(0.4, """if os.path.exists("killed"):
+SLOWLY = slow_steps(
+    0.4,
+    """if os.path.exists("killed"):
     time.sleep(8)
-""")
+""",
+)
 # In one group, amid an exchange of gradients, so that each of the others is somewhere else in the same exchange.
 AMID = """
 from titan_hydra.fault_tolerance.per_step import PerStep
@@ -141,7 +145,8 @@ def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher
     assert_equal_weights(launcher, 3)
     assert restarts(launcher) == [1, 0, 0]
     assert steps(launcher, 1) == list(range(1, 101))
-    rejoined = meetings(launcher.run_directory, "quorum")[-1]  # the rows of its first life, which had no checkpoint, are kept
+    # the rows of its first life, which had no checkpoint, are kept
+    rejoined = meetings(launcher.run_directory, "quorum")[-1]
     made = [step for step in steps(launcher, 0) if step <= rejoined["step"]]
     assert 3 < len(made) == made[-1] < rejoined["step"] == rejoined["caught_up"]
     assert steps(launcher, 0) == [*made, *range(rejoined["step"] + 1, 101)]

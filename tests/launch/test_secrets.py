@@ -1,4 +1,5 @@
 """Secrets of the launcher's environment and of the checkout reach no file of a run."""
+
 import shutil
 import subprocess
 
@@ -9,7 +10,9 @@ GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org")
 
 
 def test_no_secret_is_in_what_a_run_leaves(launcher):
-    """A checkout whose diff has secrets, an environment that has them, and a run that logs to wandb, fails once, and resumes."""
+    """A checkout whose diff has secrets, an environment that has them, and a run that logs to wandb, fails once, and
+    resumes.
+    """
     checkout = launcher.folder / "checkout"
     for name in ("titan_hydra", "conf", "sweeps"):
         if (ROOT / name).is_dir():
@@ -18,8 +21,10 @@ def test_no_secret_is_in_what_a_run_leaves(launcher):
     for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "all")):
         subprocess.run([*GIT, *command], cwd=checkout, check=True)
     with (checkout / "launch.py").open("a") as file:
-        file.write("".join(f'# {name} = "{value}"\n' for name, value in SECRETS.items()) + 'WANDB_API_KEY = "fedcba9876543210"\n'
-                   'import os; os.environ["PGPASSWORD"] = "opensesame"\nURL = "s3://me:opensesame@host/"\n')
+        file.write(
+            "".join(f'# {name} = "{value}"\n' for name, value in SECRETS.items()) + 'WANDB_API_KEY = "fedcba9876543210"\n'
+            'import os; os.environ["PGPASSWORD"] = "opensesame"\nURL = "s3://me:opensesame@host/"\n'
+        )
     launcher.env.update(SECRETS, PYTHONPATH=str(checkout))
 
     def launch(*overrides, status=0):

@@ -1,4 +1,7 @@
-"""Replica groups on SLURM, without a SLURM: what is submitted, what is refused, and the state of a run of several jobs."""
+"""Replica groups on SLURM, without a SLURM: what is submitted, what is refused, and the state of a run of several
+jobs.
+"""
+
 import errno
 import json
 import subprocess
@@ -43,8 +46,10 @@ def test_a_group_takes_a_whole_node_by_itself(tmp_path):
     assert compose_job(*SLURM).gpus == 4
 
 
-@pytest.mark.parametrize(("exits", "restarts"), [
-    (["1"], True), (["137", "75", "1"], True), (["1", "1", "1"], False), (["2"], False), (["0"], False), ([], False)])
+@pytest.mark.parametrize(
+    ("exits", "restarts"),
+    [(["1"], True), (["137", "75", "1"], True), (["1", "1", "1"], False), (["2"], False), (["0"], False), ([], False)],
+)
 def test_the_script_starts_a_failed_group_again_so_often(tmp_path, exits, restarts):
     """The attempts of this submission, from the second on, ended so; two restarts are allowed."""
     for number, status in enumerate(["1", *exits], start=1):
@@ -52,18 +57,21 @@ def test_the_script_starts_a_failed_group_again_so_often(tmp_path, exits, restar
         (tmp_path / "attempts" / str(number) / "exit").write_text(f"{status}\n")
     one = cell(tmp_path)
     ((_, text),) = submit.scripts([one])
-    function = text[text.index("restarts() {"):text.index("trap : TERM")]
+    function = text[text.index("restarts() {") : text.index("trap : TERM")]
     newest = tmp_path / "attempts" / str(len(exits) + 1) if exits else ""
     code = f'{function}\nattempt="{newest}" rc={exits[-1] if exits else 79}\nrestarts {tmp_path} 2 2'
     assert (subprocess.run(["bash", "-c", code]).returncode == 0) is restarts
     assert subprocess.run(["bash", "-c", code[:-1] + "0"]).returncode, "a run without groups"
 
 
-@pytest.mark.parametrize(("line", "fault"), [
-    (("launch.packed=true",), "launch.packed=true: replica groups are jobs of their own"),
-    (("fault_tolerance=torchft", "fault_tolerance.lighthouse=node0"), "fault_tolerance.lighthouse=node0: must be an address HOST:PORT"),
-    (("fault_tolerance.lighthouse=node0:29510",), "fault_tolerance.lighthouse="),
-])
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (("launch.packed=true",), "launch.packed=true: replica groups are jobs of their own"),
+        (("fault_tolerance=torchft", "fault_tolerance.lighthouse=node0"), "fault_tolerance.lighthouse=node0: must be an address HOST:PORT"),
+        (("fault_tolerance.lighthouse=node0:29510",), "fault_tolerance.lighthouse="),
+    ],
+)
 def test_what_groups_on_slurm_refuse(launcher, line, fault):
     refused = launcher.run(*SLURM, "launch.mode=dry", *line)
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and fault in refused.stderr, refused.stderr
@@ -100,8 +108,9 @@ def test_a_run_is_where_its_groups_are(tmp_path):
     assert [state.job.id for _, _, state in jobs_of(one.directory, now)] == ["7_0", "7_1", "7_2"]
     assert rundir.state(one.directory, queue("PENDING", "COMPLETED", "PENDING")).kind == "queued"
 
-    (attempts[2] / "rank_0.json").write_text(json.dumps({"exit_status": 77, "error": {
-        "type": "RunError", "message": "late", "traceback": "", "time": 1.0, "secondary": False}}))
+    (attempts[2] / "rank_0.json").write_text(
+        json.dumps({"exit_status": 77, "error": {"type": "RunError", "message": "late", "traceback": "", "time": 1.0, "secondary": False}})
+    )
     assert rundir.state(one.directory, queue("RUNNING", "RUNNING", "FAILED")).kind == "running"
     over = rundir.state(one.directory, queue("CANCELLED", "CANCELLED", "FAILED"))
     assert over.kind == "failed" and over.failure.line == "replica group 2: rank 0: late" and over.failure.status == 77

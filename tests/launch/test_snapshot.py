@@ -1,4 +1,5 @@
 """The copies of the code that jobs run: taken once for each state of a checkout, and replaced if they are damaged."""
+
 import os
 import subprocess
 
@@ -40,10 +41,18 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
 
 
-@pytest.mark.parametrize("damage", [lambda copy: (copy / "titan_hydra/a.py").unlink(), lambda copy: (copy / "titan_hydra/b.py").touch(),
-                                    lambda copy: (copy / "link").unlink()])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda copy: (copy / "titan_hydra/a.py").unlink(),
+        lambda copy: (copy / "titan_hydra/b.py").touch(),
+        lambda copy: (copy / "link").unlink(),
+    ],
+)
 def test_a_damaged_copy_is_replaced(checkout, damage):
-    """A purge of old files takes single ones, or somebody has written into the copy; jobs that run it keep what is left."""
+    """A purge of old files takes single ones, or somebody has written into the copy; jobs that run it keep what is
+    left.
+    """
     runs = checkout / "runs"
     copy = snapshot.take(runs, {})
     damage(copy)
@@ -53,7 +62,9 @@ def test_a_damaged_copy_is_replaced(checkout, damage):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
 def test_a_checkout_that_git_refuses_is_one_line(checkout, tmp_path, monkeypatch):
-    """A folder of code that several people share belongs to one of them; git lists its files for no other without being told to."""
+    """A folder of code that several people share belongs to one of them; git lists its files for no other without being
+    told to.
+    """
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "sbatch").touch(mode=0o755)

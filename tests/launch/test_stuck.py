@@ -1,4 +1,7 @@
-"""Ranks that cannot end by themselves, as a user meets them: unfit machines, and ranks that block when they are asked to stop."""
+"""Ranks that cannot end by themselves, as a user meets them: unfit machines, and ranks that block when they are asked
+to stop.
+"""
+
 import json
 import signal
 import socket

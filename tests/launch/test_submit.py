@@ -1,4 +1,7 @@
-"""What is handed to SLURM, without a SLURM: shapes, batch scripts, frozen code, manifests, and states read from a queue of our making."""
+"""What is handed to SLURM, without a SLURM: shapes, batch scripts, frozen code, manifests, and states read from a queue
+of our making.
+"""
+
 import json
 import os
 import re
@@ -36,30 +39,37 @@ def test_cells_of_one_shape_go_into_one_array(tmp_path):
     cells = [cell(tmp_path, f"gpus={ranks}", f"seed={seed}") for seed in range(3) for ranks in (1, 4, 8, 16)]
     arrays = submit.arrays_of(cells, packed=False, limit=2)
     assert [(array.shape, len(array.cells)) for array in arrays] == [
-        (JobShape(nodes, ranks, 30), count) for nodes, ranks in ((1, 1), (1, 4), (2, 4), (4, 4)) for count in (2, 1)]
+        (JobShape(nodes, ranks, 30), count) for nodes, ranks in ((1, 1), (1, 4), (2, 4), (4, 4)) for count in (2, 1)
+    ]
     (packed,) = submit.arrays_of(cells, packed=True, limit=2)
     assert packed.shape == JobShape(4, 4, 30 * 12)
 
 
 def test_cells_keep_their_own_cluster_settings(tmp_path):
-    cells = [cell(tmp_path, f"seed={seed}", f"+cluster.environment.NCCL_ALGO={algorithm}", f"cluster.max_requeues={requeues}")
-             for seed, (algorithm, requeues) in enumerate((("Ring", 0), ("Tree", 0), ("Ring", 0), ("Ring", 5)))]
+    cells = [
+        cell(tmp_path, f"seed={seed}", f"+cluster.environment.NCCL_ALGO={algorithm}", f"cluster.max_requeues={requeues}")
+        for seed, (algorithm, requeues) in enumerate((("Ring", 0), ("Tree", 0), ("Ring", 0), ("Ring", 5)))
+    ]
     texts = [(len(array.cells), text) for array, text in submit.scripts(cells)]
     assert [count for count, _ in texts] == [2, 1, 1]
     for (_, text), (algorithm, requeues) in zip(texts, (("Ring", 0), ("Tree", 0), ("Ring", 5)), strict=True):
         assert f"export NCCL_ALGO={algorithm}" in text and f"-ge {requeues} ]" in text
 
 
-@pytest.mark.parametrize(("line", "key"), [
-    (("launch.packed=true", "cluster.partition=main,urgent"), "launch.packed"),
-    (("cluster=slurm,local",), "cluster.executor"),
-    (("launch.wait=true,false",), "launch.wait"),
-    (("launch.packed=true,false",), "launch.packed"),
-])
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (("launch.packed=true", "cluster.partition=main,urgent"), "launch.packed"),
+        (("cluster=slurm,local",), "cluster.executor"),
+        (("launch.wait=true,false",), "launch.wait"),
+        (("launch.packed=true,false",), "launch.packed"),
+    ],
+)
 def test_what_holds_for_a_whole_line_is_one_value(launcher, line, key):
     refused = launcher.run("-m", *SLURM, "seed=1,2", *line)
     assert refused.returncode == 2 and f"\n{key}=" in f"\n{refused.stderr}", refused.stderr
-    said = [line for line in refused.stderr.splitlines() if not line.startswith("composed ")]  # told where composing takes seconds
+    # told where composing takes seconds
+    said = [line for line in refused.stderr.splitlines() if not line.startswith("composed ")]
     assert len(said) == 1 and not (launcher.folder / "runs").exists()
 
 
@@ -76,14 +86,35 @@ def test_a_packed_jobs_script_has_time_for_the_repeated_baseline(tmp_path):
 
 
 def test_the_batch_script_says_what_the_site_file_says(tmp_path):
-    text = script(cell(
-        tmp_path, "gpus=8", "cluster.partition=main", "cluster.qos=high", "cluster.exclude=[node3,node5]",
-        "cluster.setup=[module load cuda]", "+cluster.environment.NCCL_DEBUG=INFO now", "+cluster.sbatch.exclusive=true",
-        "+cluster.sbatch.gpus-per-node=null", "cluster.stop_seconds=60", "cluster.srun=['--container-image=a b']",
-        "cluster.max_requeues=7"))
-    for line in ("#SBATCH --partition=main", "#SBATCH --qos=high", "#SBATCH --exclude=node3,node5", "module load cuda", "#SBATCH --nodes=2",
-                 "#SBATCH --ntasks-per-node=4", "export NCCL_DEBUG='INFO now'", "#SBATCH --exclusive", "#SBATCH --signal=USR2@60",
-                 "#SBATCH --time=30", "#SBATCH --requeue"):
+    text = script(
+        cell(
+            tmp_path,
+            "gpus=8",
+            "cluster.partition=main",
+            "cluster.qos=high",
+            "cluster.exclude=[node3,node5]",
+            "cluster.setup=[module load cuda]",
+            "+cluster.environment.NCCL_DEBUG=INFO now",
+            "+cluster.sbatch.exclusive=true",
+            "+cluster.sbatch.gpus-per-node=null",
+            "cluster.stop_seconds=60",
+            "cluster.srun=['--container-image=a b']",
+            "cluster.max_requeues=7",
+        )
+    )
+    for line in (
+        "#SBATCH --partition=main",
+        "#SBATCH --qos=high",
+        "#SBATCH --exclude=node3,node5",
+        "module load cuda",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "export NCCL_DEBUG='INFO now'",
+        "#SBATCH --exclusive",
+        "#SBATCH --signal=USR2@60",
+        "#SBATCH --time=30",
+        "#SBATCH --requeue",
+    ):
         assert line in text.splitlines(), line
     assert "gpus-per-node" not in text and "None" not in text and "--array" not in text
     assert "'--container-image=a b'" in text and "-ge 7 ]" in text
@@ -99,24 +130,27 @@ LOST = "Timed out waiting for job step to complete"
 
 def in_bash(text: str, code: str, **variables: str) -> str:
     """Run the functions of a batch script, and then `code`. Returns what that prints."""
-    functions = text[text.index("refuse() {"):text.index("trap : TERM")]
+    functions = text[text.index("refuse() {") : text.index("trap : TERM")]
     done = subprocess.run(["bash", "-c", f"{functions}\n{code}"], env={**os.environ, **variables}, capture_output=True, text=True)
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(("records", "srun", "agreed", "status"), [
-    ({0: (75, False), 1: (1, False)}, "75", False, "1"),  # a library that one node lacks; srun's status is the largest
-    ({0: (75, False), 1: (2, False)}, "143", False, "2"),
-    ({0: (75, False), 1: (None, False)}, "75", False, "1"),  # ended without a record: srun says how
-    ({0: (75, False), 1: (75, False)}, "75", False, "75"),  # preempted during the start
-    ({0: (75, False), 1: (1, True)}, "75", False, "75"),  # the same: rank 1 only lost rank 0
-    ({0: (75, False), 1: (None, False)}, "143", True, "75"),
-    ({0: (75, False), 1: (1, False)}, "75", True, "75"),  # all had agreed to stop, and saved
-    ({0: (76, False), 1: (75, False)}, "76", False, "76"),
-    ({0: (1, True), 1: ("lost", False)}, "1", False, "79"),  # rank 1's node does not answer
-    ({0: (76, False), 1: ("lost", False)}, "76", False, "76"),
-    ({0: (75, False), 1: ("lost", False)}, "75", True, "75"),
-])
+@pytest.mark.parametrize(
+    ("records", "srun", "agreed", "status"),
+    [
+        ({0: (75, False), 1: (1, False)}, "75", False, "1"),  # a library that one node lacks; srun's status is the largest
+        ({0: (75, False), 1: (2, False)}, "143", False, "2"),
+        ({0: (75, False), 1: (None, False)}, "75", False, "1"),  # ended without a record: srun says how
+        ({0: (75, False), 1: (75, False)}, "75", False, "75"),  # preempted during the start
+        ({0: (75, False), 1: (1, True)}, "75", False, "75"),  # the same: rank 1 only lost rank 0
+        ({0: (75, False), 1: (None, False)}, "143", True, "75"),
+        ({0: (75, False), 1: (1, False)}, "75", True, "75"),  # all had agreed to stop, and saved
+        ({0: (76, False), 1: (75, False)}, "76", False, "76"),
+        ({0: (1, True), 1: ("lost", False)}, "1", False, "79"),  # rank 1's node does not answer
+        ({0: (76, False), 1: ("lost", False)}, "76", False, "76"),
+        ({0: (75, False), 1: ("lost", False)}, "75", True, "75"),
+    ],
+)
 def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed, status):
     """Each status is what a rank's record says, and whether its error is only the loss of a peer."""
     run, bin = tmp_path / "a run", tmp_path / "bin"
@@ -128,8 +162,10 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed
     for rank, (code, secondary) in records.items():
         said = {"exit_status": code, "error": {"secondary": secondary}}
         write_json(attempt / f"rank_{rank}.json", said if isinstance(code, int) else {"pid": 1})
-    words = "".join(f"echo 'srun: error: {LOST if code == 'lost' else f'node{rank}: task {rank}: Exited with exit code {code or 1}'}' >&2\n"
-                    for rank, (code, _) in records.items())
+    words = "".join(
+        f"echo 'srun: error: {LOST if code == 'lost' else f'node{rank}: task {rank}: Exited with exit code {code or 1}'}' >&2\n"
+        for rank, (code, _) in records.items()
+    )
     (bin / "srun").write_text(f"#!/bin/sh\n{words}{f'touch {chr(39)}{attempt}{chr(39)}/stopped' if agreed else ''}\nexit {srun}\n")
     (bin / "srun").chmod(0o755)
     said = in_bash(text, f"job=7; run_cell 1 2 '{run}' 1; echo $? $lost", PATH=f"{bin}:{os.environ['PATH']}").split()
@@ -137,15 +173,30 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed
 
 
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
-    """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the site's."""
+    """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the
+    site's.
+    """
     sent = tmp_path / "sent"
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho '5;other'\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     kept = {"SBATCH_ACCOUNT", "SBATCH_QOS", "SLURM_CONF", "SBATCH_MAIL_USER"}
-    gone = {"SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE", "SBATCH_GPUS_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_ARRAY_INX",
-            "SBATCH_WAIT", "SBATCH_NO_REQUEUE", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_EXPORT",
-            "SLURM_JOB_ID"}
+    gone = {
+        "SBATCH_PARTITION",
+        "SBATCH_TIMELIMIT",
+        "SBATCH_MEM_PER_NODE",
+        "SBATCH_GPUS_PER_NODE",
+        "SBATCH_JOB_NAME",
+        "SBATCH_ARRAY_INX",
+        "SBATCH_WAIT",
+        "SBATCH_NO_REQUEUE",
+        "SBATCH_REQUEUE",
+        "SBATCH_SIGNAL",
+        "SBATCH_OUTPUT",
+        "SBATCH_ERROR",
+        "SBATCH_EXPORT",
+        "SLURM_JOB_ID",
+    }
     for name in kept | gone:
         monkeypatch.setenv(name, "1")
     one = cell(tmp_path, "cluster.partition=main", "+cluster.sbatch.mem=0")
@@ -172,11 +223,15 @@ def test_functions_that_the_shell_exports_do_not_change_the_script(tmp_path):
     text = script(cell(tmp_path))
     token = text.split('"token": "')[1][:8]
     write_json(attempt / "attempt.json", {"token": token})
-    exported = {f"BASH_FUNC_{name}%%": f"() {{ command {name} --color=always \"$@\"; }}" for name in ("ls", "grep")}
-    code = text[text.index("\nunset -f"):text.index("refuse() {")] if "\nunset -f" in text else ""
-    functions = text[text.index("refuse() {"):text.index("trap : TERM")]
-    done = subprocess.run(["bash", "-c", f"{code}\n{functions}\njob=7; own_attempt '{tmp_path}/run' 1"],
-                          env={**os.environ, **exported}, capture_output=True, text=True)
+    exported = {f"BASH_FUNC_{name}%%": f'() {{ command {name} --color=always "$@"; }}' for name in ("ls", "grep")}
+    code = text[text.index("\nunset -f") : text.index("refuse() {")] if "\nunset -f" in text else ""
+    functions = text[text.index("refuse() {") : text.index("trap : TERM")]
+    done = subprocess.run(
+        ["bash", "-c", f"{code}\n{functions}\njob=7; own_attempt '{tmp_path}/run' 1"],
+        env={**os.environ, **exported},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (attempt / "job").read_text() == "7\n"
 
@@ -188,7 +243,9 @@ def test_an_array_is_throttled(tmp_path):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A site whose queue takes at most `site.limit` jobs of a user, and arrays of at most three; `site.scripts` are those it took."""
+    """A site whose queue takes at most `site.limit` jobs of a user, and arrays of at most three; `site.scripts` are
+    those it took.
+    """
     bin, code = tmp_path / "bin", tmp_path / "code" / "abc"
     bin.mkdir()
     refuse = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
@@ -225,8 +282,11 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
 
 
 def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, site):
-    cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "cluster.max_parallel=2", "+cluster.sbatch={dependency: 'after:5'}")
-             for gpus in (1, 2) for seed in range(7)]
+    cells = [
+        cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "cluster.max_parallel=2", "+cluster.sbatch={dependency: 'after:5'}")
+        for gpus in (1, 2)
+        for seed in range(7)
+    ]
     assert site.submit(1000, *cells) == 0
     waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
     assert waits == [["after:5"], *([f"after:5,afterany:{number}"] for number in (101, 102, 103, 104, 105))]
@@ -234,14 +294,22 @@ def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, s
 
 
 def test_arrays_that_max_parallel_has_room_for_run_beside_each_other(tmp_path, site):
-    """Four cells may run at once: the shapes of 1, 2 and 4 devices have 1, 2 and 3 cells; later one more is added to the line."""
-    cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "data.global_batch=8", "cluster.max_parallel=4")
-             for gpus, many in ((1, 1), (2, 2), (4, 3)) for seed in range(many)]
+    """Four cells may run at once: the shapes of 1, 2 and 4 devices have 1, 2 and 3 cells; later one more is added to
+    the line.
+    """
+    cells = [
+        cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "data.global_batch=8", "cluster.max_parallel=4")
+        for gpus, many in ((1, 1), (2, 2), (4, 3))
+        for seed in range(many)
+    ]
     assert site.submit(1000, *cells) == 0
     waits = [re.findall("^#SBATCH --dependency=(.*)", text, re.M) for text in site.scripts.values()]
     assert waits == [[], [], ["afterany:101:102"]]
-    active = [rundir.State("running", job=SlurmJob("101", "RUNNING")), *(
-        rundir.State("queued", job=SlurmJob(f"103_{task}", "PENDING")) for task in range(3)), rundir.State("done")]
+    active = [
+        rundir.State("running", job=SlurmJob("101", "RUNNING")),
+        *(rundir.State("queued", job=SlurmJob(f"103_{task}", "PENDING")) for task in range(3)),
+        rundir.State("done"),
+    ]
     waits = [submit.ArrayOrder(active).after(count, limit) for count, limit in ((1, 4), (1, 5), (2, 0))]
     assert waits == ["101:103", "", ""]
 
@@ -294,27 +362,47 @@ PARTITIONS = """\
 PartitionName=gpu Default=YES QoS=gpu_qos MaxNodes=2 MaxTime=1-00:00:00 State=UP
 PartitionName=long Default=NO QoS=N/A MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP
 """
-ACCOUNTS = {"user": "lab|lab||normal|12:00:00|\nlab|lab|long|normal||gres/gpu=32\nlab|other||normal|00:20:00|\n",
-            "qos": "normal||\ngpu_qos|02:00:00|gres/gpu=6,node=9\nshort|00:15:00|\n"}
+ACCOUNTS = {
+    "user": "lab|lab||normal|12:00:00|\nlab|lab|long|normal||gres/gpu=32\nlab|other||normal|00:20:00|\n",
+    "qos": "normal||\ngpu_qos|02:00:00|gres/gpu=6,node=9\nshort|00:15:00|\n",
+}
 
 
-@pytest.mark.parametrize(("overrides", "enforced", "words"), [
-    ((), "limits", []),
-    (("cluster.time_minutes=2000",), "none",
-     ["cluster.time_minutes=2000: 2,000 minutes, and partition gpu allows 1,440; nearest legal: 1440"]),
-    (("cluster.time_minutes=150",), "none", []),
-    (("cluster.time_minutes=150",), "associations,limits",
-     ["cluster.time_minutes=150: 150 minutes, and QOS gpu_qos allows 120; nearest legal: 120"]),
-    (("cluster.account=other",), "limits",
-     ["cluster.time_minutes=30: 30 minutes, and your association with account other allows 20; nearest legal: 20"]),
-    (("cluster.qos=short", "cluster.partition=long"), "safe",
-     ["cluster.time_minutes=30: 30 minutes, and QOS short allows 15; nearest legal: 15"]),
-    (("gpus=12",), "limits",
-     ["gpus=12: 3 nodes for a job, and partition gpu allows 2", "gpus=12: 12 GPUs for a job, and QOS gpu_qos allows 6"]),
-    (("gpus=36", "cluster.partition=long"), "limits", ["gpus=36: 36 GPUs for a job, and your association with account lab allows 32"]),
-    (("cluster.time_minutes=2000", "cluster.partition='gpu,long'"), "none", []),
-    (("cluster.time_minutes=2000", "cluster.partition=unknown"), "none", []),
-])
+@pytest.mark.parametrize(
+    ("overrides", "enforced", "words"),
+    [
+        ((), "limits", []),
+        (
+            ("cluster.time_minutes=2000",),
+            "none",
+            ["cluster.time_minutes=2000: 2,000 minutes, and partition gpu allows 1,440; nearest legal: 1440"],
+        ),
+        (("cluster.time_minutes=150",), "none", []),
+        (
+            ("cluster.time_minutes=150",),
+            "associations,limits",
+            ["cluster.time_minutes=150: 150 minutes, and QOS gpu_qos allows 120; nearest legal: 120"],
+        ),
+        (
+            ("cluster.account=other",),
+            "limits",
+            ["cluster.time_minutes=30: 30 minutes, and your association with account other allows 20; nearest legal: 20"],
+        ),
+        (
+            ("cluster.qos=short", "cluster.partition=long"),
+            "safe",
+            ["cluster.time_minutes=30: 30 minutes, and QOS short allows 15; nearest legal: 15"],
+        ),
+        (
+            ("gpus=12",),
+            "limits",
+            ["gpus=12: 3 nodes for a job, and partition gpu allows 2", "gpus=12: 12 GPUs for a job, and QOS gpu_qos allows 6"],
+        ),
+        (("gpus=36", "cluster.partition=long"), "limits", ["gpus=36: 36 GPUs for a job, and your association with account lab allows 32"]),
+        (("cluster.time_minutes=2000", "cluster.partition='gpu,long'"), "none", []),
+        (("cluster.time_minutes=2000", "cluster.partition=unknown"), "none", []),
+    ],
+)
 def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, overrides, enforced, words):
     """SLURM would hold them for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
     answers = {"scontrol": PARTITIONS, **ACCOUNTS}
@@ -326,11 +414,13 @@ def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, over
     line = ("launch.packed=true", "cluster.time_minutes=600", "cluster.partition=gpu")
     packed = [cell(tmp_path, f"seed={seed}", *line) for seed in range(3)]
     assert [str(fault) for fault in limits.faults(submit.planned(packed))][:1] == [
-        "cluster.time_minutes=600: 4 cells in one job take 2,400 minutes, and partition gpu allows 1,440; nearest legal: 360"]
+        "cluster.time_minutes=600: 4 cells in one job take 2,400 minutes, and partition gpu allows 1,440; nearest legal: 360"
+    ]
 
 
 def test_the_same_sweep_has_one_manifest(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "-m", "seed=0,1", "+hydra.job.env_set.DB_PASS=opensesame"])  # no key of the job
+    # no key of the job
+    monkeypatch.setattr(sys, "argv", ["launch.py", "-m", "seed=0,1", "+hydra.job.env_set.DB_PASS=opensesame"])
     cells = [cell(tmp_path, f"seed={seed}") for seed in range(2)]
     first = manifest.folder_of(cells)
     assert manifest.folder_of(cells) == first
@@ -361,8 +451,9 @@ def rank_ended(attempt: Path, rank: int, status: int, message: str | None = None
     (attempt / f"rank_{rank}.json").write_text(json.dumps({"pid": 1, "born": "", "host": "n1", "exit_status": status, "error": error}))
 
 
-@pytest.mark.parametrize(("word", "kind"), [
-    ("PENDING", "queued"), ("RUNNING", "running"), ("COMPLETING", "running"), ("CANCELLED", "interrupted")])
+@pytest.mark.parametrize(
+    ("word", "kind"), [("PENDING", "queued"), ("RUNNING", "running"), ("COMPLETING", "running"), ("CANCELLED", "interrupted")]
+)
 def test_slurm_knows_where_a_run_stands(submitted, word, kind):
     assert submitted(word).kind == kind
 
@@ -415,8 +506,15 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(launcher):
     assert done.stdout.count("#!/bin/bash") == 2 and not (launcher.folder / "runs").exists()
 
 
-@pytest.mark.parametrize(("jobs", "shown"), [
-    (["7"], ["7"]), (["7_3"], ["7_3"]), (["7_0", "7_2", "7_1", "7_5", "7_5"], ["7_[0-2,5]"]), (["9", "8", "11", "10"], ["8-11"]),
-    (["7_0", "7_1", "9", "8_4"], ["7_[0-1]", "9", "8_4"])])
+@pytest.mark.parametrize(
+    ("jobs", "shown"),
+    [
+        (["7"], ["7"]),
+        (["7_3"], ["7_3"]),
+        (["7_0", "7_2", "7_1", "7_5", "7_5"], ["7_[0-2,5]"]),
+        (["9", "8", "11", "10"], ["8-11"]),
+        (["7_0", "7_1", "9", "8_4"], ["7_[0-1]", "9", "8_4"]),
+    ],
+)
 def test_cancelled_jobs_are_shown_as_ranges(jobs, shown):
     assert ranges(jobs) == shown

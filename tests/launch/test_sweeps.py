@@ -1,4 +1,5 @@
 """Sweep files on the command line."""
+
 import pytest
 
 FILE = """\

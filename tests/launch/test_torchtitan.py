@@ -1,4 +1,7 @@
-"""`titan from-torchtitan`: every key of TorchTitan 0.2.2's JobConfig is translated or named, and the line composes to what a file says."""
+"""`titan from-torchtitan`: every key of TorchTitan 0.2.2's JobConfig is translated or named, and the line composes to
+what a file says.
+"""
+
 import json
 import re
 import shlex
@@ -12,7 +15,8 @@ from titan_hydra.commands import from_torchtitan as torchtitan
 from titan_hydra.config.compose import compose_unchecked
 
 HERE = Path(__file__).parent
-THEIRS = json.loads((HERE / "torchtitan-0.2.2.json").read_text())  # every key of the wheel's JobConfig, with its default
+# every key of the wheel's JobConfig, with its default
+THEIRS = json.loads((HERE / "torchtitan-0.2.2.json").read_text())
 DOCS = (HERE.parents[1] / "docs/from-torchtitan.md").read_text()
 
 PAPER_405B = """
@@ -77,15 +81,31 @@ def test_the_table_has_every_key_with_its_default():
 
 def other(name, value):
     """Another value for a key than its default."""
-    words = {"model.flavor": "8B", "training.dataset": "c4", "checkpoint.async_mode": "async", "activation_checkpoint.mode": "none",
-             "activation_checkpoint.selective_ac_option": "op", "model.converters": ["float8"], "debug.seed": 5, "optimizer.name": "Adam",
-             "parallelism.pipeline_parallel_schedule": "GPipe", "parallelism.module_fqns_per_model_part": [["a"], ["layers.2", "b"]],
-             "checkpoint.export_dtype": "bfloat16", "quantize.linear.float8.recipe_name": "rowwise", "comm.mode": "fake_backend",
-             "fault_tolerance.semi_sync_method": "diloco", "parallelism.context_parallel_load_balancer": "ptrr",
-             "compile.components": ["loss"], "training.dtype": "bfloat16",
-             "training.mixed_precision_param": "float32", "training.mixed_precision_reduce": "bfloat16",
-             "parallelism.fsdp_reshard_after_forward": "never", "parallelism.context_parallel_rotate_method": "alltoall",
-             "lr_scheduler.decay_type": "sqrt", "quantize.linear.mx.filter_fqns": ["output", "wq"]}
+    words = {
+        "model.flavor": "8B",
+        "training.dataset": "c4",
+        "checkpoint.async_mode": "async",
+        "activation_checkpoint.mode": "none",
+        "activation_checkpoint.selective_ac_option": "op",
+        "model.converters": ["float8"],
+        "debug.seed": 5,
+        "optimizer.name": "Adam",
+        "parallelism.pipeline_parallel_schedule": "GPipe",
+        "parallelism.module_fqns_per_model_part": [["a"], ["layers.2", "b"]],
+        "checkpoint.export_dtype": "bfloat16",
+        "quantize.linear.float8.recipe_name": "rowwise",
+        "comm.mode": "fake_backend",
+        "fault_tolerance.semi_sync_method": "diloco",
+        "parallelism.context_parallel_load_balancer": "ptrr",
+        "compile.components": ["loss"],
+        "training.dtype": "bfloat16",
+        "training.mixed_precision_param": "float32",
+        "training.mixed_precision_reduce": "bfloat16",
+        "parallelism.fsdp_reshard_after_forward": "never",
+        "parallelism.context_parallel_rotate_method": "alltoall",
+        "lr_scheduler.decay_type": "sqrt",
+        "quantize.linear.mx.filter_fqns": ["output", "wq"],
+    }
     if name in words:
         return words[name]
     if isinstance(value, bool):
@@ -97,12 +117,18 @@ def other(name, value):
 
 # Keys that mean something only where others are on.
 BESIDE = {
-    "quantize.linear.float8": {"model.converters": ["quantize.linear.float8"]}, "quantize.linear.mx": {"model.converters": ["mx"]},
-    "validation": {"validation.enable": True}, "checkpoint": {"checkpoint.enable": True}, "profiling": {"profiling.enable_profiling": True},
-    "fault_tolerance": {"fault_tolerance.enable": True}, "parallelism": {"parallelism.pipeline_parallel_degree": 4},
-    "compile": {"compile.enable": True}, "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "memory_budget"},
+    "quantize.linear.float8": {"model.converters": ["quantize.linear.float8"]},
+    "quantize.linear.mx": {"model.converters": ["mx"]},
+    "validation": {"validation.enable": True},
+    "checkpoint": {"checkpoint.enable": True},
+    "profiling": {"profiling.enable_profiling": True},
+    "fault_tolerance": {"fault_tolerance.enable": True},
+    "parallelism": {"parallelism.pipeline_parallel_degree": 4},
+    "compile": {"compile.enable": True},
+    "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "memory_budget"},
     "checkpoint.initial_load_in_hf": {"checkpoint.enable": True, "checkpoint.initial_load_path": "x"},
-    "checkpoint.last_save_model_only": {"checkpoint.enable": True, "checkpoint.export_dtype": "float32"}}
+    "checkpoint.last_save_model_only": {"checkpoint.enable": True, "checkpoint.export_dtype": "float32"},
+}
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -170,11 +196,14 @@ def test_an_empty_file_is_torchtitans_defaults(tmp_path, capsys):
     assert "training.dataset=c4_test" in comments
 
 
-@pytest.mark.parametrize("content, message", [
-    ('[model]\nname = "qwen3"', "model.name=qwen3 model.flavor=debugmodel: no such model here; there are llama3's debugmodel, 8B"),
-    ("[training]\nbatchsize = 1", "training.batchsize: TorchTitan 0.2.2 has no such key; did you mean training.batch_size"),
-    ("[training", "file.toml: "),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('[model]\nname = "qwen3"', "model.name=qwen3 model.flavor=debugmodel: no such model here; there are llama3's debugmodel, 8B"),
+        ("[training]\nbatchsize = 1", "training.batchsize: TorchTitan 0.2.2 has no such key; did you mean training.batch_size"),
+        ("[training", "file.toml: "),
+    ],
+)
 def test_what_cannot_be_is_one_line(tmp_path, capsys, content, message):
     file = tmp_path / "file.toml"
     file.write_text(content)

@@ -1,4 +1,5 @@
 """`titan track`: a finished run in TensorBoard and wandb, with all that it has recorded; wandb's keys reach wandb."""
+
 import json
 
 import pytest
@@ -18,9 +19,11 @@ def run(tmp_path):
     (directory / "attempts/1").mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(to_dict(job)))
     metrics = [{"step": step, "loss": 9.0 - step, "mfu": None} for step in (1, 2, 4)]
-    events = [{"event": "validation", "step": 2, "validation_loss": 7.5, "seconds": 1.0},
-              {"event": "checkpoint", "step": 3, "seconds": 2.0, "reason": "asked"},
-              {"event": "validation", "step": 4, "validation_loss": 6.5, "seconds": 1.0}]
+    events = [
+        {"event": "validation", "step": 2, "validation_loss": 7.5, "seconds": 1.0},
+        {"event": "checkpoint", "step": 3, "seconds": 2.0, "reason": "asked"},
+        {"event": "validation", "step": 4, "validation_loss": 6.5, "seconds": 1.0},
+    ]
     for name, lines in (("metrics", metrics), ("events", events)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     yield directory
@@ -40,8 +43,11 @@ def test_tensorboard_has_all_that_was_recorded_once(run, capsys):
         assert cli.main(["track", str(run), "--to", "tensorboard"]) == 0
     assert f"tensorboard --logdir {run.parent}" in capsys.readouterr().out
     assert scalars(run) == {
-        "loss": [(1, 8.0), (2, 7.0), (4, 5.0)], "validation/validation_loss": [(2, 7.5), (4, 6.5)],
-        "validation/seconds": [(2, 1.0), (4, 1.0)], "checkpoint/seconds": [(3, 2.0)]}
+        "loss": [(1, 8.0), (2, 7.0), (4, 5.0)],
+        "validation/validation_loss": [(2, 7.5), (4, 6.5)],
+        "validation/seconds": [(2, 1.0), (4, 1.0)],
+        "checkpoint/seconds": [(3, 2.0)],
+    }
 
 
 def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
@@ -53,8 +59,11 @@ def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
     for row in rows(file):  # wandb may write what it got of one step in two parts
         logged.setdefault(row["_step"], {}).update({name: value for name, value in row.items() if not name.startswith("_")})
     assert logged == {
-        1: {"loss": 8.0}, 2: {"loss": 7.0, "validation/validation_loss": 7.5, "validation/seconds": 1.0}, 3: {"checkpoint/seconds": 2.0},
-        4: {"loss": 5.0, "validation/validation_loss": 6.5, "validation/seconds": 1.0}}
+        1: {"loss": 8.0},
+        2: {"loss": 7.0, "validation/validation_loss": 7.5, "validation/seconds": 1.0},
+        3: {"checkpoint/seconds": 2.0},
+        4: {"loss": 5.0, "validation/validation_loss": 6.5, "validation/seconds": 1.0},
+    }
     about = next(record.run for record in records(file) if record.HasField("run"))
     assert (about.run_id, about.display_name, about.entity) == (run.name.rpartition("-")[2], run.name, "team")
     assert (list(about.tags), about.notes) == (["wsd", "small"], "a try")

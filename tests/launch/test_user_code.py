@@ -1,4 +1,5 @@
 """A user's module is part of the run: edited, it makes another one; the copy that SLURM jobs run from holds it."""
+
 import json
 import subprocess
 import sys
@@ -15,7 +16,9 @@ MODULE = "import helper\nprint('the scale is', helper.SCALE)\n"
 
 @pytest.fixture
 def project(launcher):
-    """launch.py is started in another folder than the one that holds the module and the script, as with a project of one's own."""
+    """launch.py is started in another folder than the one that holds the module and the script, as with a project of
+    one's own.
+    """
     project = launcher.folder.parent / "project"
     project.mkdir()
     (project / "mine.py").write_text(MODULE)
@@ -43,7 +46,7 @@ def test_an_edited_module_is_another_run(launcher, project):
 def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project):
     (project / "helper.py").write_text("SCALE = 1\nimport os\nif 'GOMP_SPINCOUNT' in os.environ:\n    raise RuntimeError('a bug')\n")
     failed = start(launcher, project)
-    assert failed.returncode == 2 and 'a bug' in failed.stderr, failed.stdout + failed.stderr
+    assert failed.returncode == 2 and "a bug" in failed.stderr, failed.stdout + failed.stderr
     (project / "helper.py").write_text("SCALE = 2\n")
     launcher.env["PYTHONPATH"] = f"{project}:{ROOT}"
     rank = launcher.python("-m", "titan_hydra.launch.worker", str(launcher.run_directory), "2")
@@ -70,6 +73,12 @@ def test_a_rank_imports_from_the_snapshot_first(tmp_path, project):
     (tmp_path / "first").mkdir()
     (tmp_path / "first/mine.py").write_text("WHERE = 'the snapshot'")
     code = "from titan_hydra.config.user_code import load_user_modules\nload_user_modules(['mine'])\nimport mine\nprint(mine.WHERE)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True,
-                          env={"PYTHONPATH": f"{tmp_path}/first:{ROOT}", "PYTHONSAFEPATH": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": f"{tmp_path}/first:{ROOT}", "PYTHONSAFEPATH": "1"},
+    )
     assert done.stdout == "the snapshot\n"

@@ -1,4 +1,5 @@
 """What the tests of models share: small configs."""
+
 import pytest
 
 from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
@@ -9,8 +10,16 @@ def tiny():
     """A function that makes a small model's config: 4 query heads of 16 share 2 key/value heads."""
 
     def make(factor=1.0, **changes):
-        values = {"name": "tiny", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32,
-                  "rope_scaling": RopeScaling(factor=factor, original_max_seq_len=32)}
+        values = {
+            "name": "tiny",
+            "vocab_size": 99,
+            "dim": 64,
+            "n_layers": 3,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "multiple_of": 32,
+            "rope_scaling": RopeScaling(factor=factor, original_max_seq_len=32),
+        }
         return Llama3Config(**values | changes)
 
     return make

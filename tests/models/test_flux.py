@@ -1,4 +1,5 @@
 """FLUX: its sizes; the same function as diffusers' model, with weights that go there and back."""
+
 import contextlib
 import json
 
@@ -34,8 +35,13 @@ def test_flops_are_those_that_torch_counts():
     model, seq_len, text_len = models.build(job.model, job.data.seq_len), job.data.seq_len, job.model.text_len
     image = seq_len - text_len
     with FlopCounterMode(display=False) as counter:
-        model(torch.randn(1, image, job.model.patch_width), torch.randn(1, text_len, job.model.text_dim),
-              torch.randn(1, job.model.pooled_dim), torch.rand(1), torch.zeros(1, image, 3)).sum().backward()
+        model(
+            torch.randn(1, image, job.model.patch_width),
+            torch.randn(1, text_len, job.model.text_dim),
+            torch.randn(1, job.model.pooled_dim),
+            torch.rand(1),
+            torch.zeros(1, image, 3),
+        ).sum().backward()
     first = 2 * (image * job.model.patch_width + text_len * job.model.text_dim + 256 + job.model.pooled_dim) * job.model.dim
     counted = counter.get_total_flops() + first  # inputs have no gradient, and so no matmul for it
     assert models.family_of(job.model).flops(job.model, seq_len, 0) * seq_len == pytest.approx(counted, rel=0.01)
@@ -46,8 +52,16 @@ def theirs(**keys):
     diffusers = pytest.importorskip("diffusers", reason="diffusers, the reference for FLUX, is not installed")
     torch.manual_seed(0)
     model = diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
-        pooled_projection_dim=20, axes_dims_rope=(4, 6, 6), **keys)
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        pooled_projection_dim=20,
+        axes_dims_rope=(4, 6, 6),
+        **keys,
+    )
     for parameter in model.parameters():  # modulations begin at 0 in no model of theirs, but biases do
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -64,8 +78,23 @@ def inputs(samples=2, side=3, tokens=5):
 def test_it_computes_what_diffusers_computes_and_weights_go_there_and_back(guided, tmp_path):
     reference = theirs(guidance_embeds=guided)
     reference.save_pretrained(tmp_path / "transformer")
-    config = FluxConfig(name="there", family="flux", vocab_size=1, dim=32, n_layers=5, double_layers=2, n_heads=2, n_kv_heads=2,
-                        rope_theta=1e4, rope_first=4, channels=4, text_len=5, text_dim=24, pooled_dim=20, guidance=3.5 if guided else None)
+    config = FluxConfig(
+        name="there",
+        family="flux",
+        vocab_size=1,
+        dim=32,
+        n_layers=5,
+        double_layers=2,
+        n_heads=2,
+        n_kv_heads=2,
+        rope_theta=1e4,
+        rope_first=4,
+        channels=4,
+        text_len=5,
+        text_dim=24,
+        pooled_dim=20,
+        guidance=3.5 if guided else None,
+    )
     model = Flux(config, 14)
     load_hf(model, config, tmp_path / "transformer")
     latents, text, pooled, time, positions = inputs()
@@ -92,8 +121,10 @@ def test_what_cannot_be_converted_is_one_line(tmp_path):
     theirs().save_pretrained(tmp_path / "transformer")
     file = tmp_path / "transformer/config.json"
     plain = json.loads(file.read_text())
-    for key, value, reason in (("patch_size", 2, "patch_size=2: only 1 can be converted"),
-                               ("axes_dims_rope", [4, 4, 8], "axes_dims_rope=[4, 4, 8]: only [4, 4, 4] can be converted")):
+    for key, value, reason in (
+        ("patch_size", 2, "patch_size=2: only 1 can be converted"),
+        ("axes_dims_rope", [4, 4, 8], "axes_dims_rope=[4, 4, 8]: only [4, 4, 4] can be converted"),
+    ):
         file.write_text(json.dumps(plain | {key: value}))
         with pytest.raises(ConfigError) as error:
             import_hf(tmp_path / "transformer", tmp_path / key)
@@ -101,7 +132,9 @@ def test_what_cannot_be_converted_is_one_line(tmp_path):
 
 
 class Strides(TorchDispatchMode):
-    """What torch would look cuDNN's backward up by (q, k, v), and what its graph depends on beside it (output, gradient)."""
+    """What torch would look cuDNN's backward up by (q, k, v), and what its graph depends on beside it (output,
+    gradient).
+    """
 
     def __init__(self):
         super().__init__()
@@ -118,6 +151,7 @@ class Strides(TorchDispatchMode):
 
     def backend(self):
         """A compiler that looks at the graphs, below which no mode is called."""
+
         def look(graph, inputs):
             for node in graph.graph.nodes:
                 self.look(node.target, [arg.meta.get("val") for arg in node.args if hasattr(arg, "meta")])
@@ -128,7 +162,9 @@ class Strides(TorchDispatchMode):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_kernels_that_take_the_same_queries_take_gradients_of_one_layout(compiled):
-    """torch keeps one graph of cuDNN's backward for them: with strides of two kinds half of the gradients would be wrong."""
+    """torch keeps one graph of cuDNN's backward for them: with strides of two kinds half of the gradients would be
+    wrong.
+    """
     job = compose_job("data=synthetic_images", "model=flux_debug", "gpus=1", "model.n_layers=3", "model.double_layers=1")
     config, tokens, text = job.model, 16, job.model.text_len
     model = models.build(config, tokens + text)
@@ -138,7 +174,12 @@ def test_kernels_that_take_the_same_queries_take_gradients_of_one_layout(compile
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     with contextlib.nullcontext() if compiled else strides:
-        model(torch.randn(1, tokens, config.patch_width), torch.randn(1, text, config.text_dim), torch.randn(1, config.pooled_dim),
-              torch.rand(1), torch.zeros(1, tokens, 3)).square().sum().backward()
+        model(
+            torch.randn(1, tokens, config.patch_width),
+            torch.randn(1, text, config.text_dim),
+            torch.randn(1, config.pooled_dim),
+            torch.rand(1),
+            torch.zeros(1, tokens, 3),
+        ).square().sum().backward()
     (pairs,) = strides.seen.values()
     assert len(pairs) >= 2 and len(set(pairs)) == 1 and pairs[0][0] == pairs[0][1], pairs

@@ -1,4 +1,7 @@
-"""The text encoders and the autoencoder around FLUX compute what transformers and diffusers compute, on tiny random weights."""
+"""The text encoders and the autoencoder around FLUX compute what transformers and diffusers compute, on tiny random
+weights.
+"""
+
 import json
 
 import pytest
@@ -35,8 +38,15 @@ def test_t5(tmp_path):
 @pytest.mark.parametrize("end", [2, 41])
 def test_clip(tmp_path, end):
     transformers = pytest.importorskip("transformers", reason="transformers, the reference for CLIP, is not installed")
-    config = transformers.CLIPTextConfig(vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=3,
-                                         max_position_embeddings=12, eos_token_id=end)
+    config = transformers.CLIPTextConfig(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        max_position_embeddings=12,
+        eos_token_id=end,
+    )
     theirs = drawn(transformers.CLIPTextModel(config))
     theirs.save_pretrained(tmp_path)
     tokens = torch.tensor([[40, 3, 5, 49, 41, 41, 41], [40, 7, 41, 49, 1, 2, 3]])
@@ -48,10 +58,20 @@ def test_clip(tmp_path, end):
 @pytest.mark.parametrize("quant", [False, True])
 def test_autoencoder(tmp_path, quant):
     diffusers = pytest.importorskip("diffusers", reason="diffusers, the reference for the autoencoder, is not installed")
-    theirs = drawn(diffusers.AutoencoderKL(
-        block_out_channels=(8, 8, 16), down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        layers_per_block=2, latent_channels=4, norm_num_groups=4, use_quant_conv=quant, use_post_quant_conv=quant, scaling_factor=0.3611,
-        shift_factor=0.1159))
+    theirs = drawn(
+        diffusers.AutoencoderKL(
+            block_out_channels=(8, 8, 16),
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            layers_per_block=2,
+            latent_channels=4,
+            norm_num_groups=4,
+            use_quant_conv=quant,
+            use_post_quant_conv=quant,
+            scaling_factor=0.3611,
+            shift_factor=0.1159,
+        )
+    )
     theirs.save_pretrained(tmp_path)
     ours, images = read_frozen(Autoencoder, tmp_path, CPU), torch.rand(2, 3, 24, 16) * 2 - 1
     with torch.no_grad():
@@ -79,8 +99,16 @@ def test_clips_words_are_those_of_transformers(tmp_path):
 def test_what_cannot_be_read_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         read_frozen(T5, tmp_path, CPU)
-    config = {"vocab_size": 5, "d_model": 4, "d_kv": 2, "d_ff": 4, "num_layers": 1, "num_heads": 2,
-              "relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6}
+    config = {
+        "vocab_size": 5,
+        "d_model": 4,
+        "d_kv": 2,
+        "d_ff": 4,
+        "num_layers": 1,
+        "num_heads": 2,
+        "relative_attention_num_buckets": 32,
+        "layer_norm_epsilon": 1e-6,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"shared\.weight is nothing; its config\.json asks for \(5, 4\)"):
         read_frozen(T5, tmp_path, CPU)

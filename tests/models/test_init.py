@@ -1,4 +1,5 @@
 """Initial weights: the same bits for every layout, and good random numbers."""
+
 import math
 from statistics import NormalDist
 
@@ -34,8 +35,11 @@ def fsdp(model, mesh):
 def tensor_parallel(model, mesh):
     parallelize_module(model, mesh, {"tok_embeddings": RowwiseParallel(), "output": ColwiseParallel()})
     for block in model.layers.values():
-        parallelize_module(block, mesh, {name: ColwiseParallel() for name in (
-            "attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")})
+        parallelize_module(
+            block,
+            mesh,
+            {name: ColwiseParallel() for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")},
+        )
         parallelize_module(block, mesh, {name: RowwiseParallel() for name in ("attention.wo", "feed_forward.w2")})
 
 
@@ -103,10 +107,16 @@ def test_wrappers_do_not_change_the_weights(tiny):
 def test_distribution_of_each_parameter(tiny):
     config = tiny(vocab_size=4096, dim=128, n_heads=4, n_layers=4, ffn_dim_multiplier=4.0)
     model = initial(config)
-    expected = {"tok_embeddings.weight": 1.0, "layers.0.attention.wq.weight": 0.02, "layers.3.attention.wk.weight": 0.02,
-                "layers.1.feed_forward.w1.weight": 0.02, "layers.0.attention.wo.weight": 0.02 / 2**0.5,
-                "layers.3.feed_forward.w2.weight": 0.02 / 8**0.5, "layers.2.feed_forward.w3.weight": 0.02 / 6**0.5,
-                "output.weight": 128**-0.5 * 0.98658}  # a normal cut at 3 sigma has 0.98658 of its standard deviation
+    expected = {
+        "tok_embeddings.weight": 1.0,
+        "layers.0.attention.wq.weight": 0.02,
+        "layers.3.attention.wk.weight": 0.02,
+        "layers.1.feed_forward.w1.weight": 0.02,
+        "layers.0.attention.wo.weight": 0.02 / 2**0.5,
+        "layers.3.feed_forward.w2.weight": 0.02 / 8**0.5,
+        "layers.2.feed_forward.w3.weight": 0.02 / 6**0.5,
+        "output.weight": 128**-0.5 * 0.98658,
+    }  # a normal cut at 3 sigma has 0.98658 of its standard deviation
     for name, std in expected.items():
         assert model.get_parameter(name).std().item() == pytest.approx(std, rel=0.03), name
     assert 2.95 * 128**-0.5 < model.output.weight.abs().max() <= 3 * 128**-0.5
@@ -117,8 +127,10 @@ def test_distribution_of_each_parameter(tiny):
 
 def test_numbers_are_normal_and_uncorrelated():
     count = 1_000_000
-    first, *others = (normal(torch.arange(count), Normal(1.0), key_of_parameter(seed, f"layers.{layer}.attention.wq.weight")).double()
-                      for seed, layer in [(0, 0), (0, 1), (1, 0)])
+    first, *others = (
+        normal(torch.arange(count), Normal(1.0), key_of_parameter(seed, f"layers.{layer}.attention.wq.weight")).double()
+        for seed, layer in [(0, 0), (0, 1), (1, 0)]
+    )
     error = count**-0.5
     for x in (first, *others):
         assert abs(x.mean()) < 4 * error
@@ -135,7 +147,9 @@ def test_numbers_are_normal_and_uncorrelated():
 
 
 def test_numbers_are_splitmix64_through_the_inverse_cdf():
-    """Against plain Python integers. The literals pin the seed's meaning: another generator would change every experiment."""
+    """Against plain Python integers. The literals pin the seed's meaning: another generator would change every
+    experiment.
+    """
     indices, seed_key, mask = [0, 1, 2, 5_000_000_000], key_of_parameter(0, "output.weight"), (1 << 64) - 1
     expected = []
     for index in indices:

@@ -1,4 +1,7 @@
-"""The model on one process: stages compose, documents do not see each other, a tied head stays tied, a block compiles whole."""
+"""The model on one process: stages compose, documents do not see each other, a tied head stays tied, a block compiles
+whole.
+"""
+
 import copy
 
 import pytest
@@ -46,10 +49,23 @@ def gradients(model, tokens):
 
 def test_names_are_the_papers(tiny):
     model = model_of(tiny(n_layers=1))
-    block = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
-             "attention_norm", "ffn_norm"]
+    block = [
+        "attention.wq",
+        "attention.wk",
+        "attention.wv",
+        "attention.wo",
+        "feed_forward.w1",
+        "feed_forward.w2",
+        "feed_forward.w3",
+        "attention_norm",
+        "ffn_norm",
+    ]
     assert list(model.state_dict()) == [
-        "tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in block), "norm.weight", "output.weight"]
+        "tok_embeddings.weight",
+        *(f"layers.0.{name}.weight" for name in block),
+        "norm.weight",
+        "output.weight",
+    ]
     assert isinstance(model.layers["0"].attention.sdpa, SDPA)
 
 
@@ -198,8 +214,11 @@ def test_gradients_on_two_ranks_are_those_of_one(layout, tied, tiny, on_ranks):
         with torch.device("meta"):
             model = build(config, 32)
         if layout == "tp":
-            parallelize_module(model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
-                                             "output": ColwiseParallel(output_layouts=Replicate())})
+            parallelize_module(
+                model,
+                mesh,
+                {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel(output_layouts=Replicate())},
+            )
             for block in model.layers.values():
                 parallelize_module(block, mesh, {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")})
                 parallelize_module(block, mesh, {"attention.wo": RowwiseParallel()})
@@ -209,7 +228,8 @@ def test_gradients_on_two_ranks_are_those_of_one(layout, tied, tiny, on_ranks):
             fully_shard(model, mesh=mesh, reshard_after_forward=layout == "fsdp_reshard")
         model.to_empty(device="cpu")
         draw(model, config)
-        actual = gradients(model, tokens)  # every rank has the whole batch, so FSDP's mean over ranks is the gradient itself
+        # every rank has the whole batch, so FSDP's mean over ranks is the gradient itself
+        actual = gradients(model, tokens)
         assert actual.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,4 +1,7 @@
-"""Qwen3: the same logits as transformers' Qwen3ForCausalLM, both ways; heads of a width of their own; norms that keep the input's dtype."""
+"""Qwen3: the same logits as transformers' Qwen3ForCausalLM, both ways; heads of a width of their own; norms that keep
+the input's dtype.
+"""
+
 import pytest
 import torch
 
@@ -11,8 +14,20 @@ from titan_hydra.models.qwen3.config import Qwen3Config
 
 
 def small(**changes):
-    values = {"name": "small", "family": "qwen3", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32,
-              "ffn_dim": 100, "norm_eps": 1e-6, "rope_theta": 1e6, "max_seq_len": 256}
+    values = {
+        "name": "small",
+        "family": "qwen3",
+        "vocab_size": 99,
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 32,
+        "ffn_dim": 100,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_seq_len": 256,
+    }
     return Qwen3Config(**values | changes)
 
 
@@ -24,9 +39,22 @@ def test_transformers_computes_the_same_logits(changes, tmp_path):
 def test_transformers_own_folder_can_be_imported(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        vocab_size=99, hidden_size=64, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=256)).float().eval()
+    theirs = (
+        transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(
+                vocab_size=99,
+                hidden_size=64,
+                intermediate_size=100,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                max_position_embeddings=256,
+            )
+        )
+        .float()
+        .eval()
+    )
     theirs.save_pretrained(tmp_path / "hf")
     titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
     config = convert.read_model_config(tmp_path / "checkpoint")

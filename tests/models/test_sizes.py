@@ -1,4 +1,5 @@
 """Sizes and costs of the models in conf/model, against the numbers published for them."""
+
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,11 +12,19 @@ from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
 from titan_hydra.models.qwen3.config import Qwen3Config
 
 PARAMETERS = {
-    "llama3_debug": 6_163_712, "llama3_1b": 1_235_814_400, "llama3_3b": 3_212_749_824, "llama3_8b": 8_030_261_248,
-    "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800,
+    "llama3_debug": 6_163_712,
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
     # As safetensors of Qwen/Qwen3-* on Hugging Face count them; a tied head is counted once.
-    "qwen3_0_6b": 596_049_920, "qwen3_1_7b": 1_720_574_976, "qwen3_4b": 4_022_468_096, "qwen3_8b": 8_190_735_360,
-    "qwen3_14b": 14_768_307_200, "qwen3_32b": 32_762_123_264,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
 }
 CONFIGS = {"llama3": Llama3Config, "qwen3": Qwen3Config}
 

@@ -1,4 +1,7 @@
-"""A stranger's family in an empty folder, as docs/extend.md says: refused where it must be, right on every layout, converted."""
+"""A stranger's family in an empty folder, as docs/extend.md says: refused where it must be, right on every layout,
+converted.
+"""
+
 import argparse
 import json
 import re
@@ -96,8 +99,10 @@ class Keyed(Decoder):
 OF_KEYED = ("train.imports=[keyed]", "model=qwen3_debug", "model.family=keyed", "model.n_layers=2")
 OF_WINDOWED = ("train.imports=[windowed]", "model=qwen3_debug", "model.family=windowed", "model.n_layers=2")
 LAYOUTS = {
-    "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"), "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
-    "pp 2": (2, "parallelism=pp", "data.local_batch=16"), "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
+    "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"),
+    "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
+    "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
+    "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
     "fsdp_tp 4": (4, "parallelism=fsdp_tp", "parallelism.tp=2", "data.local_batch=8"),
     "fsdp_pp 4": (4, "parallelism=fsdp_pp", "data.local_batch=8"),
     "tp 2 without sequence parallel": (2, "parallelism=tp", "parallelism.sequence_parallel=off", "data.local_batch=16"),
@@ -106,7 +111,9 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def folder(user_modules):
-    """A folder with nothing in it but the files of docs/extend.md, on the path of Python, and a family that lacks most parts."""
+    """A folder with nothing in it but the files of docs/extend.md, on the path of Python, and a family that lacks most
+    parts.
+    """
     text = (ROOT / "docs" / "extend.md").read_text()
     blocks = re.findall(r"`(squared/\w+\.py)`.*?```python\n(.*?)```", text, re.S)
     assert [name for name, _ in blocks] == [f"squared/{part}.py" for part in ("__init__", "model", "sharding", "hf")]
@@ -121,22 +128,31 @@ def launched(folder, *words):
     return run.stderr
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["train.imports=[bare]", "model.family=bare", "parallelism=tp"], "parallelism.tp=2: family bare has no tensor-parallel sharding"),
-    (["train.imports=[squared]", "model.family=squared", "model.heda_dim=64"], "model.heda_dim=64: no such key; nearest legal: "
-                                                                               "model.head_dim"),
-    (["train.imports=[nowhere]"], "train.imports=[nowhere]: there is no module nowhere"),
-    (["train.imports=[squared]", "model.family=sqared"], "model.family=sqared: no such model; nearest legal: squared"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train.imports=[bare]", "model.family=bare", "parallelism=tp"], "parallelism.tp=2: family bare has no tensor-parallel sharding"),
+        (
+            ["train.imports=[squared]", "model.family=squared", "model.heda_dim=64"],
+            "model.heda_dim=64: no such key; nearest legal: model.head_dim",
+        ),
+        (["train.imports=[nowhere]"], "train.imports=[nowhere]: there is no module nowhere"),
+        (["train.imports=[squared]", "model.family=sqared"], "model.family=sqared: no such model; nearest legal: squared"),
+    ],
+)
 def test_what_a_stranger_gets_wrong_is_one_line_before_the_start(folder, words, line):
     assert line in launched(folder, "model=qwen3_debug", "gpus=2", *words)
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("model.power=x", "model.power=x: "), ("model.power=9", "model.power=9.0: must be"),
-    ("model.multiple_of=9", "model.multiple_of=9: no such key"),
-    ("model.powr=2", "model.powr=2: no such key; nearest legal: model.power"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("model.power=x", "model.power=x: "),
+        ("model.power=9", "model.power=9.0: must be"),
+        ("model.multiple_of=9", "model.multiple_of=9: no such key"),
+        ("model.powr=2", "model.powr=2: no such key; nearest legal: model.power"),
+    ],
+)
 def test_its_key_is_typed_and_bounded(folder, words, line):
     with pytest.raises(ConfigError) as error:
         compose_job(*OF_SQUARED, words)
@@ -151,10 +167,14 @@ def test_its_key_is_part_of_the_run(folder):
     assert from_dict(Job, json.loads(json.dumps(to_dict(jobs[2])))) == jobs[2]
 
 
-@pytest.mark.parametrize(("code", "line"), [
-    ("import torch_of_another_name", "ModuleNotFoundError: No module named 'torch_of_another_name'"), ("1 / 0", "ZeroDivisionError"),
-    ("def", "SyntaxError"),
-])
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("import torch_of_another_name", "ModuleNotFoundError: No module named 'torch_of_another_name'"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("def", "SyntaxError"),
+    ],
+)
 def test_a_module_that_cannot_be_imported_is_a_fault(folder, code, line):
     name = f"broken_{len(code)}"
     (folder / f"{name}.py").write_text(code)
@@ -179,9 +199,24 @@ def test_six_layouts_learn_what_one_process_learns(folder):
 
 
 def test_a_ring_refuses_a_kernel_of_ones_own_in_one_line(folder, tmp_path):
-    run = subprocess.run([sys.executable, ROOT / "launch.py", *OF_WINDOWED, "parallelism=cp", "gpus=2", "steps=1", "data=synthetic",
-                          "data.seq_len=64", "precision=fp32", f"paths.runs={tmp_path}"],
-                         cwd=folder, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "launch.py",
+            *OF_WINDOWED,
+            "parallelism=cp",
+            "gpus=2",
+            "steps=1",
+            "data=synthetic",
+            "data.seq_len=64",
+            "precision=fp32",
+            f"paths.runs={tmp_path}",
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     said = run.stdout + run.stderr
     assert run.returncode == 2 and "a ring replaces the attention kernel of windowed, a Window, by torch's; nearest legal: ulysses" in said
     assert "Traceback" not in said, said
@@ -197,9 +232,18 @@ def test_a_kernel_of_ones_own_learns_under_ulysses_what_one_process_learns(folde
 
 
 def test_cases_that_a_family_cannot_run_are_counted(folder):
-    """Those of experts have keys that it has not, float64 knows the package's families, and it has no tensor parallelism."""
-    names = ("qwen3_moe, fsdp 2, ep 2, ac op", "deepseek_v3, single, accumulation 4", "qwen3, single, against float64", "tp 2, ac op",
-             "fsdp 2", "cp 2, ulysses, document mask", "fsdp 4, tp 2, muon")
+    """Those of experts have keys that it has not, float64 knows the package's families, and it has no tensor
+    parallelism.
+    """
+    names = (
+        "qwen3_moe, fsdp 2, ep 2, ac op",
+        "deepseek_v3, single, accumulation 4",
+        "qwen3, single, against float64",
+        "tp 2, ac op",
+        "fsdp 2",
+        "cp 2, ulysses, document mask",
+        "fsdp 4, tp 2, muon",
+    )
     found = covered([case for case in MATRIX if case.name in names or case.name.startswith("tp 2, ac op")], OF_KEYED, None, 2)
     assert [case.name for case in found.cases] == ["fsdp 2", "cp 2, ulysses, document mask"]
     assert [job_of(case).data.seq_len for case in found.cases] == [32 + 128, 256], "twice the window, and more"
@@ -208,7 +252,9 @@ def test_cases_that_a_family_cannot_run_are_counted(folder):
         "twice model.sliding_window=64",
         "     2  parallelism.tp=2: family keyed has no tensor-parallel sharding",
         "     1  model.family=keyed: only the package's own families are there in float64",
-        "     1  model.q_rank=24: no such key", "     1  model.expert_dim=64: no such key"]
+        "     1  model.q_rank=24: no such key",
+        "     1  model.expert_dim=64: no such key",
+    ]
     with pytest.raises(ConfigError, match=r"^model.sliding_window=400: hides nothing .*; nearest legal: 256"):
         covered(MATRIX[:1], (*OF_KEYED, "model.sliding_window=400"), None, 2)
     with pytest.raises(ConfigError, match=r"^none of 1 case can run: model.sliding_widow=8: no such key$"):
@@ -216,7 +262,9 @@ def test_cases_that_a_family_cannot_run_are_counted(folder):
 
 
 def test_a_window_that_only_one_process_has_is_found(folder, capsys, monkeypatch):
-    """With sequences shorter than the window nothing would differ. A ring refuses the kernel on the ranks, which is counted too."""
+    """With sequences shorter than the window nothing would differ. A ring refuses the kernel on the ranks, which is
+    counted too.
+    """
     monkeypatch.setattr("titan_hydra.verify.verify.STEPS", 2)
     words = ["verify", *OF_KEYED, "--ranks", "2", "--only"]
     assert cli.main([*words, "in order, sequence 16", "--list"]) == 0

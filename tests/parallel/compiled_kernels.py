@@ -1,7 +1,9 @@
-"""Compile every kernel of ours for sm_90 and sm_100 at the widths of Llama 3.1's sizes, by Triton's compiler and ptxas. It needs no device.
+"""Compile every kernel of ours for sm_90 and sm_100 at the widths of Llama 3.1's sizes, by Triton's compiler and ptxas.
+It needs no device.
 
     python tests/parallel/compiled_kernels.py        # prints the table of docs/performance.md; fails if a register is spilled
 """
+
 from __future__ import annotations
 
 import re
@@ -38,8 +40,12 @@ Case = tuple[str, int, Any, int, dict[str, Any]]  # what it does, a width, the k
 
 def cases(dim: int, width: int) -> Iterator[Case]:
     """Yield every kernel as a model of these widths launches it."""
-    for name, of, norm, gated in (("rows after norm", dim, True, False), ("rows", dim, False, False), ("rows", width, False, False),
-                                  ("rows of SwiGLU", width, False, True)):
+    for name, of, norm, gated in (
+        ("rows after norm", dim, True, False),
+        ("rows", dim, False, False),
+        ("rows", width, False, False),
+        ("rows of SwiGLU", width, False, True),
+    ):
         block, shape = triton.next_power_of_2(of), {"WIDTH": of, "GATED": gated}
         if norm or of <= float8.WIDEST:
             yield name, of, float8._rows, float8._warps(block), shape | {"BLOCK": block, "NORM": norm, "ROWS": 32}
@@ -64,8 +70,11 @@ def usage(kernel: Any, warps: int, constants: dict[str, Any], architecture: int)
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*fp32") for name in kernel.arg_names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")}
     fused = kernel is not split._adamw
-    made = triton.compile(ASTSource(kernel, signature, fixed, aligned), target=GPUTarget("cuda", architecture, 32),
-                          options={"num_warps": warps, "enable_fp_fusion": fused})
+    made = triton.compile(
+        ASTSource(kernel, signature, fixed, aligned),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": warps, "enable_fp_fusion": fused},
+    )
     casts = any(signature[name] == "*fp8e4nv" for name in kernel.arg_names)
     if (SATURATING in made.asm["ptx"]) != casts:
         raise AssertionError(f"{kernel.__name__}: Float8 casts that saturate are expected where Float8 is written, and nowhere else")
@@ -76,8 +85,9 @@ def usage(kernel: Any, warps: int, constants: dict[str, Any], architecture: int)
         file.flush()
         line = [ptxas, "-v", f"--gpu-name=sm_{architecture}a", *["--fmad=false"] * (not fused), file.name, "-o", "/dev/null"]
         told = subprocess.run(line, capture_output=True, text=True, check=True).stderr
-    registers, stored, loaded = (int(re.search(words, told)[1]) for words in
-                                 (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads"))
+    registers, stored, loaded = (
+        int(re.search(words, told)[1]) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+    )
     return registers, stored + loaded
 
 

@@ -1,4 +1,5 @@
 """A rank of a world that does nothing, for tests of what each rank holds."""
+
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from titan_hydra.parallel.mesh import ORDER
 @pytest.fixture
 def world():
     """`world(parallelism, rank)`: the mesh of one rank of a world that does nothing. The one before it is left."""
+
     def join(degrees, rank=0):
         leave()
         ranks = math.prod(getattr(degrees, name) for name in ORDER)

@@ -1,7 +1,8 @@
 """Checks of Triton kernels without a GPU, in a process of its own: Triton reads TRITON_INTERPRET as it is imported.
 
-    TRITON_INTERPRET=1 python tests/parallel/interpreted_kernels.py
+TRITON_INTERPRET=1 python tests/parallel/interpreted_kernels.py
 """
+
 import torch
 import triton.language as tl
 
@@ -17,8 +18,9 @@ def near(found, exact, tolerance=0.1):
 
 def alike(found, exact):
     """Whether shapes, types and strides are those of the reference, from which the compiler takes them."""
-    return all((one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-               for one, other in zip(found, exact, strict=True))
+    return all(
+        (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride()) for one, other in zip(found, exact, strict=True)
+    )
 
 
 def float8():
@@ -33,9 +35,11 @@ def float8():
         found = kernels.rows_on_gpu(*source)
         assert alike(found, exact)
         torch.testing.assert_close(found[1], exact[1], rtol=0, atol=0, equal_nan=True)
-        finite = exact[1].isfinite()  # the interpreter casts NaN to a number; by the factor of its row all products are NaN
+        # the interpreter casts NaN to a number; by the factor of its row all products are NaN
+        finite = exact[1].isfinite()
         assert near(found[0][finite], exact[0][finite])
-        assert (found[2] - exact[2]).abs().max() <= (8 if source[1] is not None or source[3] else 0)  # bits, of rounding before the cast
+        # bits, of rounding before the cast
+        assert (found[2] - exact[2]).abs().max() <= (8 if source[1] is not None or source[3] else 0)
         assert near(found[3], exact[3], 1e-6)
     for (parts, weight, _, _), (_, _, maxima, rstds) in zip((sources[0], sources[2]), (cast[0], cast[2]), strict=True):
         rstds = None if weight is None else rstds
@@ -51,7 +55,9 @@ def float8():
 
 
 def logits():
-    """Compare the kernels of cross-entropy with torch, at rows wider than a block, targets that do not count, and weights."""
+    """Compare the kernels of cross-entropy with torch, at rows wider than a block, targets that do not count, and
+    weights.
+    """
     torch.manual_seed(0)
     cross_entropy_triton.BLOCK = 256
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):  # the interpreter cuts bits off
@@ -71,5 +77,6 @@ def logits():
 if __name__ == "__main__":
     logits()
     float8()
-    kernels.WIDEST, kernels.PART, kernels.KEPT = 64, 64, tl.constexpr(64)  # as rows and norms of large models are computed
+    # as rows and norms of large models are computed
+    kernels.WIDEST, kernels.PART, kernels.KEPT = 64, 64, tl.constexpr(64)
     float8()

@@ -1,4 +1,5 @@
 """Activation checkpointing: the same gradients to the bit, and no more computed again than each mode says."""
+
 from collections import Counter
 from dataclasses import replace
 
@@ -15,8 +16,16 @@ from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import activation_checkpoint
 from titan_hydra.parallel.mesh import Mesh
 
-JOB = compose_job("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=64",
-                  "data=synthetic", "data.seq_len=16")
+JOB = compose_job(
+    "precision=fp32",
+    "model.dim=64",
+    "model.n_layers=4",
+    "model.n_heads=8",
+    "model.n_kv_heads=4",
+    "model.vocab_size=64",
+    "data=synthetic",
+    "data.seq_len=16",
+)
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MATMUL = torch.ops.aten.mm.default
 
@@ -61,7 +70,8 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# Of a block's matmuls (wq, wk, wv, wo, w1, w3, w2) the backward needs no output of w2, so that none is computed again for it alone.
+# Of a block's matmuls (wq, wk, wv, wo, w1, w3, w2) the backward needs no output of w2, so that none is computed again
+# for it alone.
 MODES = [  # configuration, matmuls and attentions of a backward beyond those of ac=none
     ({"name": "full"}, 4 * 6, 4),
     ({"name": "layer"}, 2 * 6, 2),

@@ -1,4 +1,5 @@
 """torch.compile by blocks: one compilation for all that are equal, whatever is checkpointed, and no name changes."""
+
 import gzip
 import json
 import subprocess
@@ -20,8 +21,17 @@ from titan_hydra.parallel import activation_checkpoint, compile
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.train.objectives.language import cross_entropy
 
-JOB = compose_job("precision=fp32", "model.dim=32", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.vocab_size=64",
-                  "data=synthetic", "data.seq_len=16", "parallelism=single")
+JOB = compose_job(
+    "precision=fp32",
+    "model.dim=32",
+    "model.n_layers=4",
+    "model.n_heads=4",
+    "model.n_kv_heads=2",
+    "model.vocab_size=64",
+    "data=synthetic",
+    "data.seq_len=16",
+    "parallelism=single",
+)
 ALONE = Mesh(JOB.parallelism, None, None, None, None)
 
 
@@ -58,11 +68,19 @@ def test_equal_blocks_are_compiled_once(counter, ac, kinds):
 @pytest.mark.parametrize("ac", ["none", "full", "op"])
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3_moe_debug", 5), ("deepseek_v3_debug", 7)])
 def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
-    """Attention, scores, plan, experts, sum; DeepSeek-V3 has shared experts and a dense block too. Gradients are those of eager code, and
-    no more matmuls are computed again.
+    """Attention, scores, plan, experts, sum; DeepSeek-V3 has shared experts and a dense block too. Gradients are those
+    of eager code, and no more matmuls are computed again.
     """
-    config = compose_job(f"model={name}", "precision=fp32", "data=synthetic", "data.seq_len=16", "parallelism=single",
-                         "model.dim=32", "model.n_layers=3", "model.expert_dim=16").model
+    config = compose_job(
+        f"model={name}",
+        "precision=fp32",
+        "data=synthetic",
+        "data.seq_len=16",
+        "parallelism=single",
+        "model.dim=32",
+        "model.n_layers=3",
+        "model.expert_dim=16",
+    ).model
     counters.clear()
     model, eager = build(ac, counter, config), build(ac, None, config)
     matmuls = []
@@ -78,7 +96,9 @@ def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
 
 
 def test_experts_are_compiled_once_for_all_numbers_of_tokens(counter):
-    """Under ep every layer and step has another one; a rank may have none, which is a kind of its own to the compiler, as one token is."""
+    """Under ep every layer and step has another one; a rank may have none, which is a kind of its own to the compiler,
+    as one token is.
+    """
     config = compose_job("model=qwen3_moe_debug", "precision=fp32", "data=synthetic", "parallelism=single").model
     experts = Experts(config)
     for weight in experts.parameters():
@@ -90,8 +110,9 @@ def test_experts_are_compiled_once_for_all_numbers_of_tokens(counter):
         counts = torch.bincount(torch.arange(tokens) * 3 % config.n_experts, minlength=config.n_experts).int()
         rows, order = torch.randn(tokens, config.dim, requires_grad=True), torch.randperm(tokens).int()
         inverse = order.argsort().int()
-        found, expected = (torch.autograd.grad(one(rows, order, inverse, counts).square().sum(), [rows, *one.parameters()])
-                           for one in (experts, plain))
+        found, expected = (
+            torch.autograd.grad(one(rows, order, inverse, counts).square().sum(), [rows, *one.parameters()]) for one in (experts, plain)
+        )
         torch.testing.assert_close(found, expected)
     assert counter.frame_count == 2
 
@@ -99,7 +120,9 @@ def test_experts_are_compiled_once_for_all_numbers_of_tokens(counter):
 @pytest.mark.slow
 @pytest.mark.parametrize("ac", ["op", "lean"])
 def test_parts_that_write_into_given_tensors_are_checkpointed_right(ac, counter):
-    """inductor's code does, and is called where operators' results are saved: once "a tensor that was saved has been mutated"."""
+    """inductor's code does, and is called where operators' results are saved: once "a tensor that was saved has been
+    mutated".
+    """
     config = compose_job("model=qwen3_moe_debug", "model.n_layers=1", "precision=fp32", "data=synthetic", "data.seq_len=16").model
     gradients = []
     for chosen, backend in (("none", "eager"), (ac, "inductor")):
@@ -126,8 +149,19 @@ def test_the_back_end_is_the_configurations():
 @pytest.mark.slow
 def test_a_whole_model_communicates_a_block_at_a_time(tmp_path):
     """Two blocks of 9 parameters, embedding, norm and head: 21 gathers and reductions, in a few messages."""
-    words = ("debug=tiny", "parallelism=fsdp", "parallelism.backend=simple_fsdp", "compile=model", "gpus=2", "cluster=local",
-             "checkpoint=off", "profiling=on", "profiling.first_step=4", "profiling.steps=1", "steps=5")
+    words = (
+        "debug=tiny",
+        "parallelism=fsdp",
+        "parallelism.backend=simple_fsdp",
+        "compile=model",
+        "gpus=2",
+        "cluster=local",
+        "checkpoint=off",
+        "profiling=on",
+        "profiling.first_step=4",
+        "profiling.steps=1",
+        "steps=5",
+    )
     subprocess.run([sys.executable, "launch.py", *words, f"paths.runs={tmp_path}"], check=True, capture_output=True)
     with gzip.open(next(tmp_path.glob("*/attempts/1/profile/trace_0.json.gz"))) as file:
         names = [event["name"] for event in json.load(file)["traceEvents"]]

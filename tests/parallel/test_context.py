@@ -1,4 +1,7 @@
-"""Context parallelism beyond the acceptance matrix: the cut of a batch, the attention kernels alone, and what torch keeps for all jobs."""
+"""Context parallelism beyond the acceptance matrix: the cut of a batch, the attention kernels alone, and what torch
+keeps for all jobs.
+"""
+
 import multiprocessing
 import os
 import traceback
@@ -22,14 +25,29 @@ from titan_hydra.train.objectives.language import Language
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import PRELOADED, job_of, verify
 
-SMALL = ("precision=fp32", "model.dim=32", "model.n_layers=1", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=64",
-         "data=synthetic", "data.seq_len=32")
+SMALL = (
+    "precision=fp32",
+    "model.dim=32",
+    "model.n_layers=1",
+    "model.n_heads=8",
+    "model.n_kv_heads=4",
+    "model.vocab_size=64",
+    "data=synthetic",
+    "data.seq_len=32",
+)
 MANNERS = [("allgather", True), ("allgather", False), ("alltoall", True), ("alltoall", False), ("ulysses", True)]
 
 
 def job_with(rotate="allgather", balance=True, cp=2, *overrides):
-    return compose_job(*SMALL, "parallelism=cp", f"gpus={cp}", f"parallelism.cp={cp}", f"parallelism.cp_rotate={rotate}",
-                       f"parallelism.cp_load_balance={balance}", *overrides)
+    return compose_job(
+        *SMALL,
+        "parallelism=cp",
+        f"gpus={cp}",
+        f"parallelism.cp={cp}",
+        f"parallelism.cp_rotate={rotate}",
+        f"parallelism.cp_load_balance={balance}",
+        *overrides,
+    )
 
 
 def applied(job, mesh):
@@ -81,7 +99,9 @@ def test_attention_on_parts_is_attention_on_the_whole(tmp_path, rotate, balance,
 
 
 def attend(rotate, balance):
-    """On every rank: outputs and gradients, with grouped queries, in both dtypes; through torch's ring where there should be one."""
+    """On every rank: outputs and gradients, with grouped queries, in both dtypes; through torch's ring where there
+    should be one.
+    """
     job = job_with(rotate, balance, dist.get_world_size())
     mesh = build_mesh(job.parallelism, "cpu")
     sdpa, index = applied(job, mesh), context.local_index(32, mesh)
@@ -154,19 +174,37 @@ def test_a_kernel_that_cannot_work_in_a_ring_is_refused_before_it_could_fall_bac
 def test_documents_are_kept_apart_across_ranks(tmp_path):
     for number in range(200):
         (tmp_path / f"{number}.txt").write_text("abc " * (1 + number % 9))
-    packed = case("cp 2, ulysses, documents", 2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16",
-                  base=("data=text_files", f"data.path={tmp_path}/*.txt", "data.document_mask=true", "model.vocab_size=4096"))
+    packed = case(
+        "cp 2, ulysses, documents",
+        2,
+        "parallelism=cp",
+        "parallelism.cp_rotate=ulysses",
+        "data.local_batch=16",
+        base=("data=text_files", f"data.path={tmp_path}/*.txt", "data.document_mask=true", "model.vocab_size=4096"),
+    )
     assert (data.build(job_of(packed), 0, 1).next()["documents"].amax(1) > 0).all()
-    outcome, = verify([packed])
+    (outcome,) = verify([packed])
     assert outcome.passed, outcome
 
 
 @pytest.mark.slow
 def test_a_compiled_block_is_not_reused_for_another_order_of_the_sequence():
     """torch.compile sees nothing of the ring's options unless it is made to look: gradients were off by half."""
-    outcomes = verify([
-        case(f"balance {balance}", 2, "parallelism=cp", f"parallelism.cp_load_balance={balance}", "data.local_batch=16", "compile=block",
-             "compile.backend=aot_eager", base=("steps=2", "model.n_layers=1")) for balance in (True, False)])
+    outcomes = verify(
+        [
+            case(
+                f"balance {balance}",
+                2,
+                "parallelism=cp",
+                f"parallelism.cp_load_balance={balance}",
+                "data.local_batch=16",
+                "compile=block",
+                "compile.backend=aot_eager",
+                base=("steps=2", "model.n_layers=1"),
+            )
+            for balance in (True, False)
+        ]
+    )
     assert all(outcome.passed for outcome in outcomes), outcomes
 
 

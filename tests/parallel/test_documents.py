@@ -1,4 +1,7 @@
-"""Attention within packed documents: its operator against a mask of all pairs, and every layout against one process with that mask."""
+"""Attention within packed documents: its operator against a mask of all pairs, and every layout against one process
+with that mask.
+"""
+
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +20,9 @@ from titan_hydra.verify.matrix import LATENT, MOE, QWEN, case
 from titan_hydra.verify.verify import verify
 
 PACKINGS = {  # the lengths of the documents of two samples
-    "lengths of 1": ([1, 1, 20, 1, 9], [1] * 32), "one document": ([32], [32]), "the last token alone": ([31, 1], [5, 26, 1]),
+    "lengths of 1": ([1, 1, 20, 1, 9], [1] * 32),
+    "one document": ([32], [32]),
+    "the last token alone": ([31, 1], [5, 26, 1]),
     "many and one": ([3, 4, 5, 6, 7, 7], [32]),
 }
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -36,12 +41,16 @@ def mask_of(lengths):
 
 
 def differences(attend, lengths, dtype=torch.float32, heads=4, kv_heads=2, value_dim=16, form=offsets_of):
-    """The relative differences of output and gradients of `attend(q, k, v, documents)` from those of a mask made of the ids."""
+    """The relative differences of output and gradients of `attend(q, k, v, documents)` from those of a mask made of the
+    ids.
+    """
     torch.manual_seed(0)
     ids = torch.from_numpy(ids_of(lengths))
     mask = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril().unsqueeze(1)
-    qkv = [torch.randn(2, ids.shape[1], number, width, dtype=dtype).transpose(1, 2).requires_grad_()
-           for number, width in ((heads, 16), (kv_heads, 16), (kv_heads, value_dim))]
+    qkv = [
+        torch.randn(2, ids.shape[1], number, width, dtype=dtype).transpose(1, 2).requires_grad_()
+        for number, width in ((heads, 16), (kv_heads, 16), (kv_heads, value_dim))
+    ]
     gradient = torch.randn(2, heads, ids.shape[1], value_dim, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     right = F.scaled_dot_product_attention(*exact, mask, enable_gqa=True)
@@ -108,7 +117,9 @@ def test_any_number_of_documents_is_compiled_twice():
 
 
 def test_the_operator_is_one_that_torch_accepts():
-    """Its fake results have the shapes and strides of real ones, and its gradients are registered as a compiler needs them."""
+    """Its fake results have the shapes and strides of real ones, and its gradients are registered as a compiler needs
+    them.
+    """
     for kv_heads in (4, 2):
         q, k, v = (torch.randn(64, heads, 16, requires_grad=True) for heads in (4, kv_heads, kv_heads))
         torch.library.opcheck(attend_documents, (q, k, v, offsets_of(PACKINGS["many and one"]), 32))
@@ -116,9 +127,23 @@ def test_the_operator_is_one_that_torch_accepts():
 
 def test_memory_is_linear_in_the_tokens():
     def live(*overrides):
-        return count_rank(freeze(compose_unchecked(
-            "model=llama3_debug", "data=embedded", "precision=fp32", "data.document_mask=true", "data.local_batch=1", "gpus=1",
-            "parallelism=single", "comm=fake", "model.vocab_size=4096", *overrides)), 0).live
+        return count_rank(
+            freeze(
+                compose_unchecked(
+                    "model=llama3_debug",
+                    "data=embedded",
+                    "precision=fp32",
+                    "data.document_mask=true",
+                    "data.local_batch=1",
+                    "gpus=1",
+                    "parallelism=single",
+                    "comm=fake",
+                    "model.vocab_size=4096",
+                    *overrides,
+                )
+            ),
+            0,
+        ).live
 
     short, long, dense = live("data.seq_len=2048"), live("data.seq_len=4096"), live("data.seq_len=4096", "model.attention=math")
     assert long < 2.1 * short
@@ -130,21 +155,39 @@ LAYOUTS = [
     case("fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8"),
     case("fsdp 2, compile by inductor, ac lean", 2, "parallelism=fsdp", "data.local_batch=8", "compile=block", "ac=lean"),
     *(case(f"fsdp 2, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", f"ac={ac}") for ac in ("full", "layer", "op", "lean")),
-    *(case(f"fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", "compile=block", "compile.backend=aot_eager",
-           f"ac={ac}") for ac in ("none", "op", "memory_budget")),
+    *(
+        case(
+            f"fsdp 2, compile, ac {ac}",
+            2,
+            "parallelism=fsdp",
+            "data.local_batch=8",
+            "compile=block",
+            "compile.backend=aot_eager",
+            f"ac={ac}",
+        )
+        for ac in ("none", "op", "memory_budget")
+    ),
     case("tp 2", 2, "parallelism=tp", "data.local_batch=16"),
     case("pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
     case("cp 2, ulysses", 2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16"),
     case("qwen3, tp 2", 2, "parallelism=tp", "data.local_batch=16", base=QWEN),
     case("qwen3_moe, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", base=MOE),
-    case("deepseek_v3, cp 2, ulysses", 2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16",
-         base=(*LATENT, "model.value_dim=8")),
+    case(
+        "deepseek_v3, cp 2, ulysses",
+        2,
+        "parallelism=cp",
+        "parallelism.cp_rotate=ulysses",
+        "data.local_batch=16",
+        base=(*LATENT, "model.value_dim=8"),
+    ),
 ]
 
 
 @pytest.mark.slow
 def test_every_layout_learns_what_one_process_learns_with_a_mask():
-    cases = [replace(one, base=(*one.base, *DENSE), overrides=(*one.overrides, LINEAR), documents=True, loss=1e-6, norm=1e-6,
-                     gradients=1e-6) for one in LAYOUTS]
+    cases = [
+        replace(one, base=(*one.base, *DENSE), overrides=(*one.overrides, LINEAR), documents=True, loss=1e-6, norm=1e-6, gradients=1e-6)
+        for one in LAYOUTS
+    ]
     outcomes = verify(cases)
     assert all(outcome.passed for outcome in outcomes), [outcome for outcome in outcomes if not outcome.passed]

@@ -1,6 +1,7 @@
-"""Experts: the router, the kernels with experts that get no token, counting, and the errors that users of other frameworks met
-(issue numbers are TorchTitan's).
+"""Experts: the router, the kernels with experts that get no token, counting, and the errors that users of other
+frameworks met (issue numbers are TorchTitan's).
 """
+
 import contextlib
 import gc
 import math
@@ -65,7 +66,9 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(base):
 
 
 def test_experts_without_tokens_have_gradients_of_zero():
-    """Rows behind the last token would be garbage (pt#193633, #1237): none exist, and an expert without tokens has a whole gradient."""
+    """Rows behind the last token would be garbage (pt#193633, #1237): none exist, and an expert without tokens has a
+    whole gradient.
+    """
     moe, x = layer()
     moe.router.choose = lambda scores: torch.tensor([2, 5]).expand(len(scores), 2)
     moe(x).square().sum().backward()
@@ -97,7 +100,9 @@ def test_gradients_that_a_kernel_does_not_write_are_zero(monkeypatch):
 
 
 def test_no_tokens_at_all_are_no_error(monkeypatch):
-    """The kernels are not asked for a product without rows, which nothing defines; the gradients are zeros all the same."""
+    """The kernels are not asked for a product without rows, which nothing defines; the gradients are zeros all the
+    same.
+    """
     moe, x = layer()
     nothing, order = x.new_zeros(0, x.shape[-1], requires_grad=True), torch.zeros(0, dtype=torch.int32)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
@@ -128,7 +133,8 @@ def test_rows_that_arrive_are_sorted_by_expert(counts):
     assert order[back.long()].tolist() == list(range(len(owners)))
 
 
-# --- the router ------------------------------------------------------------------------------------------------------------------------
+# --- the router -------------------------------------------------------------------------------------------------------
+
 
 def test_groups_are_the_best_two_experts_and_limit_the_choice():
     router = Router(job_of("model.expert_groups=4", "model.groups_per_token=1", base=LATENT).model)
@@ -176,8 +182,8 @@ def test_tokens_are_counted_once_however_often_a_forward_runs(kept):
 
 
 def test_the_loss_of_balance_has_the_papers_gradient():
-    """arXiv 2412.19437, section 2.1.2: alpha times the sum over experts of f_i P_i for each sequence, with f_i held fixed, and its mean
-    over the sequences of the global batch.
+    """arXiv 2412.19437, section 2.1.2: alpha times the sum over experts of f_i P_i for each sequence, with f_i held
+    fixed, and its mean over the sequences of the global batch.
     """
     moe, x = layer("model.sequence_balance=0.5", "model.n_shared_experts=0", base=LATENT)
     router, sequences = moe.router, 10
@@ -203,10 +209,13 @@ def test_balance_by_force_gives_every_expert_its_share():
     assert all(len(set(own)) == 2 for own in chosen.tolist())
 
 
-# --- over ranks ------------------------------------------------------------------------------------------------------------------------
+# --- over ranks -------------------------------------------------------------------------------------------------------
+
 
 def lopsided(rank):
-    """Two ranks with four experts each: rank 1 gets no token, then neither does expert 0; balanced by force without a message of counts."""
+    """Two ranks with four experts each: rank 1 gets no token, then neither does expert 0; balanced by force without a
+    message of counts.
+    """
     whole, x = layer("model.n_shared_experts=0")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     for wanted in ([0, 3], [3, 5], [6, 7], None):
@@ -277,8 +286,8 @@ class Seen(TorchDispatchMode):
 
 
 def waits_seldom(rank):
-    """The host waits once in the forward of each sparse block, and nowhere else; each block but the last starts the gathers of the next one
-    before that. If experts are balanced by force, it never waits.
+    """The host waits once in the forward of each sparse block, and nowhere else; each block but the last starts the
+    gathers of the next one before that. If experts are balanced by force, it never waits.
     """
     for words in (("ac=none",), ("ac=full",), ("ac=layer",), ("ac=op",), ("ac=lean",), ("debug.balance_experts=true",)):
         job = job_of("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=4", "data.global_batch=8", *words, base=LATENT)
@@ -295,7 +304,8 @@ def waits_seldom(rank):
         sparse = len(experts.sparse_layers(trainer.model))
         assert seen.events.count("wait") == (0 if job.debug.balance_experts else sparse), (words, seen.events)
         if not job.debug.balance_experts:
-            spaces = "".join(event[0] for event in seen.events).split("w")  # gathers before, between and after the waits
+            # gathers before, between and after the waits
+            spaces = "".join(event[0] for event in seen.events).split("w")
             each = len(spaces[1])
             assert each and len(spaces[0]) > 2 * each and [len(space) for space in spaces[1:-2]] == [each] * (sparse - 2), spaces
             assert not spaces[-2], "the last block was gathered after the wait of the one before it"
@@ -321,9 +331,12 @@ def test_muon_takes_each_expert_as_a_matrix_of_its_own():
 
 def balances_tokens(rank):
     """The balance loss has the same gradient however few labels count, and a step that is not finite moves no bias."""
+
     def gradients(labels, weight):
-        trainer = build(job_of("parallelism=single", "data.local_batch=4", "data.global_batch=8", f"model.sequence_balance={weight}"),
-                        torch.device("cpu"))
+        trainer = build(
+            job_of("parallelism=single", "data.local_batch=4", "data.global_batch=8", f"model.sequence_balance={weight}"),
+            torch.device("cpu"),
+        )
         batch = trainer.objective.example(8)
         batch["tokens"].random_(512, generator=torch.Generator().manual_seed(0))
         batch["labels"].random_(512, generator=torch.Generator().manual_seed(1))
@@ -331,8 +344,10 @@ def balances_tokens(rank):
         trainer.forward_backward(batch)
         return trainer, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if "router" in name}
 
-    few, all_of_them = ([with_it[name] - without[name] for name in without] for with_it, without in (
-        (gradients(labels, 10.0)[1], gradients(labels, 0.0)[1]) for labels in (20, 256)))
+    few, all_of_them = (
+        [with_it[name] - without[name] for name in without]
+        for with_it, without in ((gradients(labels, 10.0)[1], gradients(labels, 0.0)[1]) for labels in (20, 256))
+    )
     for one, other in zip(few, all_of_them, strict=True):
         assert one.norm() > 1e-3
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
@@ -372,26 +387,42 @@ def test_initial_weights_shrink_with_depth_as_in_a_dense_block():
         assert not found.router.bias.any()
 
 
-@pytest.mark.parametrize(("overrides", "line"), [
-    (("gpus=4", "parallelism=fsdp", "parallelism.ep=3"),
-     "parallelism.ep=3: dp_shard x cp x tp = 4 cannot be divided by it; nearest legal: 2"),
-    (("gpus=2", "parallelism=fsdp", "parallelism.ep=4"), "parallelism.ep=4: dp_shard x cp x tp = 2 cannot be divided by it"),
-    (("gpus=6", "parallelism=fsdp", "parallelism.ep=3", "data.global_batch=12"),
-     "parallelism.ep=3: 8 experts cannot be split over it; nearest legal: 2"),
-    (("model.n_experts=9", "parallelism=single", "model.expert_groups=2"), "model.expert_groups=2: 9 experts cannot be divided by it"),
-    (("parallelism=single", "model.experts_per_token=9"), "model.experts_per_token=9: a token may use 8 experts; nearest legal: 8"),
-    (("parallelism=single", "model.expert_dim=30", "precision=bf16"),
-     "model.expert_dim=30: experts need multiples of 8, which are 16 bytes; nearest legal: 24 or 32"),
-    (("gpus=2", "parallelism=tp", "parallelism.sequence_parallel=off"),
-     "parallelism.sequence_parallel=false: experts need tokens that are split over tp ranks; nearest legal: true"),
-    (("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "parallelism.backend=simple_fsdp"), "parallelism.backend=simple_fsdp: gathers"),
-    (("parallelism=single", "model.n_dense_layers=4"), "model.n_dense_layers=4: leaves none of 4 blocks to the experts; nearest legal: 3"),
-    (("parallelism=single", "model=qwen3_debug", "debug.balance_experts=true"), "debug.balance_experts=true: qwen3 has no experts"),
-    (("parallelism=fsdp", "gpus=2", "model=qwen3_debug", "parallelism.ep=2"), "parallelism.ep=2: qwen3 has no experts to split"),
-    (("gpus=16", "parallelism=fsdp", "model.expert_dim=40", "parallelism.ep=2", "data.global_batch=32", "data.local_batch=1"), None),
-    (("gpus=16", "parallelism=fsdp", "model.expert_dim=36", "parallelism.ep=2", "data.global_batch=32", "data.local_batch=1"),
-     "model.expert_dim=36: the experts of an ep rank are sharded over 8 ranks by this width; nearest legal: 32 or 40"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("gpus=4", "parallelism=fsdp", "parallelism.ep=3"),
+            "parallelism.ep=3: dp_shard x cp x tp = 4 cannot be divided by it; nearest legal: 2",
+        ),
+        (("gpus=2", "parallelism=fsdp", "parallelism.ep=4"), "parallelism.ep=4: dp_shard x cp x tp = 2 cannot be divided by it"),
+        (
+            ("gpus=6", "parallelism=fsdp", "parallelism.ep=3", "data.global_batch=12"),
+            "parallelism.ep=3: 8 experts cannot be split over it; nearest legal: 2",
+        ),
+        (("model.n_experts=9", "parallelism=single", "model.expert_groups=2"), "model.expert_groups=2: 9 experts cannot be divided by it"),
+        (("parallelism=single", "model.experts_per_token=9"), "model.experts_per_token=9: a token may use 8 experts; nearest legal: 8"),
+        (
+            ("parallelism=single", "model.expert_dim=30", "precision=bf16"),
+            "model.expert_dim=30: experts need multiples of 8, which are 16 bytes; nearest legal: 24 or 32",
+        ),
+        (
+            ("gpus=2", "parallelism=tp", "parallelism.sequence_parallel=off"),
+            "parallelism.sequence_parallel=false: experts need tokens that are split over tp ranks; nearest legal: true",
+        ),
+        (("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "parallelism.backend=simple_fsdp"), "parallelism.backend=simple_fsdp: gathers"),
+        (
+            ("parallelism=single", "model.n_dense_layers=4"),
+            "model.n_dense_layers=4: leaves none of 4 blocks to the experts; nearest legal: 3",
+        ),
+        (("parallelism=single", "model=qwen3_debug", "debug.balance_experts=true"), "debug.balance_experts=true: qwen3 has no experts"),
+        (("parallelism=fsdp", "gpus=2", "model=qwen3_debug", "parallelism.ep=2"), "parallelism.ep=2: qwen3 has no experts to split"),
+        (("gpus=16", "parallelism=fsdp", "model.expert_dim=40", "parallelism.ep=2", "data.global_batch=32", "data.local_batch=1"), None),
+        (
+            ("gpus=16", "parallelism=fsdp", "model.expert_dim=36", "parallelism.ep=2", "data.global_batch=32", "data.local_batch=1"),
+            "model.expert_dim=36: the experts of an ep rank are sharded over 8 ranks by this width; nearest legal: 32 or 40",
+        ),
+    ],
+)
 def test_what_experts_need_is_said_in_one_line(overrides, line):
     dense = "model=qwen3_debug" in overrides
     given = later_wins(*BASE, *(() if dense else MOE), "data.local_batch=2", *overrides)

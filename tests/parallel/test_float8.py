@@ -1,4 +1,6 @@
-"""Float8 and MXFP8: what is converted and what is not, where it is refused, and that tensor parallelism takes the Float8 styles."""
+"""Float8 and MXFP8: what is converted and what is not, where it is refused, and that tensor parallelism takes the
+Float8 styles.
+"""
 
 import pytest
 import torch
@@ -68,18 +70,27 @@ def test_the_head_is_never_converted(overrides):
 
 @pytest.mark.parametrize("kernels", ["torchao", "fused"])
 def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
-    """FLUX's modulations cut what they return; with its embedders they see a row a sample: too few for the matmul of its gradient."""
+    """FLUX's modulations cut what they return; with its embedders they see a row a sample: too few for the matmul of
+    its gradient.
+    """
     model, (line, *_) = converted(compose_job("model=flux_debug", "data=synthetic_images", *EMULATED, f"precision.kernels={kernels}"))
     plain = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Modulation)}
-    assert plain == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)
-                     and ("modulation" in name or name.split(".")[0] in ("time_in", "vector_in", "guidance_in", "output"))}
+    assert plain == {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and ("modulation" in name or name.split(".")[0] in ("time_in", "vector_in", "guidance_in", "output"))
+    }
     assert "(one row a sample)" in line and "(a Modulation, with a forward of its own)" in line and "layers.*.heads.wq" in line
 
 
 def test_names_are_skipped_by_any_part_of_them():
     model, (line,) = converted(job_of(*EMULATED, "precision.skip=[output,wk,layers.0.]"))
-    assert float8_names(model) == {f"layers.{block}.{name}" for block in (1, 2, 3) for name in (
-        "attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")}
+    assert float8_names(model) == {
+        f"layers.{block}.{name}"
+        for block in (1, 2, 3)
+        for name in ("attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    }
     assert "(precision.skip)" in line and "layers.*.attention.wk x4" in line
 
 
@@ -101,11 +112,14 @@ def test_parameters_keep_names_dtype_and_shape():
         assert [(n, p.shape, p.dtype) for n, p in model.named_parameters()] == [(n, p.shape, p.dtype) for n, p in plain.named_parameters()]
 
 
-@pytest.mark.parametrize(("precision", "text"), [
-    ("float8_rowwise", "precision=float8_rowwise: .*8.9.*runs on the CPU; nearest legal: precision=float8_emulate"),
-    ("float8_tensorwise", "precision=float8_tensorwise: .*nearest legal: precision=float8_emulate"),
-    ("mxfp8", "precision=mxfp8: .*10.0.*B200.*runs on the CPU"),
-])
+@pytest.mark.parametrize(
+    ("precision", "text"),
+    [
+        ("float8_rowwise", "precision=float8_rowwise: .*8.9.*runs on the CPU; nearest legal: precision=float8_emulate"),
+        ("float8_tensorwise", "precision=float8_tensorwise: .*nearest legal: precision=float8_emulate"),
+        ("mxfp8", "precision=mxfp8: .*10.0.*B200.*runs on the CPU"),
+    ],
+)
 def test_hardware_without_the_format_is_refused(precision, text):
     with pytest.raises(ConfigError, match=text):
         converted(job_of(f"precision={precision}"))
@@ -144,7 +158,9 @@ def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
 
 @pytest.fixture
 def gathers(monkeypatch):
-    """gloo cannot gather Float8, so its bytes are gathered as integers. Returns a list with an entry for each such gather."""
+    """gloo cannot gather Float8, so its bytes are gathered as integers. Returns a list with an entry for each such
+    gather.
+    """
     from torchao.float8 import float8_ops
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
@@ -165,8 +181,15 @@ def gathers(monkeypatch):
 def test_float8_styles_gather_float8_and_learn_what_plain_ones_do(layout, gathers, on_ranks, monkeypatch):
     """Under fsdp_tp the weights are gathered as Float8 too, with precomputed scales."""
     ranks = {"tp": 2, "fsdp_tp": 4}[layout]
-    job = job_of(*TENSORWISE, f"parallelism={layout}", f"gpus={ranks}", "data.local_batch=8", "parallelism.tp=2", "steps=3",
-                 f"data.global_batch={4 * ranks}")
+    job = job_of(
+        *TENSORWISE,
+        f"parallelism={layout}",
+        f"gpus={ranks}",
+        "data.local_batch=8",
+        "parallelism.tp=2",
+        "steps=3",
+        f"data.global_batch={4 * ranks}",
+    )
 
     def task(rank):
         device = torch.device("cpu")
@@ -174,7 +197,8 @@ def test_float8_styles_gather_float8_and_learn_what_plain_ones_do(layout, gather
         assert not gathers
         monkeypatch.setattr(float8, "linears", lambda job: float8.float8_linears())
         styled = trace(job, device)
-        # Forward: attention and feed-forward gather their input once each; backward: the gradients that reach wo and w2.
+        # Forward: attention and feed-forward gather their input once each; backward: the gradients that reach wo and
+        # w2.
         assert len(gathers) == job.steps * job.model.n_layers * 4
         torch.testing.assert_close(styled.losses, plain.losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(styled.norms, plain.norms, rtol=2e-4, atol=0)
@@ -206,8 +230,10 @@ def test_a_rank_that_gathers_from_no_other_holds_plain_weights():
 
 
 def test_a_checkpoint_of_float8_weights_loads_in_every_format(on_ranks, tmp_path):
-    jobs = [job_of(*precision, "gpus=2", "parallelism=fsdp", "data.local_batch=8", "checkpoint=sync", "optimizer.lr=0.01")
-            for precision in (TENSORWISE, ("precision=fp32",), TENSORWISE)]
+    jobs = [
+        job_of(*precision, "gpus=2", "parallelism=fsdp", "data.local_batch=8", "checkpoint=sync", "optimizer.lr=0.01")
+        for precision in (TENSORWISE, ("precision=fp32",), TENSORWISE)
+    ]
 
     def task(rank):
         run = Run(tmp_path, tmp_path, rank, rank, 2)

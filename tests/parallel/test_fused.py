@@ -1,4 +1,7 @@
-"""Float8 with kernels of our own: scales, accuracy beside torchao's, which linears are cast together, and the kernels themselves."""
+"""Float8 with kernels of our own: scales, accuracy beside torchao's, which linears are cast together, and the kernels
+themselves.
+"""
+
 import os
 import subprocess
 import sys
@@ -134,7 +137,9 @@ def test_a_block_is_as_near_to_float32_as_torchaos(dtype, more):
 
 
 def test_what_a_block_saves_has_no_float8_copies():
-    """At the proportions of Llama 3.1 8B, without compile. bf16 and torchao save the results of norms, SiLU and the product too."""
+    """At the proportions of Llama 3.1 8B, without compile. bf16 and torchao save the results of norms, SiLU and the
+    product too.
+    """
     saved = {}
     for name, precision in (("bf16", ("precision=bf16",)), ("torchao", EMULATED), ("fused", FUSED)):
         block, rotary = block_of(job_of(*WIDE, "model.n_kv_heads=2", "model.ffn_dim=896", *precision), 0)
@@ -157,18 +162,30 @@ def test_what_a_block_saves_has_no_float8_copies():
 def test_linears_that_read_the_same_input_are_cast_together_and_the_report_names_them():
     model, (first, second) = converted(job_of(*FUSED))
     assert first.startswith("float8 rowwise, fused (emulated): 28 linears converted")
-    assert second == ("cast together: layers.*.attention.wq+wk+wv after attention_norm x4, "
-                      "layers.*.feed_forward.w1+w3+w2 after ffn_norm x4; each by itself: layers.*.attention.wo x4")
+    assert second == (
+        "cast together: layers.*.attention.wq+wk+wv after attention_norm x4, "
+        "layers.*.feed_forward.w1+w3+w2 after ffn_norm x4; each by itself: layers.*.attention.wo x4"
+    )
     assert isinstance(model.layers["0"].ffn_norm, fused.DeferredNorm) and type(model.norm) is nn.RMSNorm
 
 
-@pytest.mark.parametrize(("overrides", "together", "single"), [
-    (("precision.skip=[output,wk]",), "cast together: layers.*.feed_forward.w1+w3+w2 after ffn_norm x4;", "attention.wv x4"),
-    (("model=qwen3_moe_debug",), "wq+wk+wv after attention_norm", "attention.wo"),
-    (("model=deepseek_v3_debug", "model.n_kv_heads=8"), "w1+w3+w2 after ffn_norm, layers.*.feed_forward.shared_experts", "attention.wkv_a"),
-    (("model=flux_debug", "model.n_kv_heads=8", "data=synthetic_images", "data.seq_len=33", "train.objective=diffusion"),
-     "cast together: none;", "heads.wq"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "together", "single"),
+    [
+        (("precision.skip=[output,wk]",), "cast together: layers.*.feed_forward.w1+w3+w2 after ffn_norm x4;", "attention.wv x4"),
+        (("model=qwen3_moe_debug",), "wq+wk+wv after attention_norm", "attention.wo"),
+        (
+            ("model=deepseek_v3_debug", "model.n_kv_heads=8"),
+            "w1+w3+w2 after ffn_norm, layers.*.feed_forward.shared_experts",
+            "attention.wkv_a",
+        ),
+        (
+            ("model=flux_debug", "model.n_kv_heads=8", "data=synthetic_images", "data.seq_len=33", "train.objective=diffusion"),
+            "cast together: none;",
+            "heads.wq",
+        ),
+    ],
+)
 def test_what_cannot_be_cast_together_is_cast_by_itself(overrides, together, single):
     _, (_, line) = converted(job_of(*FUSED, *overrides))
     assert together in line and single in line.partition("each by itself: ")[2]

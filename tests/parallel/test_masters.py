@@ -1,4 +1,7 @@
-"""Mixed precision without FSDP: casts once a step, gradients added up in float32, one parameter wherever a model has one."""
+"""Mixed precision without FSDP: casts once a step, gradients added up in float32, one parameter wherever a model has
+one.
+"""
+
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Modules of the user's own: a technique that replaces or wraps modules leaves them as they are, or refuses before anything is built."""
+"""Modules of the user's own: a technique that replaces or wraps modules leaves them as they are, or refuses before
+anything is built.
+"""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +14,16 @@ from titan_hydra.models.layers import SDPA
 from titan_hydra.parallel import context, formats, lora, loss_head, tensor
 from titan_hydra.parallel.mesh import Mesh
 
-SMALL = ("model=qwen3_debug", "model.n_layers=1", "model.dim=128", "model.ffn_dim=256", "model.vocab_size=64", "data=synthetic",
-         "data.seq_len=32", "precision=fp32")
+SMALL = (
+    "model=qwen3_debug",
+    "model.n_layers=1",
+    "model.dim=128",
+    "model.ffn_dim=256",
+    "model.vocab_size=64",
+    "data=synthetic",
+    "data.seq_len=32",
+    "precision=fp32",
+)
 
 
 class Doubled(nn.Linear):
@@ -50,8 +61,10 @@ def alone(job):
     return Mesh(job.parallelism, None, None, None, None)
 
 
-@pytest.mark.parametrize("words", [("precision=float8_emulate",), ("precision=float8_emulate", "precision.kernels=fused"),
-                                   ("precision=mxfp8", "precision.emulate=true")])
+@pytest.mark.parametrize(
+    "words",
+    [("precision=float8_emulate",), ("precision=float8_emulate", "precision.kernels=fused"), ("precision=mxfp8", "precision.emulate=true")],
+)
 def test_a_linear_with_a_forward_of_its_own_keeps_its_format(words):
     job = job_of("data.seq_len=128", *words)
     model, block = model_of(job)

@@ -1,4 +1,7 @@
-"""The pipeline's layout and its rules: what they pass, torch takes; and what the acceptance matrix cannot show of the stages."""
+"""The pipeline's layout and its rules: what they pass, torch takes; and what the acceptance matrix cannot show of the
+stages.
+"""
+
 import copy
 
 import pytest
@@ -30,10 +33,16 @@ def job_with(schedule, pp=2, **values):
     return job
 
 
-@pytest.mark.parametrize(("layers", "stages", "blocks"), [
-    (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B as the paper splits it
-    (32, 4, [7, 9, 9, 7]), (8, 8, [1] * 8), (5, 4, [1, 2, 1, 1]), (7, 2, [4, 3]),
-])
+@pytest.mark.parametrize(
+    ("layers", "stages", "blocks"),
+    [
+        (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B as the paper splits it
+        (32, 4, [7, 9, 9, 7]),
+        (8, 8, [1] * 8),
+        (5, 4, [1, 2, 1, 1]),
+        (7, 2, [4, 3]),
+    ],
+)
 def test_blocks_are_balanced_with_embedding_and_head(layers, stages, blocks):
     job = job_with("1f1b", pp=stages)
     job.model.n_layers = layers
@@ -76,8 +85,10 @@ def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
                     build_schedule(parts, job, lambda output, labels: output.sum())
 
 
-@pytest.mark.parametrize(("schedule", "batch", "number"), [
-    ("1f1b", 16, 4), ("1f1b", 6, 3), ("gpipe", 1, 1), ("zbv", 8, 8), ("interleaved_1f1b", 12, 6), ("1f1b", 7, 7), ("1f1b", 1, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "batch", "number"),
+    [("1f1b", 16, 4), ("1f1b", 6, 3), ("gpipe", 1, 1), ("zbv", 8, 8), ("interleaved_1f1b", 12, 6), ("1f1b", 7, 7), ("1f1b", 1, 1)],
+)
 def test_microbatches_are_up_to_twice_the_stages(schedule, batch, number):
     job = job_with(schedule)
     job.data.local_batch = batch
@@ -99,7 +110,9 @@ def test_stages_hold_every_parameter_once_under_its_own_name(world):
 
 
 def test_the_schedule_leaves_gradients_as_the_loss_made_them(world):
-    """The loss is divided by the tokens of the global batch. torch would divide by the microbatches again, which AdamW's losses hide."""
+    """The loss is divided by the tokens of the global batch. torch would divide by the microbatches again, which
+    AdamW's losses hide.
+    """
     job = job_with("1f1b")
     stage = Stage(nn.Linear(1, 1), 0, world(job.parallelism), job, torch.device("cpu"), torch.empty(1), dict)
     assert build_schedule([stage], job, lambda output, labels: output.sum()).scale_grads is False
@@ -121,9 +134,14 @@ def test_the_norm_of_all_stages_survives_huge_and_infinite_gradients(world):
 
 GOOD = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
 BROKEN = [
-    (GOOD[:1], "for 1 rank,"), ([GOOD[0], "1F0,1Q0"], "1Q0"), ([GOOD[0], GOOD[1].replace("1", "2")], "every stage from 0 to 1"),
-    ([GOOD[0], "1F0,1B0,1F1"], "must run B"), ([GOOD[0], "1F0,1B0,1B0,1F1,1B1"], "twice"), ([GOOD[0], "1F0,1B0"], "forward of every"),
-    ([GOOD[0], "1F1,1B1,1F0,1B0"], "in the order of the microbatches"), (["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "0B0 waits for ever"),
+    (GOOD[:1], "for 1 rank,"),
+    ([GOOD[0], "1F0,1Q0"], "1Q0"),
+    ([GOOD[0], GOOD[1].replace("1", "2")], "every stage from 0 to 1"),
+    ([GOOD[0], "1F0,1B0,1F1"], "must run B"),
+    ([GOOD[0], "1F0,1B0,1B0,1F1,1B1"], "twice"),
+    ([GOOD[0], "1F0,1B0"], "forward of every"),
+    ([GOOD[0], "1F1,1B1,1F0,1B0"], "in the order of the microbatches"),
+    (["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "0B0 waits for ever"),
     ([GOOD[0], "1F0,1W0,1I0,1F1,1B1"], "waits for ever"),
 ]
 

@@ -1,4 +1,5 @@
 """Split masters: two halves that are one float32 number, and steps whose bits are those of whole masters."""
+
 import copy
 
 import pytest
@@ -25,7 +26,9 @@ TIES = torch.tensor([0x3F808000, 0x3F818000, -0x407E8000, 0x7F7F8000, 0x00008000
 
 
 def any_floats(seed):
-    """Numbers of random bits, without those that are no number, and the hardest: ties, zeros, the largest, the smallest."""
+    """Numbers of random bits, without those that are no number, and the hardest: ties, zeros, the largest, the
+    smallest.
+    """
     bits = torch.randint(-(2**31), 2**31, (MILLION + MILLION // 50,), generator=torch.Generator().manual_seed(seed)).int()
     numbers = bits.view(torch.float32)
     edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.finfo().max, torch.finfo().min, torch.finfo().tiny, 1e-45])
@@ -54,7 +57,9 @@ def test_the_upper_half_is_the_nearest_bfloat16():
 
 
 def adamw_in_torch(master, gradient, mean, square, step, lr, beta1, beta2, eps, weight_decay, grad_scale):
-    """What the kernel of a GPU computes, operation by operation. On CPUs torch's root in float32 is not always the nearest number."""
+    """What the kernel of a GPU computes, operation by operation. On CPUs torch's root in float32 is not always the
+    nearest number.
+    """
     gradient = gradient.float() / grad_scale
     mean = mean + (gradient - mean) * (1 - beta1)
     square = square * beta2 + gradient * gradient * (1 - beta2)
@@ -74,13 +79,15 @@ def test_the_kernel_of_a_gpu_has_the_bits_of_torch(dtype, monkeypatch):
     ours, theirs = ([(*halves_of(master), mean.clone(), square.clone()) for master, mean, square in masters] for _ in range(2))
     steps = {found: [torch.tensor(4.0) for _ in sizes] for found in ("ours", "theirs")}
     for number, skip in enumerate(skipped):
-        gradients = [torch.randn(size).mul(10.0 ** -number).to(dtype) for size in sizes]
+        gradients = [torch.randn(size).mul(10.0**-number).to(dtype) for size in sizes]
         for update, name, parameters in ((kernel._update_on_gpu, "ours", ours), (kernel.update_split, "theirs", theirs)):
             given = [(*held[:2], gradient.clone(), *held[2:]) for held, gradient in zip(parameters, gradients, strict=True)]
             update(given, steps[name], found_inf=torch.tensor(skip), **options)
         if not skip:
-            masters = [adamw_in_torch(master, gradient, *moments, 5 + skipped[:number].count(0.0), **options)
-                       for (master, *moments), gradient in zip(masters, gradients, strict=True)]
+            masters = [
+                adamw_in_torch(master, gradient, *moments, 5 + skipped[:number].count(0.0), **options)
+                for (master, *moments), gradient in zip(masters, gradients, strict=True)
+            ]
     for (weight, remainder, *moments), (other, left, *_), (master, *expected) in zip(ours, theirs, masters, strict=True):
         assert same_bits(join(weight, remainder), master)
         assert all(map(torch.equal, moments, expected))
@@ -136,8 +143,15 @@ def test_a_million_random_updates_have_the_bits_of_whole_masters():
     numbers = [any_floats(seed)[-MILLION:] for seed in range(4)]
     weight, remainder = halves_of(numbers[0])
     whole, means, squares, gradients = nn.Parameter(numbers[0].clone()), numbers[1].clone(), numbers[2].abs(), numbers[3]
-    options = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": torch.tensor(2.0),
-               "found_inf": torch.tensor(0.0)}
+    options = {
+        "lr": 0.01,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "grad_scale": torch.tensor(2.0),
+        "found_inf": torch.tensor(0.0),
+    }
     ours = [weight, remainder, gradients.clone(), means.clone(), squares.clone()]
     steps = torch.tensor(3.0), torch.tensor(3.0)
     kernel.update_split([tuple(ours)], steps[:1], **options)
@@ -171,6 +185,7 @@ def one_rank(tmp_path):
 @pytest.mark.parametrize(("local", "gradient"), [(16, torch.bfloat16), (4, torch.float32)])
 def test_a_run_has_the_bits_of_whole_masters_whose_copies_round_as_halves_do(local, gradient, one_rank, monkeypatch):
     """Losses, norms and weights of ten steps; gradients are in bfloat16 where each is computed once."""
+
     def cast(masters):
         if masters.pairs:
             whole, copies = zip(*masters.pairs, strict=True)
@@ -179,8 +194,17 @@ def test_a_run_has_the_bits_of_whole_masters_whose_copies_round_as_halves_do(loc
     monkeypatch.setattr(Masters, "cast", torch.no_grad()(cast))
     found = {}
     for masters in ("whole", "split"):
-        job = compose_job(*later_wins(*BASE, "precision=bf16", "parallelism=single", f"data.local_batch={local}", "steps=10",
-                                      "optimizer.decay_matrices_only=true", f"optimizer.masters={masters}"))
+        job = compose_job(
+            *later_wins(
+                *BASE,
+                "precision=bf16",
+                "parallelism=single",
+                f"data.local_batch={local}",
+                "steps=10",
+                "optimizer.decay_matrices_only=true",
+                f"optimizer.masters={masters}",
+            )
+        )
         trainer, rows = build(job, one_rank), []
         loader = data.build(job, 0, 1)
         for number in range(10):

@@ -1,4 +1,7 @@
-"""Tensor parallelism beyond the acceptance matrix: nothing is left out, sums over ranks are exact, and the compiler's traps are shut."""
+"""Tensor parallelism beyond the acceptance matrix: nothing is left out, sums over ranks are exact, and the compiler's
+traps are shut.
+"""
+
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +22,18 @@ from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.train.objectives.language import cross_entropy
 
-SMALL = ("precision=fp32", "model.dim=32", "model.n_layers=2", "model.n_heads=8", "model.n_kv_heads=4", "model.vocab_size=63",
-         "data=synthetic", "data.seq_len=16", "parallelism=tp", "gpus=2")
+SMALL = (
+    "precision=fp32",
+    "model.dim=32",
+    "model.n_layers=2",
+    "model.n_heads=8",
+    "model.n_kv_heads=4",
+    "model.vocab_size=63",
+    "data=synthetic",
+    "data.seq_len=16",
+    "parallelism=tp",
+    "gpus=2",
+)
 
 
 def split(*overrides):
@@ -42,7 +55,9 @@ def fake_world():
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_every_parameter_is_in_the_plan(fake_world, tied):
-    """One that were not would be a plain tensor among DTensors; one that is copied, and no norm, would not have been split."""
+    """One that were not would be a plain tensor among DTensors; one that is copied, and no norm, would not have been
+    split.
+    """
     model, _, _ = split(f"model.tie_embeddings={tied}")
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
@@ -65,7 +80,10 @@ def summed_norm_gradient(reduce_dtype):
 
 
 def test_a_norms_gradient_is_summed_over_ranks_in_the_reduce_dtype(on_ranks):
-    """bf16 steps by 2^-7 above 1: the sum of the four is rounded up once in fp32; in bf16 each small part is lost (pytorch#190626)."""
+    """bf16 steps by 2^-7 above 1: the sum of the four is rounded up once in fp32; in bf16 each small part is lost
+    (pytorch#190626).
+    """
+
     def task(rank):
         assert (summed_norm_gradient(torch.float32) == 1 + 2.0**-7).all()
         assert (summed_norm_gradient(torch.bfloat16) == 1).any()
@@ -74,8 +92,8 @@ def test_a_norms_gradient_is_summed_over_ranks_in_the_reduce_dtype(on_ranks):
 
 
 def summed_adapter_gradients(reduce_dtype):
-    """The gradients of the adapters' matrices that every rank holds whole, to which four ranks contribute 1, 2^-9, 2^-9 and 2^-9: A of a
-    column linear, and B of a row linear.
+    """The gradients of the adapters' matrices that every rank holds whole, to which four ranks contribute 1, 2^-9, 2^-9
+    and 2^-9: A of a column linear, and B of a row linear.
     """
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     job = compose_job("adapter=lora", "adapter.rank=1", "adapter.alpha=1", "precision=bf16_full", f"precision.reduce_dtype={reduce_dtype}")
@@ -99,6 +117,7 @@ def summed_adapter_gradients(reduce_dtype):
 
 def test_adapters_gradients_are_summed_over_ranks_in_the_reduce_dtype(on_ranks):
     """On two ranks there would be no difference: a sum of two numbers is rounded once in either dtype."""
+
     def task(rank):
         assert all((gradient == 1 + 2.0**-7).all() for gradient in summed_adapter_gradients("float32"))
         assert all((gradient == 1).any() for gradient in summed_adapter_gradients("bfloat16"))
@@ -107,7 +126,10 @@ def test_adapters_gradients_are_summed_over_ranks_in_the_reduce_dtype(on_ranks):
 
 
 def test_the_embeddings_output_has_arrived(on_ranks):
-    """A compiled block that is given a tensor still on its way crashes in the backward, or gives the embedding a wrong gradient."""
+    """A compiled block that is given a tensor still on its way crashes in the backward, or gives the embedding a wrong
+    gradient.
+    """
+
     def task(rank):
         model, _, job = split()
         model.to_empty(device="cpu")
@@ -143,7 +165,10 @@ def test_compiled_code_of_another_rank_is_not_taken_from_the_cache(on_ranks, tmp
 
 
 def test_every_rank_knows_the_norm_of_the_whole_gradient(on_ranks):
-    """Split, copied and plain gradients together; the uneven one of three rows is empty on no rank, but counts only where it lies."""
+    """Split, copied and plain gradients together; the uneven one of three rows is empty on no rank, but counts only
+    where it lies.
+    """
+
     def task(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         whole = torch.arange(1.0, 13.0).view(3, 4)

@@ -1,7 +1,8 @@
 """The paper's rows, and others, as jobs, with what was measured beside what is predicted.
 
-    python -m tests.plan.paper     # prints the tables of docs/plan.md
+python -m tests.plan.paper     # prints the tables of docs/plan.md
 """
+
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,20 @@ HERE = Path(__file__).parent
 TABLES = yaml.safe_load((HERE.parent / "report" / "paper.yaml").read_text())
 H200 = yaml.safe_load((HERE / "h200.yaml").read_text())
 HELD_OUT = yaml.safe_load((HERE / "held_out.yaml").read_text())
-KEYS = {"model": "model", "gpus": "gpus", "dp_shard": "parallelism.dp_shard", "tp": "parallelism.tp", "cp": "parallelism.cp",
-        "pp": "parallelism.pp", "async_tp": "parallelism.async_tp", "local_batch": "data.local_batch", "seq_len": "data.seq_len",
-        "global_batch": "data.global_batch", "ac": "ac", "pp_schedule": "pp_schedule"}
+KEYS = {
+    "model": "model",
+    "gpus": "gpus",
+    "dp_shard": "parallelism.dp_shard",
+    "tp": "parallelism.tp",
+    "cp": "parallelism.cp",
+    "pp": "parallelism.pp",
+    "async_tp": "parallelism.async_tp",
+    "local_batch": "data.local_batch",
+    "seq_len": "data.seq_len",
+    "global_batch": "data.global_batch",
+    "ac": "ac",
+    "pp_schedule": "pp_schedule",
+}
 
 
 def rows() -> list[tuple[str, dict]]:
@@ -44,13 +56,14 @@ def composed(items: tuple) -> Job:
     lines = [f"{KEYS[key]}={str(value).lower() if isinstance(value, bool) else value}" for key, value in row.items() if key in KEYS]
     lines += [f"pp_schedule.microbatches={row['pp']}"] if "pp" in row else []
     lines += ["compile=block"] * bool(row.get("compile")) + ["precision=float8_tensorwise"] * bool(row.get("float8"))
-    return freeze(compose_unchecked("data=synthetic", "model.attention=flash", "model.max_seq_len=262144", "hardware=h100_500w",
-                                    "comm=fake", *lines))
+    return freeze(
+        compose_unchecked("data=synthetic", "model.attention=flash", "model.max_seq_len=262144", "hardware=h100_500w", "comm=fake", *lines)
+    )
 
 
 def of_then(row: dict, table: str = "") -> memory.Constants:
-    """What was different with the torch of 2024: several streams' pools fragment more; the loss was not compiled; a pipeline schedule kept
-    the logits of all microbatches, in float32 at first.
+    """What was different with the torch of 2024: several streams' pools fragment more; the loss was not compiled; a
+    pipeline schedule kept the logits of all microbatches, in float32 at first.
     """
     kept = {"table4": 4, "table6": 2}.get(table, 2 if "pp" in row else 0)
     return memory.Constants(reserve=1.17, logits=16 if "tp" in row else 12, kept_logits=kept)
@@ -63,10 +76,14 @@ def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, fl
 
 
 def on_h200(row: dict) -> tuple[float, float, float, float]:
-    """The same for a row of the H200. It ran FSDP at degree 1, which wraps the model as on several ranks; ours on one rank is not wrapped.
+    """The same for a row of the H200. It ran FSDP at degree 1, which wraps the model as on several ranks; ours on one
+    rank is not wrapped.
     """
-    job = freeze(compose_unchecked("data=synthetic", "data.seq_len=8192", "hardware=h200", "comm=fake", "gpus=1", "parallelism=single",
-                                   *row["job"].split()))
+    job = freeze(
+        compose_unchecked(
+            "data=synthetic", "data.seq_len=8192", "hardware=h200", "comm=fake", "gpus=1", "parallelism=single", *row["job"].split()
+        )
+    )
     shape = replace(shape_of(job), wrapped=True)
     return row["memory"], memory.peak(job, shape=shape).gib, row["throughput"], time.speed(job, shape=shape).tokens_per_second
 

@@ -1,4 +1,5 @@
 """`titan plan`, and what launch.py says of cells before they start."""
+
 import json
 import subprocess
 import sys
@@ -29,8 +30,9 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path):
     status, out, _ = plan(capsys, *LINE, "data.global_batch=16", "--gpus", "8", "--plot", str(tmp_path / "new"))
     assert status == 0 and "legal points on 8 x h100_500w of 95 GiB" in out
     assert any(line.strip().startswith("1  gpus=8 parallelism.dp_shard=8 ac=") for line in out.splitlines())
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {f"plan-{name}.{end}" for name in ("memory", "speed")
-                                                                    for end in ("png", "svg")}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        f"plan-{name}.{end}" for name in ("memory", "speed") for end in ("png", "svg")
+    }
     for name in ("memory", "speed"):
         assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
 
@@ -52,17 +54,23 @@ def test_why_names_the_rule_or_the_terms(capsys):
     assert status == 0 and "saved activations (counted)" in out and "####" in out and "matmuls" in out
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["--gpus", "0"], "--gpus=0: a job needs at least one; nearest legal: 1"),
-    (["--gpus", "-4"], "--gpus=-4: a job needs at least one; nearest legal: 1"),
-    (["--gpus", "17"], "--gpus=17: not whole nodes of 8; nearest legal: 16 or 24"),
-    ([], "gpus=null: a search needs the number of GPUs; nearest legal: 8"),
-    (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
-    (["hardware=unknown", "--gpus", "8"], "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or"),
-    (["hardware=a100", "precision=float8_rowwise", "--gpus", "8"], "precision=float8_rowwise: hardware=a100 has no matmuls in this format"),
-    (["parallelism.tp=16", "gpus=16", "--cell"], "parallelism.tp=16: 8 key/value heads cannot be split over it; nearest legal: 8"),
-    (["hardware.bf16_tflops=0", "--gpus", "8"], "hardware.bf16_tflops=0.0: must be more than 0"),
-])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--gpus", "0"], "--gpus=0: a job needs at least one; nearest legal: 1"),
+        (["--gpus", "-4"], "--gpus=-4: a job needs at least one; nearest legal: 1"),
+        (["--gpus", "17"], "--gpus=17: not whole nodes of 8; nearest legal: 16 or 24"),
+        ([], "gpus=null: a search needs the number of GPUs; nearest legal: 8"),
+        (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
+        (["hardware=unknown", "--gpus", "8"], "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or"),
+        (
+            ["hardware=a100", "precision=float8_rowwise", "--gpus", "8"],
+            "precision=float8_rowwise: hardware=a100 has no matmuls in this format",
+        ),
+        (["parallelism.tp=16", "gpus=16", "--cell"], "parallelism.tp=16: 8 key/value heads cannot be split over it; nearest legal: 8"),
+        (["hardware.bf16_tflops=0", "--gpus", "8"], "hardware.bf16_tflops=0.0: must be more than 0"),
+    ],
+)
 def test_bad_input_is_one_line(capsys, words, expected):
     status, out, err = plan(capsys, *[word for word in LINE if word.split("=")[0] not in " ".join(words)], *words)
     assert (status, out) == (2, "") and err.startswith(expected) and err.count("\n") == 1
@@ -71,7 +79,8 @@ def test_bad_input_is_one_line(capsys, words, expected):
 def test_a_model_without_a_formula_is_one_line(capsys, tmp_path, monkeypatch):
     (tmp_path / "formless.py").write_text(
         "from titan_hydra.models import Family, register\nfrom titan_hydra.models.llama3 import Llama3Config\n"
-        "register(Family('formless', Llama3Config, 'nothing:here', flops=None, parameters=lambda config: 1))\n")
+        "register(Family('formless', Llama3Config, 'nothing:here', flops=None, parameters=lambda config: 1))\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     status, _, err = plan(capsys, *LINE, "--gpus", "8", "train.imports=[formless]", "model.family=formless")
     FAMILIES.pop("formless")
@@ -97,9 +106,20 @@ def test_a_dry_run_shows_what_is_predicted_only_where_the_hardware_is_named(tmp_
 
 @pytest.mark.slow
 def test_predictions_of_ninety_six_cells_take_little_time(tmp_path):
-    line = ["-m", "model=llama3_70b", "data=synthetic", "data.seq_len=8192", "cluster=slurm", "launch.mode=dry", "launch.oom_check=warn",
-            "gpus=64,128,256", "parallelism=fsdp,fsdp_tp,fsdp_pp,fsdp_tp_pp", "ac=op,full", "precision=bf16,float8_rowwise",
-            "data.local_batch=2,4"]
+    line = [
+        "-m",
+        "model=llama3_70b",
+        "data=synthetic",
+        "data.seq_len=8192",
+        "cluster=slurm",
+        "launch.mode=dry",
+        "launch.oom_check=warn",
+        "gpus=64,128,256",
+        "parallelism=fsdp,fsdp_tp,fsdp_pp,fsdp_tp_pp",
+        "ac=op,full",
+        "precision=bf16,float8_rowwise",
+        "data.local_batch=2,4",
+    ]
 
     def seconds(*more: str) -> float:
         start = time.monotonic()

@@ -1,4 +1,5 @@
 """Predictions against the paper's six tables, one H200, and rows that were not part of the fit."""
+
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ from tests.plan import paper
 from titan_hydra.plan import memory
 
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
-WRONG = {("table5", "FSDP 4, CP 2"): -0.20}  # its throughput over the first row's: twice the attention cost a third less time there
+# its throughput over the first row's: twice the attention cost a third less time there
+WRONG = {("table5", "FSDP 4, CP 2"): -0.20}
 
 
 @pytest.mark.parametrize(("table", "row"), paper.rows(), ids=lambda value: value if isinstance(value, str) else value["name"])

@@ -1,4 +1,5 @@
 """What a prediction says of our own jobs: its terms, its fixes, and how it moves when the job does."""
+
 import pytest
 
 from titan_hydra.config.compose import compose_unchecked
@@ -44,20 +45,37 @@ def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():
     assert {"receive buffers", "unsharded gradients"} <= {term.name for term in peak.terms}
 
 
-@pytest.mark.parametrize(("more", "less"), [
-    ((), ("ac=lean",)), (("ac=lean",), ("ac=op",)), (("ac=op",), ("ac=full",)), ((), ("loss=linear_cross_entropy",)),
-    ((), ("compile=block",)), ((), ("parallelism.dp_shard=4", "parallelism.tp=2")), (("data.local_batch=4",), ()),
-    (("compile=block",), ("compile=block", "precision=float8_tensorwise")), (("gpus=8",), ("gpus=16",)),
-])
+@pytest.mark.parametrize(
+    ("more", "less"),
+    [
+        ((), ("ac=lean",)),
+        (("ac=lean",), ("ac=op",)),
+        (("ac=op",), ("ac=full",)),
+        ((), ("loss=linear_cross_entropy",)),
+        ((), ("compile=block",)),
+        ((), ("parallelism.dp_shard=4", "parallelism.tp=2")),
+        (("data.local_batch=4",), ()),
+        (("compile=block",), ("compile=block", "precision=float8_tensorwise")),
+        (("gpus=8",), ("gpus=16",)),
+    ],
+)
 def test_memory_falls_where_it_should(more, less):
     assert memory.peak(job_of(*less)).gib < memory.peak(job_of(*more)).gib
 
 
-@pytest.mark.parametrize(("slow", "fast"), [
-    ((), ("compile=block",)), (("compile=block",), ("compile=block", "precision=float8_tensorwise")), (("ac=full",), ("ac=op",)),
-    (("hardware=h100_500w",), ("hardware=h100",)), (("hardware=a100",), ()), (("model.attention=flash",), ()),
-    (("parallelism.dp_shard=1", "parallelism.tp=8"), ()), (("parallelism.cp=2", "parallelism.dp_shard=4"), ()),
-])
+@pytest.mark.parametrize(
+    ("slow", "fast"),
+    [
+        ((), ("compile=block",)),
+        (("compile=block",), ("compile=block", "precision=float8_tensorwise")),
+        (("ac=full",), ("ac=op",)),
+        (("hardware=h100_500w",), ("hardware=h100",)),
+        (("hardware=a100",), ()),
+        (("model.attention=flash",), ()),
+        (("parallelism.dp_shard=1", "parallelism.tp=8"), ()),
+        (("parallelism.cp=2", "parallelism.dp_shard=4"), ()),
+    ],
+)
 def test_speed_rises_where_it_should(slow, fast):
     assert predict.predict(job_of(*slow)).speed.tokens_per_second < predict.predict(job_of(*fast)).speed.tokens_per_second
 
@@ -71,6 +89,7 @@ def test_the_quick_estimate_of_a_pipeline_is_near_the_played_one():
 
 def test_a_process_that_starts_passes_slowly_is_slower_with_every_pass():
     """One stage of a rank makes two passes for a microbatch, two stages with a backward in halves six."""
+
     def seconds(*overrides: str) -> float:
         job = job_of("parallelism=pp", "parallelism.pp=8", "data.local_batch=16", "pp_schedule.microbatches=16", *overrides)
         return predict.predict(job).speed.step_seconds
@@ -82,17 +101,22 @@ def test_a_process_that_starts_passes_slowly_is_slower_with_every_pass():
     assert 2 * 16 / 100 < plain < 2 * (16 + 8) / 100 and 6 * 16 / 100 < halves < 6 * (16 + 8) / 100
 
 
-@pytest.mark.parametrize(("overrides", "expected"), [
-    (("ac=none",), "ac=none: "), (("data.seq_len=49152", "data.local_batch=1", "ac=full"), "loss=cross_entropy: "),
-    (("model=llama3_70b", "ac=full", "loss=linear_cross_entropy", "data.local_batch=1"), "parallelism.dp_shard=8: "),
-])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("ac=none",), "ac=none: "),
+        (("data.seq_len=49152", "data.local_batch=1", "ac=full"), "loss=cross_entropy: "),
+        (("model=llama3_70b", "ac=full", "loss=linear_cross_entropy", "data.local_batch=1"), "parallelism.dp_shard=8: "),
+    ],
+)
 def test_the_nearest_fix_fits(overrides, expected):
     job = job_of(*overrides)
     fault = str(predict.objection(predict.predict(job)))
     assert fault.startswith(expected) and "h100 has 79.1; nearest legal: " in fault and "\n" not in fault
     key, value = expected.partition("=")[0], fault.partition("nearest legal: ")[2].split(" (")[0]
-    other = freeze(compose_unchecked(*BASE, *overrides, *f"{key}={value}".split(" "),
-                                     *(["data.global_batch=64"] if "gpus" in value else [])))
+    other = freeze(
+        compose_unchecked(*BASE, *overrides, *f"{key}={value}".split(" "), *(["data.global_batch=64"] if "gpus" in value else []))
+    )
     assert not check(other) and predict.predict(other).fits in ("yes", "tight")
 
 
@@ -111,20 +135,32 @@ def test_a_family_without_formulas_is_refused(monkeypatch):
 
 
 def test_the_rows_of_a_search_are_legal_and_hold_what_they_say():
-    base = compose_unchecked("model=llama3_8b", "data=synthetic", "data.seq_len=8192", "data.global_batch=16", "hardware=h100",
-                             "compile=block")
+    base = compose_unchecked(
+        "model=llama3_8b", "data=synthetic", "data.seq_len=8192", "data.global_batch=16", "hardware=h100", "compile=block"
+    )
     rows, points = search.search(base, 8)
     assert 1 < len(rows) <= search.ROWS < points and rows[0].front
     rates = [row.prediction.speed.tokens_per_second for row in rows]
     assert rates == sorted(rates, reverse=True) and len({row.key for row in rows}) == len(rows)
-    assert rows[0].overrides.startswith("gpus=8 parallelism.dp_shard=8 ac=")  # FSDP alone, as everybody runs 8B on a node
+    # FSDP alone, as everybody runs 8B on a node
+    assert rows[0].overrides.startswith("gpus=8 parallelism.dp_shard=8 ac=")
     for row in rows:
-        again = freeze(compose_unchecked("model=llama3_8b", "data=synthetic", "data.seq_len=8192", "hardware=h100", "compile=block",
-                                         "cluster=slurm", *row.overrides.split(" ")))
+        again = freeze(
+            compose_unchecked(
+                "model=llama3_8b",
+                "data=synthetic",
+                "data.seq_len=8192",
+                "hardware=h100",
+                "compile=block",
+                "cluster=slurm",
+                *row.overrides.split(" "),
+            )
+        )
         assert not check(again), row.overrides
         found = predict.predict(again)
         assert (found.peak.gib, found.speed.tokens_per_second) == pytest.approx(
-            (row.prediction.peak.gib, row.prediction.speed.tokens_per_second))
+            (row.prediction.peak.gib, row.prediction.speed.tokens_per_second)
+        )
 
 
 def test_the_paper_and_megatron_run_what_is_found():

@@ -1,4 +1,5 @@
 """The formulas of memory and of messages against what a rank of the fake world holds and sends, counted."""
+
 import pytest
 
 from titan_hydra.config.compose import compose_unchecked
@@ -26,20 +27,37 @@ LAYOUTS = {
     "one rank, split masters, accumulated": ("gpus=1", "parallelism=single", "optimizer.masters=split", "ac=lean", "data.global_batch=8"),
     "TP": ("parallelism=tp", "parallelism.tp=4", "ac=full"),
     "FSDP and TP": ("parallelism=fsdp_tp", "parallelism.tp=2", "model.n_kv_heads=4", "ac=op"),
-    "TP without its splits of sequence and loss": ("parallelism=fsdp_tp", "parallelism.tp=2", "parallelism.sequence_parallel=false",
-                                                   "parallelism.loss_parallel=false"),
+    "TP without its splits of sequence and loss": (
+        "parallelism=fsdp_tp",
+        "parallelism.tp=2",
+        "parallelism.sequence_parallel=false",
+        "parallelism.loss_parallel=false",
+    ),
     "PP, 1F1B": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=1f1b"),
     "PP, interleaved": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=interleaved_1f1b"),
     "PP, ZBV": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=zbv", SMALL),
-    "PP and TP, op, chunked loss": ("parallelism=fsdp_tp_pp", "gpus=8", "parallelism.tp=2", "parallelism.pp=2", "ac=op",
-                                    "loss=linear_cross_entropy", "model.vocab_size=16384"),
+    "PP and TP, op, chunked loss": (
+        "parallelism=fsdp_tp_pp",
+        "gpus=8",
+        "parallelism.tp=2",
+        "parallelism.pp=2",
+        "ac=op",
+        "loss=linear_cross_entropy",
+        "model.vocab_size=16384",
+    ),
     "CP, ring": ("parallelism=fsdp_cp", "parallelism.cp=2", "ac=full", SMALL),
     "CP, all-to-all": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=alltoall"),
-    **{f"{model}, {name}": (f"model={model}_debug", "model.value_dim=48" if model == "deepseek_v3" else SMALL, SMALL, *overrides)
-       for model in ("qwen3_moe", "deepseek_v3") for name, overrides in {
-           "FSDP": (), "FSDP, full": ("ac=full",), "FSDP, ep 2, op": ("parallelism.ep=2", "ac=op"),
-           "FSDP and TP, ep 2": ("parallelism=fsdp_tp_ep", "parallelism.tp=2", "parallelism.ep=2"),
-           "PP, 1F1B, ep 2": ("parallelism=fsdp_pp_ep", "parallelism.pp=2", "parallelism.ep=2")}.items()},
+    **{
+        f"{model}, {name}": (f"model={model}_debug", "model.value_dim=48" if model == "deepseek_v3" else SMALL, SMALL, *overrides)
+        for model in ("qwen3_moe", "deepseek_v3")
+        for name, overrides in {
+            "FSDP": (),
+            "FSDP, full": ("ac=full",),
+            "FSDP, ep 2, op": ("parallelism.ep=2", "ac=op"),
+            "FSDP and TP, ep 2": ("parallelism=fsdp_tp_ep", "parallelism.tp=2", "parallelism.ep=2"),
+            "PP, 1F1B, ep 2": ("parallelism=fsdp_pp_ep", "parallelism.pp=2", "parallelism.ep=2"),
+        }.items()
+    },
     "CP, Ulysses": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", SMALL, "ac=op"),
 }
 

@@ -1,4 +1,7 @@
-"""`titan plan --calibrate`, `titan tune` and `titan report --predicted` on real runs of a tiny model on this machine's CPU."""
+"""`titan plan --calibrate`, `titan tune` and `titan report --predicted` on real runs of a tiny model on this machine's
+CPU.
+"""
+
 import csv
 import json
 import subprocess
@@ -63,8 +66,11 @@ def test_a_run_slower_than_predicted_is_flagged(tuned):
     newest = max((folder / "runs/_sweeps").glob("tune-*"), key=lambda place: (place / "manifest.json").stat().st_mtime)
     file = newest / "hardware.json"
     kept = file.read_text()
-    file.write_text(json.dumps({name: value * 1000 if name.endswith(("tflops", "tbs", "gbs")) and value else value
-                                for name, value in json.loads(kept).items()}))
+    file.write_text(
+        json.dumps(
+            {name: value * 1000 if name.endswith(("tflops", "tbs", "gbs")) and value else value for name, value in json.loads(kept).items()}
+        )
+    )
     shown = titan(folder, "report", "--predicted", newest.name)
     file.write_text(kept)
     assert shown.returncode == 0 and "% slower than predicted for hardware=cpu" in shown.stdout
@@ -82,19 +88,25 @@ def test_calibrate_prints_residuals_and_writes_once(tuned):
     assert planned.returncode == 0 and "tokens/s/device" in planned.stdout
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["plan", *LINE, "--calibrate", "nowhere"], "nowhere: no such run or sweep in "),
-    (["plan", *LINE, "--into", "x"], "--into x: needs --calibrate RUN...: only rates that were fitted are written"),
-    (["plan", *LINE, "--calibrate", "tune", "--into", "a b"], "--into a b: cannot be typed as hardware=NAME; letters, digits, _ and - can"),
-    (["plan", *LINE, "--calibrate", "unfinished-00000000"], "no finished run with a measured speed among unfinished-00000000"),
-    (["plan", *LINE, "--gpus", "2", "--prove", "0"], "--prove=0: is the number of layouts to count, at least 1; nearest legal: 1"),
-    (["tune", *LINE], "gpus=null: a plan needs the number of GPUs; nearest legal: 64"),
-    (["tune", *LINE, "--gpus", "0"], "gpus=0: a plan needs the number of GPUs; nearest legal: 64"),
-    (["tune", *LINE, "--gpus", "2", "--top", "0"], "--top=0: nothing is compared; nearest legal: 2"),
-    (["tune", *LINE, "--gpus", "2", "--steps", "1"], "--steps=1: the first ones are not measured; nearest legal: 3"),
-    (["tune", *LINE, "--gpus", "2", "--into", "here"], "--into=here: conf/hardware/here.yaml already exists; nearest legal: here_2"),
-    (["tune", *LINE[:-1], "--gpus", "2"], "hardware=unknown: a plan needs the device's memory and rates; nearest legal: a100"),
-])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["plan", *LINE, "--calibrate", "nowhere"], "nowhere: no such run or sweep in "),
+        (["plan", *LINE, "--into", "x"], "--into x: needs --calibrate RUN...: only rates that were fitted are written"),
+        (
+            ["plan", *LINE, "--calibrate", "tune", "--into", "a b"],
+            "--into a b: cannot be typed as hardware=NAME; letters, digits, _ and - can",
+        ),
+        (["plan", *LINE, "--calibrate", "unfinished-00000000"], "no finished run with a measured speed among unfinished-00000000"),
+        (["plan", *LINE, "--gpus", "2", "--prove", "0"], "--prove=0: is the number of layouts to count, at least 1; nearest legal: 1"),
+        (["tune", *LINE], "gpus=null: a plan needs the number of GPUs; nearest legal: 64"),
+        (["tune", *LINE, "--gpus", "0"], "gpus=0: a plan needs the number of GPUs; nearest legal: 64"),
+        (["tune", *LINE, "--gpus", "2", "--top", "0"], "--top=0: nothing is compared; nearest legal: 2"),
+        (["tune", *LINE, "--gpus", "2", "--steps", "1"], "--steps=1: the first ones are not measured; nearest legal: 3"),
+        (["tune", *LINE, "--gpus", "2", "--into", "here"], "--into=here: conf/hardware/here.yaml already exists; nearest legal: here_2"),
+        (["tune", *LINE[:-1], "--gpus", "2"], "hardware=unknown: a plan needs the device's memory and rates; nearest legal: a100"),
+    ],
+)
 def test_bad_input_is_one_line(tuned, words, expected):
     folder, _ = tuned
     (folder / "runs/unfinished-00000000/attempts").mkdir(parents=True, exist_ok=True)
@@ -104,13 +116,26 @@ def test_bad_input_is_one_line(tuned, words, expected):
 
 def test_two_lengths_part_attention_from_matmuls():
     """Runs whose times follow from known rates give those rates back."""
+
     def job(length: int, hardware: str = "h100"):
-        return freeze(compose_unchecked("model=llama3_8b", "data=synthetic", f"data.seq_len={length}", f"hardware={hardware}", "gpus=8",
-                                        "compile=block", "model.max_seq_len=65536", "cluster=slurm"))
+        return freeze(
+            compose_unchecked(
+                "model=llama3_8b",
+                "data=synthetic",
+                f"data.seq_len={length}",
+                f"hardware={hardware}",
+                "gpus=8",
+                "compile=block",
+                "model.max_seq_len=65536",
+                "cluster=slurm",
+            )
+        )
 
     truth = replace(job(8192).hardware, bf16_tflops=500.0, attention_tflops=600.0)
-    runs = [calibrate.measured(str(length), job(length), predict(calibrate.on(job(length), truth)).speed.tokens_per_second)
-            for length in (4096, 32768)]
+    runs = [
+        calibrate.measured(str(length), job(length), predict(calibrate.on(job(length), truth)).speed.tokens_per_second)
+        for length in (4096, 32768)
+    ]
     both, one = (calibrate.fit(chosen, job(8192).hardware) for chosen in (runs, runs[:1]))
     assert both.hardware.bf16_tflops == pytest.approx(500, rel=0.05) and both.hardware.attention_tflops == pytest.approx(600, rel=0.1)
     assert not both.notes and one.notes[0].startswith("attention_tflops: all runs have sequences of 4096 tokens")
@@ -121,13 +146,25 @@ def test_two_lengths_part_attention_from_matmuls():
 @pytest.mark.slow
 def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
     """Eight layouts of the debug model on two gloo ranks."""
-    done = titan(tmp_path, "tune", "model=llama3_debug", "data=synthetic", "data.seq_len=256", "data.global_batch=8", "hardware=cpu",
-                 "--gpus", "2", "--top", "8")
+    done = titan(
+        tmp_path,
+        "tune",
+        "model=llama3_debug",
+        "data=synthetic",
+        "data.seq_len=256",
+        "data.global_batch=8",
+        "hardware=cpu",
+        "--gpus",
+        "2",
+        "--top",
+        "8",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     newest = max((tmp_path / "runs/_sweeps").glob("tune-*"), key=lambda place: (place / "manifest.json").stat().st_mtime)
     head, *lines = csv.reader(titan(tmp_path, "report", "--predicted", "--csv", newest.name).stdout.splitlines())
     rows = [dict(zip(head, line, strict=True)) for line in lines]
     assert len(rows) >= 8
-    most = max(float(row["predicted_tokens_per_second"]) for row in rows)  # of several, where a schedule changes memory alone
+    # of several, where a schedule changes memory alone
+    most = max(float(row["predicted_tokens_per_second"]) for row in rows)
     best = sorted(rows, key=lambda row: -float(row["tokens_per_second"]))[:2]
     assert any(float(row["predicted_tokens_per_second"]) == most for row in best)

@@ -1,10 +1,14 @@
-"""Choose an attention kernel on the pretended device: torch's own choice is made by code that needs a driver, or that is not there."""
+"""Choose an attention kernel on the pretended device: torch's own choice is made by code that needs a driver, or that
+is not there.
+"""
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 aten = torch.ops.aten
-DEFAULT = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # torch's on an H100
+# torch's on an H100
+DEFAULT = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 UNORDERED = torch._C._get_sdp_priority_order()  # of a caller who asks for none
 plain = F.scaled_dot_product_attention
 

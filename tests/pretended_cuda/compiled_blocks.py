@@ -1,13 +1,14 @@
-"""What the compiler makes of each family's blocks on an H100, without one: the kernels of forward and backward, their registers and
-spills, and the operators that are called beside them.
+"""What the compiler makes of each family's blocks on an H100, without one: the kernels of forward and backward, their
+registers and spills, and the operators that are called beside them.
 
     python tests/pretended_cuda/compiled_blocks.py                 # the table of docs/performance.md: every family in every precision
     python tests/pretended_cuda/compiled_blocks.py qwen3 fused     # only the rows with these words, and every kernel of theirs
 
-It needs torch's CUDA build with triton and a C compiler; `.ci/on-torch` makes such an environment. A step of the trainer runs on fake
-tensors under a stand-in for the driver (compiled_driver.c), so all that is compiled is what a run compiles; the compiler's own graph runs
-in place of its code.
+It needs torch's CUDA build with triton and a C compiler; `.ci/on-torch` makes such an environment. A step of the
+trainer runs on fake tensors under a stand-in for the driver (compiled_driver.c), so all that is compiled is what a run
+compiles; the compiler's own graph runs in place of its code.
 """
+
 from __future__ import annotations
 
 import copy
@@ -28,16 +29,21 @@ from typing import Any
 
 HERE = Path(__file__).parent
 COMMON = ("data.seq_len=8192", "data.local_batch=1", "parallelism=single", "gpus=1", "comm=fake", "compile=block", "tokenizer=embedded")
-# The parts that are compiled, in the order in which a forward meets them, and the words of a job with one block of each kind.
+# The parts that are compiled, in the order in which a forward meets them, and the words of a job with one block of each
+# kind.
 MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("block",), ("model=llama3_8b", "data=synthetic", "model.n_layers=1")),
     "qwen3": (("block",), ("model=qwen3_8b", "data=synthetic", "model.n_layers=1")),
     "qwen3_moe": (("attention",), ("model=qwen3_30b_a3b", "data=synthetic", "model.n_layers=1")),
-    "deepseek_v3": (("dense block", "attention", "shared experts"),
-                    ("model=deepseek_v3", "data=synthetic", "model.n_layers=2", "model.n_dense_layers=1")),
+    "deepseek_v3": (
+        ("dense block", "attention", "shared experts"),
+        ("model=deepseek_v3", "data=synthetic", "model.n_layers=2", "model.n_dense_layers=1"),
+    ),
     "image_text": (("block",), ("data=synthetic_image_text", "model=llama3_8b_vision", "model.n_layers=1")),
-    "flux": (("double block", "single block"),
-             ("data=synthetic_images", "model=flux_dev", "model.n_layers=2", "model.double_layers=1", "data.seq_len=4608")),
+    "flux": (
+        ("double block", "single block"),
+        ("data=synthetic_images", "model=flux_dev", "model.n_layers=2", "model.double_layers=1", "data.seq_len=4608"),
+    ),
 }
 PRECISIONS = {
     "bf16": ("precision=bf16",),
@@ -51,7 +57,8 @@ PRECISIONS = {
 class Kernel:
     """A kernel of Triton, its registers and the bytes that it spills, for each thread.
 
-    inductor chooses among a few settings by measuring; here it has the first that spills nothing or, if all do, that which spills least.
+    inductor chooses among a few settings by measuring; here it has the first that spills nothing or, if all do, that
+    which spills least.
     """
 
     name: str
@@ -61,8 +68,8 @@ class Kernel:
 
 @dataclass
 class Graph:
-    """The code of one compiled part in one direction: its kernels in their order, the bytes that they read and write together, and
-    which operators are called beside them, how often.
+    """The code of one compiled part in one direction: its kernels in their order, the bytes that they read and write
+    together, and which operators are called beside them, how often.
     """
 
     backward: bool
@@ -76,7 +83,9 @@ class Written(BaseException):
 
 
 class Compiler:
-    """A back end for torch.compile that keeps the code which inductor writes, and runs the graph that it was written for."""
+    """A back end for torch.compile that keeps the code which inductor writes, and runs the graph that it was written
+    for.
+    """
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
@@ -112,13 +121,16 @@ def of_objective(module: Any) -> bool:
 def graph_of(graph: Any) -> Graph:
     """Return what the code of a graph calls, with its kernels assembled for sm_90."""
     code = graph.codegen()[0].value
-    body = code[code.index("def call("):code.index("\nrunner = ")]
+    body = code[code.index("def call(") : code.index("\nrunner = ")]
     names = re.findall(r"(\w+)\.run\(", body)
     called = Counter(map("".join, re.findall(r"extern_kernels\.(\w+)\(|torch\.ops\.([\w.]+)\(|\.(sum)\(dim", body)))
     sources = dict(re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.M | re.S))
     kernels = {name: assembled(name, sources[name]) for name in dict.fromkeys(names)}
-    nodes = (node for node in graph.scheduler.nodes
-             if not node.is_extern() or re.search("titan_hydra.(float8|norm)", str(getattr(node.node, "op_overload", ""))))
+    nodes = (
+        node
+        for node in graph.scheduler.nodes
+        if not node.is_extern() or re.search("titan_hydra.(float8|norm)", str(getattr(node.node, "op_overload", "")))
+    )
     read_or_written = sum(node.get_read_write_buffers_sizes() for node in nodes)
     return Graph(graph.is_backward, [kernels[name] for name in names], read_or_written, dict(called))
 
@@ -210,15 +222,16 @@ def pretended() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         driver = Path(folder, "libcuda.so.1")
         headers = Path(triton.__file__).parent / "backends/nvidia/include"
-        subprocess.run(["cc", "-shared", "-fPIC", f"-Wl,-soname,{driver.name}", f"-I{headers}", HERE / "compiled_driver.c", "-o", driver],
-                       check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", f"-Wl,-soname,{driver.name}", f"-I{headers}", HERE / "compiled_driver.c", "-o", driver], check=True
+        )
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         yield environment | {"LD_PRELOAD": str(driver), "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
-    """Return the forward and the backward of each compiled part of a model's blocks. Raises RuntimeError if the process on the pretended
-    device fails, or compiled something else.
+    """Return the forward and the backward of each compiled part of a model's blocks. Raises RuntimeError if the process
+    on the pretended device fails, or compiled something else.
     """
     with pretended() as environment:
         done = subprocess.run([sys.executable, __file__, "--case", model, precision], env=environment, capture_output=True, text=True)
@@ -234,14 +247,20 @@ def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
 
 
 def cell(forward: Graph, backward: Graph) -> str:
-    """Return a cell of the table: kernels of forward and backward, what they read and write, what a thread spills at most."""
+    """Return a cell of the table: kernels of forward and backward, what they read and write, what a thread spills at
+    most.
+    """
     spilled = max((kernel.spilled for kernel in forward.kernels + backward.kernels), default=0)
-    return (f"{len(forward.kernels)} + {len(backward.kernels)}, {(forward.bytes + backward.bytes) / 1e9:.2f} GB"
-            + f", spills {spilled} B" * (spilled > 0))
+    return (
+        f"{len(forward.kernels)} + {len(backward.kernels)}, {(forward.bytes + backward.bytes) / 1e9:.2f} GB"
+        + f", spills {spilled} B" * (spilled > 0)
+    )
 
 
 def show(*words: str) -> None:
-    """Print the table; with words, only rows and columns of which one is named, and below them every kernel and operator."""
+    """Print the table; with words, only rows and columns of which one is named, and below them every kernel and
+    operator.
+    """
     columns = [precision for precision in PRECISIONS if precision in words] or list(PRECISIONS)
     print(f"| torch {version('torch').split('+')[0]}: family | compiled | {' | '.join(columns)} |\n{'|---' * (len(columns) + 2)}|")
     for model, (parts, _) in MODELS.items():

@@ -1,7 +1,10 @@
-"""Pretend in this process that torch has a CUDA device, an H100: `build_guard` compiles what torch's C++ asks of it, `pretend` installs it.
+"""Pretend in this process that torch has a CUDA device, an H100: `build_guard` compiles what torch's C++ asks of it,
+`pretend` installs it.
 
-It carries tensors without data (FakeTensorMode). It has streams and events, of which `streams.py` knows the order, and computes nothing.
+It carries tensors without data (FakeTensorMode). It has streams and events, of which `streams.py` knows the order, and
+computes nothing.
 """
+
 import ctypes
 import hashlib
 import importlib.metadata
@@ -15,23 +18,51 @@ from types import SimpleNamespace
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, warp_size=32, L2_cache_size=50 << 20,
-    max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472,
-    shared_memory_per_block_optin=232448)
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    total_memory=80 << 30,
+    multi_processor_count=132,
+    warp_size=32,
+    L2_cache_size=50 << 20,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_multiprocessor=233472,
+    shared_memory_per_block_optin=232448,
+)
 
 
 def build_guard(cache: Path) -> Path | None:
-    """Return the compiled guard for this environment's torch, which is kept in the folder `cache`; None if there is no C++ compiler."""
+    """Return the compiled guard for this environment's torch, which is kept in the folder `cache`; None if there is no
+    C++ compiler.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         return None
-    torch = Path(importlib.util.find_spec("torch").origin).parent  # not imported: the library has to be loaded before torch
+    # not imported: the library has to be loaded before torch
+    torch = Path(importlib.util.find_spec("torch").origin).parent
     key = hashlib.sha256(f"{torch} {importlib.metadata.version('torch')} {SOURCE.read_text()}".encode()).hexdigest()[:16]
     library = cache / f"guard-{key}.so"
     if not library.exists():
         unfinished = cache / f"{library.name}.{os.getpid()}"
-        subprocess.run([compiler, "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch}/include", SOURCE, "-o", unfinished,
-                        f"-L{torch}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch}/lib"], check=True)
+        subprocess.run(
+            [
+                compiler,
+                "-O0",
+                "-std=c++20",
+                "-shared",
+                "-fPIC",
+                f"-I{torch}/include",
+                SOURCE,
+                "-o",
+                unfinished,
+                f"-L{torch}/lib",
+                "-ltorch_cpu",
+                "-lc10",
+                f"-Wl,-rpath,{torch}/lib",
+            ],
+            check=True,
+        )
         unfinished.rename(library)
     return library
 
@@ -49,15 +80,30 @@ def pretend(library: Path) -> None:
     find = importlib.util.find_spec  # a kernel of Triton would want the memory that these tensors do not have
     importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
     cuda = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
-        "set_device": lambda device: None, "get_device_capability": lambda device=None: (H100.major, H100.minor),
-        "get_device_properties": lambda device=None: H100, "get_device_name": lambda device=None: H100.name, "empty_cache": lambda: None,
-        "is_bf16_supported": lambda *_, **__: True, "is_current_stream_capturing": lambda: False, "_lazy_init": lambda: None,
-        "_exchange_device": lambda device: 0, "_maybe_exchange_device": lambda device: 0,
-        "Stream": streams.Stream, "Event": streams.Event, "stream": streams.use, "current_stream": streams.current,
-        "default_stream": lambda device=None: streams.DEFAULT, "synchronize": lambda device=None: streams.host_waits("synchronize"),
-        "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None,
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda state, device=None: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_capability": lambda device=None: (H100.major, H100.minor),
+        "get_device_properties": lambda device=None: H100,
+        "get_device_name": lambda device=None: H100.name,
+        "empty_cache": lambda: None,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "Stream": streams.Stream,
+        "Event": streams.Event,
+        "stream": streams.use,
+        "current_stream": streams.current,
+        "default_stream": lambda device=None: streams.DEFAULT,
+        "synchronize": lambda device=None: streams.host_waits("synchronize"),
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
@@ -68,9 +114,11 @@ def pretend(library: Path) -> None:
     torch.Tensor.record_stream = streams.record_stream
     torch.Tensor.pin_memory = pin_memory
     torch.cuda.device = lambda device: nullcontext()
-    # A small constant that is copied to the device has no data there. The setter is for releases that set it in each mode.
+    # A small constant that is copied to the device has no data there. The setter is for releases that set it in each
+    # mode.
     FakeTensorMode.avoid_device_init = property(lambda mode: True, lambda mode, value: None)
-    torch.utils._device._device_constructors()  # remembers torch's own function, which `with torch.device("meta")` knows
+    # remembers torch's own function, which `with torch.device("meta")` knows
+    torch.utils._device._device_constructors()
     torch.empty = without_data(torch.empty)
 
 
@@ -82,7 +130,9 @@ def pin_memory(tensor, device=None):
 
 
 def without_data(make):
-    """Let a function that makes tensors work on the device before a FakeTensorMode is entered: FSDP makes an empty one then."""
+    """Let a function that makes tensors work on the device before a FakeTensorMode is entered: FSDP makes an empty one
+    then.
+    """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 

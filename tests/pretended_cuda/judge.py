@@ -1,4 +1,7 @@
-"""What is wrong with a layout, from the records of its ranks (record.py) as JSON, and the table of its kernels. Imports no torch."""
+"""What is wrong with a layout, from the records of its ranks (record.py) as JSON, and the table of its kernels. Imports
+no torch.
+"""
+
 from ast import literal_eval
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,15 +13,18 @@ COPIES = {"to the device at data/batch.py onto", "to the host at train/trainer.p
 
 
 def faults(records: Records, waits: dict[str, int], gathers: int | None = None) -> list[str]:
-    """Return one line for each fault. `waits` are where the host may wait beside the one wait of a step, and how often; `gathers` is the
-    number of gathers of parameters in the step.
+    """Return one line for each fault. `waits` are where the host may wait beside the one wait of a step, and how often;
+    `gathers` is the number of gathers of parameters in the step.
     """
     found = []
     for rank, record in records.items():
         found += [f"rank {rank}: {fault}" for fault in record["faults"]]
         expected = ONE_WAIT | waits
-        found += [f"rank {rank}: {place}: the host waits {record['waits'].get(place, 0)} times, not {expected.get(place, 0)}"
-                  for place in record["waits"].keys() | expected.keys() if record["waits"].get(place, 0) != expected.get(place, 0)]
+        found += [
+            f"rank {rank}: {place}: the host waits {record['waits'].get(place, 0)} times, not {expected.get(place, 0)}"
+            for place in record["waits"].keys() | expected.keys()
+            if record["waits"].get(place, 0) != expected.get(place, 0)
+        ]
         found += [f"rank {rank}: a copy {place}" for place in record["copies"].keys() - COPIES]
         issued = [one for sequence in record["collectives"].values() for one in sequence]
         count = sum(one.startswith(("_allgather_base_", "all_gather")) for one in issued)
@@ -49,8 +55,11 @@ def disagreements(records: Records) -> Iterator[str]:
         first = sequences.get(ranks[0], [])
         for rank in ranks[1:]:
             pairs = zip([*first, "none"], [*sequences.get(rank, []), "none"], strict=False)
-            yield from [f"collective {number} of group {group}: {one} on rank {ranks[0]}, {other} on rank {rank}"
-                        for number, (one, other) in enumerate(pairs) if one != other][:1]
+            yield from [
+                f"collective {number} of group {group}: {one} on rank {ranks[0]}, {other} on rank {rank}"
+                for number, (one, other) in enumerate(pairs)
+                if one != other
+            ][:1]
 
 
 def lost_messages(records: Records) -> Iterator[str]:

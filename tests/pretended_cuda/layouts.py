@@ -1,20 +1,42 @@
 """The layouts that step on the pretended device, and what each of them may do. Imports no torch."""
+
 from dataclasses import dataclass
 
 EXCHANGE = "parallel/experts.py AllToAll.sizes"
-BASE = ("cluster.executor=slurm", "cluster.gpus_per_node=8", "data=synthetic", "data.seq_len=64", "data.local_batch=2", "checkpoint=off",
-        "comm=fake", "precision=bf16")
+BASE = (
+    "cluster.executor=slurm",
+    "cluster.gpus_per_node=8",
+    "data=synthetic",
+    "data.seq_len=64",
+    "data.local_batch=2",
+    "checkpoint=off",
+    "comm=fake",
+    "precision=bf16",
+)
 LLAMA = ("model.dim=64", "model.n_heads=4", "model.n_kv_heads=2", "model.n_layers=2", "model.ffn_dim=192", "model.vocab_size=512")
 QWEN, MOE, LATENT = ((f"model={family}_debug", "model.n_layers=2") for family in ("qwen3", "qwen3_moe", "deepseek_v3"))
-VISION = ("model=llama3_vision_debug", "model.n_layers=2", "model.vision.n_layers=1", "data=synthetic_image_text",
-          "train.objective=image_text")
-FLUX = ("model=flux_debug", "model.n_layers=4", "model.double_layers=2", "data=synthetic_images", "train.objective=diffusion",
-        "data.seq_len=264")
+VISION = (
+    "model=llama3_vision_debug",
+    "model.n_layers=2",
+    "model.vision.n_layers=1",
+    "data=synthetic_image_text",
+    "train.objective=image_text",
+)
+FLUX = (
+    "model=flux_debug",
+    "model.n_layers=4",
+    "model.double_layers=2",
+    "data=synthetic_images",
+    "train.objective=diffusion",
+    "data.seq_len=264",
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout, and what its step may do: `reads` has each place where the host reads from the device, what it reads, and how often."""
+    """A layout, and what its step may do: `reads` has each place where the host reads from the device, what it reads,
+    and how often.
+    """
 
     overrides: tuple[str, ...]
     ranks: int
@@ -35,24 +57,27 @@ def layout(ranks: int, model: tuple[str, ...], *overrides: str, samples: int, re
 
 LAYOUTS = {
     "llama3, single, split masters, chunked loss, ac lean": layout(
-        1, LLAMA, "parallelism=single", "optimizer.masters=split", "loss=linear_cross_entropy", "ac=lean", samples=2),
+        1, LLAMA, "parallelism=single", "optimizer.masters=split", "loss=linear_cross_entropy", "ac=lean", samples=2
+    ),
     # Of each microbatch: two blocks and the embedding, forward and backward, and the head, once.
     "llama3, fsdp 2, three microbatches": layout(2, LLAMA, "parallelism=fsdp", samples=12, gathers=21),
     "llama3, hsdp 4, muon": layout(4, LLAMA, "parallelism=hsdp", "optimizer=muon", samples=8),
     "llama3, tp 2, lora": layout(2, LLAMA, "parallelism=tp", "adapter=lora", samples=2),
     "llama3, fsdp 4, tp 2, float8 tensorwise": layout(
-        4, LLAMA, "parallelism=fsdp_tp", "parallelism.tp=2", "precision=float8_tensorwise", samples=4),
+        4, LLAMA, "parallelism=fsdp_tp", "parallelism.tp=2", "precision=float8_tensorwise", samples=4
+    ),
     "llama3, cp 2, ring by allgather": layout(2, LLAMA, "parallelism=cp", samples=2),
     "llama3, cp 2, ring by alltoall": layout(2, LLAMA, "parallelism=cp", "parallelism.cp_rotate=alltoall", samples=2),
     "llama3, cp 2, ulysses, documents": layout(
-        2, LLAMA, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.document_mask=true", samples=2),
-    "llama3, pp 2, zbv": layout(
-        2, LLAMA, "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4", "data.local_batch=4", samples=4),
+        2, LLAMA, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.document_mask=true", samples=2
+    ),
+    "llama3, pp 2, zbv": layout(2, LLAMA, "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4", "data.local_batch=4", samples=4),
     "qwen3, fsdp 4, pp 2, 1f1b, ac full": layout(4, QWEN, "parallelism=fsdp_pp", "ac=full", "data.local_batch=4", samples=8),
     "qwen3, fsdp 2, float8 rowwise": layout(2, QWEN, "parallelism=fsdp", "precision=float8_rowwise", samples=4),
     # The host reads the numbers of rows once for each layer, and not again when the forward is recomputed.
     "qwen3_moe, fsdp 2, ep 2, ac full": layout(
-        2, MOE, "parallelism=fsdp_ep", "parallelism.ep=2", "ac=full", samples=4, reads=((EXCHANGE, 128, 2),)),
+        2, MOE, "parallelism=fsdp_ep", "parallelism.ep=2", "ac=full", samples=4, reads=((EXCHANGE, 128, 2),)
+    ),
     "qwen3_moe, tp 2, ep 2, balanced": layout(2, MOE, "parallelism=tp", "parallelism.ep=2", "debug.balance_experts=true", samples=2),
     "deepseek_v3, fsdp 2, documents": layout(2, LATENT, "parallelism=fsdp", "data.document_mask=true", samples=4),
     "image_text, fsdp 2": layout(2, VISION, "parallelism=fsdp", samples=4),
@@ -61,8 +86,8 @@ LAYOUTS = {
 
 
 def of_matrix() -> dict[str, Layout]:
-    """Return the layouts of the acceptance matrix as they run on a GPU: in bfloat16, Float8 not emulated. Experts are balanced: what the
-    host would read of the others is not known.
+    """Return the layouts of the acceptance matrix as they run on a GPU: in bfloat16, Float8 not emulated. Experts are
+    balanced: what the host would read of the others is not known.
     """
     from titan_hydra.verify.matrix import BASE as SIZES
     from titan_hydra.verify.matrix import MATRIX

@@ -1,4 +1,7 @@
-"""Faults that are planted to see that the pretended device finds them, one line each: where, what, and what is then said of it."""
+"""Faults that are planted to see that the pretended device finds them, one line each: where, what, and what is then
+said of it.
+"""
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -127,25 +130,35 @@ PLANTED = {
     "a copy to the host": Plant(in_block(lambda x: x.sum().cpu()), "copy to the host at models/layers.py Block.forward"),
     "a list as a tensor": Plant(in_block(lambda x: __import__("torch").tensor([1, 2], device=x.device)), "pageable copy to the device"),
     "a batch from pageable memory": Plant(
-        around("titan_hydra.data.batch", "onto", lambda onto: lambda device, tensor: tensor.to(device)), "pageable copy to the device"),
+        around("titan_hydra.data.batch", "onto", lambda onto: lambda device, tensor: tensor.to(device)), "pageable copy to the device"
+    ),
     "a wait for everything": Plant(in_block(lambda x: __import__("torch").cuda.synchronize()), "synchronize at models/layers.py"),
     "a stream that does not wait": Plant(in_block(other_stream), "does not wait for the stream"),
     "memory freed under another stream": Plant(in_block(freed_early), "is freed while a stream"),
     "flash before cuDNN": Plant(around("titan_hydra.kernels.attention", "kernels", flash_first), "layers.*.attention.sdpa"),
     "no rotation, and none of its casts": Plant(
-        around("titan_hydra.models.layers", "rotate", lambda rotate: lambda x, rotary: x), "layers.*.attention "),
+        around("titan_hydra.models.layers", "rotate", lambda rotate: lambda x, rotary: x), "layers.*.attention "
+    ),
     "an attention whose gradient has strides": Plant(
-        around("torch.nn.functional", "scaled_dot_product_attention", strided), "several strides"),
+        around("torch.nn.functional", "scaled_dot_product_attention", strided), "several strides"
+    ),
     "gradients in the layout that they come in": Plant(
         around("titan_hydra.kernels.attention:OneLayout", "backward", lambda _: staticmethod(lambda ctx, gradient: gradient)),
-        "several strides", LAYOUTS["flux, fsdp 2"]),
+        "several strides",
+        LAYOUTS["flux, fsdp 2"],
+    ),
     "cuDNN in a ring": Plant(
         around("titan_hydra.parallel.context", "kernels", lambda kernels: lambda asked, call: kernels(asked, call._replace(ring=False))),
-        "several strides", LAYOUTS["llama3, cp 2, ring by allgather"]),
+        "several strides",
+        LAYOUTS["llama3, cp 2, ring by allgather"],
+    ),
     "a collective of one rank": Plant(in_block(reduces_alone), "allreduce_ fp32[1] on rank 1", PAIR),
     "the last backward marked": Plant(
-        around("torch.distributed.fsdp:FSDPModule", "set_requires_all_reduce", with_last_backward), "gathers, not 21",
-        LAYOUTS["llama3, fsdp 2, three microbatches"]),
+        around("torch.distributed.fsdp:FSDPModule", "set_requires_all_reduce", with_last_backward),
+        "gathers, not 21",
+        LAYOUTS["llama3, fsdp 2, three microbatches"],
+    ),
     "a message that is too long": Plant(
-        around("torch.distributed:P2POp", "__init__", longer), "messages 0>1", LAYOUTS["llama3, pp 2, zbv"]),
+        around("torch.distributed:P2POp", "__init__", longer), "messages 0>1", LAYOUTS["llama3, pp 2, zbv"]
+    ),
 }

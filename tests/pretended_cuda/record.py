@@ -1,4 +1,5 @@
 """Record what one step of one rank does on the pretended device, and find what is wrong with it."""
+
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -15,10 +16,16 @@ from tests.pretended_cuda.streams import place
 
 CUDNN_BACKWARD = ("grad_out", "query", "key", "value", "out")  # the first arguments of cuDNN's backward
 KERNELS = {  # operators that appear in the table of a layout, and their name there
-    "_scaled_dot_product_cudnn_attention": "cudnn attention", "_scaled_dot_product_flash_attention": "flash attention",
-    "_scaled_dot_product_efficient_attention": "efficient attention", "_safe_softmax": "math attention",
-    "attend_documents": "flash attention of documents", "_grouped_mm": "grouped_mm", "grouped_matmul": "grouped_mm",
-    "_scaled_mm": "scaled_mm", "_scaled_grouped_mm": "scaled_grouped_mm"}
+    "_scaled_dot_product_cudnn_attention": "cudnn attention",
+    "_scaled_dot_product_flash_attention": "flash attention",
+    "_scaled_dot_product_efficient_attention": "efficient attention",
+    "_safe_softmax": "math attention",
+    "attend_documents": "flash attention of documents",
+    "_grouped_mm": "grouped_mm",
+    "grouped_matmul": "grouped_mm",
+    "_scaled_mm": "scaled_mm",
+    "_scaled_grouped_mm": "scaled_grouped_mm",
+}
 # Operators for whose answer, or the size of it, the host waits.
 DYNAMIC = ("nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount")
 COLLECTIVE = re.compile(r"^(c10d|_c10d_functional)\.")
@@ -32,9 +39,11 @@ class Record:
     waits: Counter = field(default_factory=Counter)  # "what at place": how often the host waited for the device
     copies: Counter = field(default_factory=Counter)  # "to the device at place": pinned copies
     kernels: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # layer: attention, products, casts
-    cudnn: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # key of cuDNN's cache: strides of out and grad_out
+    # key of cuDNN's cache: strides of out and grad_out
+    cudnn: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     collectives: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # group: operators in order
-    messages: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # "sender>receiver side": tensors in order
+    # "sender>receiver side": tensors in order
+    messages: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Recorder(TorchDispatchMode):
@@ -47,8 +56,10 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self):
         streams.WAITS.clear()
-        self.hooks = [register_module_forward_pre_hook(lambda module, _: self.inside.append(module)),
-                      register_module_forward_hook(lambda *_: self.inside.pop() and None, always_call=True)]
+        self.hooks = [
+            register_module_forward_pre_hook(lambda module, _: self.inside.append(module)),
+            register_module_forward_hook(lambda *_: self.inside.pop() and None, always_call=True),
+        ]
         FakeTensor.tolist = lambda tensor: self.tolist(tensor)
         return super().__enter__()
 
@@ -88,8 +99,11 @@ class Recorder(TorchDispatchMode):
 
     def state(self, tensors):
         """Note parameters and buffers that are not on the device."""
-        self.record.faults += [f"a parameter or buffer of shape {list(tensor.shape)} is on the {tensor.device}" for tensor in tensors
-                               if tensor.device.type != "cuda"]
+        self.record.faults += [
+            f"a parameter or buffer of shape {list(tensor.shape)} is on the {tensor.device}"
+            for tensor in tensors
+            if tensor.device.type != "cuda"
+        ]
 
     def layer(self):
         """Return the innermost module that runs, with * for the number of its block."""
@@ -100,7 +114,9 @@ class Recorder(TorchDispatchMode):
         self.record.waits[f"{what} at {place()}"] += 1
 
     def read(self, what, tensor):
-        """Return what the host reads of each element: 1 from its own tensors, and the answer of a known place from the device."""
+        """Return what the host reads of each element: 1 from its own tensors, and the answer of a known place from the
+        device.
+        """
         if not tensor.is_cuda:
             return 1
         self.wait(what)
@@ -121,7 +137,9 @@ class Recorder(TorchDispatchMode):
             self.record.faults.append(f"{name} takes a host tensor of shape {list(wrong[0].shape)} at {place()}")
 
     def strides(self, inputs):
-        """Note the strides of cuDNN's backward: a graph is found by q, k and v, and was built for the strides of out and grad_out."""
+        """Note the strides of cuDNN's backward: a graph is found by q, k and v, and was built for the strides of out
+        and grad_out.
+        """
         found = {which: (tuple(tensor.shape), tensor.stride()) for which, tensor in inputs.items()}
         key = " ".join(f"{which} {found[which]}" for which in ("query", "key", "value"))
         self.record.cudnn[key].add(f"out {found['out'][1]} grad_out {found['grad_out'][1]}")
@@ -177,7 +195,9 @@ class Recorder(TorchDispatchMode):
 
 
 def changed_by(op, args):
-    """Return the tensors that an operator writes in place. The schemas of c10d do not say; theirs is the first argument."""
+    """Return the tensors that an operator writes in place. The schemas of c10d do not say; theirs is the first
+    argument.
+    """
     if op.namespace == "c10d":
         return [] if "send" in str(op) else [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
     written = [arg for arg, known in zip(args, op._schema.arguments, strict=False) if known.alias_info and known.alias_info.is_write]

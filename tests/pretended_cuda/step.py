@@ -1,7 +1,10 @@
-"""Step layouts on the pretended device: `python -m tests.pretended_cuda.step GUARD OUT layouts|matrix|planted [NAME ...]`.
+"""Step layouts on the pretended device: `python -m tests.pretended_cuda.step GUARD OUT layouts|matrix|planted [NAME
+...]`.
 
-Writes the records of all ranks to OUT as JSON. A process of its own: it changes torch for good, and loads the library GUARD before torch.
+Writes the records of all ranks to OUT as JSON. A process of its own: it changes torch for good, and loads the library
+GUARD before torch.
 """
+
 import json
 import sys
 import time

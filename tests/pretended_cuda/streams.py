@@ -1,8 +1,10 @@
 """The order of work on a pretended device: streams, events, and what the host waited for.
 
-Each stream counts its kernels, and knows up to which kernel of each other stream it has waited: a vector clock. A kernel that reads what
-another stream wrote, or overwrites what another stream still reads, without having waited for it, is a race.
+Each stream counts its kernels, and knows up to which kernel of each other stream it has waited: a vector clock. A
+kernel that reads what another stream wrote, or overwrites what another stream still reads, without having waited for
+it, is a race.
 """
+
 import itertools
 import sys
 from contextlib import contextmanager
@@ -17,7 +19,9 @@ WAITS: list[tuple[str, str]] = []  # (what, place): each time that the host wait
 
 
 class Stream:
-    """A queue of kernels. `seen[id]` is the number of kernels of the stream `id` that have run before the next kernel of this one."""
+    """A queue of kernels. `seen[id]` is the number of kernels of the stream `id` that have run before the next kernel
+    of this one.
+    """
 
     numbers = itertools.count()
 
@@ -120,15 +124,17 @@ def host_waits(what):
 class Memory:
     """Which stream wrote and read each storage last. What was not waited for is appended to `faults`.
 
-    Memory belongs to the stream that allocated it, whose next kernel may get it once it is freed: another stream that still uses it then is
-    a race, too, unless the tensor was given to `record_stream`.
+    Memory belongs to the stream that allocated it, whose next kernel may get it once it is freed: another stream that
+    still uses it then is a race, too, unless the tensor was given to `record_stream`.
     """
 
     def __init__(self, faults):
         self.faults, self.storages, self.lent = faults, {}, {}
 
     def kernel(self, op, inputs, outputs):
-        """Take a kernel of the current stream. `inputs` and `outputs` are its tensors on the device, `outputs` also what it changes."""
+        """Take a kernel of the current stream. `inputs` and `outputs` are its tensors on the device, `outputs` also
+        what it changes.
+        """
         stream = current()
         number = stream.kernel()
         self.freed(stream)

@@ -1,6 +1,7 @@
 """The code that the compiler writes for an H100 stays as well fused as docs/performance.md says. No card is needed, but
 torch's CUDA build.
 """
+
 import re
 import shutil
 import sys
@@ -19,11 +20,16 @@ HEAD = re.search(r"^\| torch ([\d.]+): family \| compiled \| (.*) \|\n.*\n((\|.*
 
 
 def limits() -> dict[tuple[str, str, str], tuple[int, int, float, int] | None]:
-    """Return by model, part and precision what the page says: kernels of forward and backward, GB, bytes spilled; None for "-"."""
+    """Return by model, part and precision what the page says: kernels of forward and backward, GB, bytes spilled; None
+    for "-".
+    """
     rows = [[cell.strip() for cell in row.strip("| ").split("|")] for row in HEAD[3].splitlines()]
     numbers = re.compile(r"(\d+) \+ (\d+), ([\d.]+) GB(?:, spills (\d+) B)?")
-    found = {(model, part, precision): numbers.fullmatch(cell)
-             for model, part, *cells in rows for precision, cell in zip(HEAD[2].split(" | "), cells, strict=True)}
+    found = {
+        (model, part, precision): numbers.fullmatch(cell)
+        for model, part, *cells in rows
+        for precision, cell in zip(HEAD[2].split(" | "), cells, strict=True)
+    }
     return {key: match and (int(match[1]), int(match[2]), float(match[3]), int(match[4] or 0)) for key, match in found.items()}
 
 
@@ -34,12 +40,16 @@ def test_the_page_has_every_part_in_every_precision():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is None or not find_spec("triton") or not shutil.which("cc"),
-                    reason="needs torch's CUDA build with triton, as .ci/on-torch makes it, and a C compiler")
+@pytest.mark.skipif(
+    torch.version.cuda is None or not find_spec("triton") or not shutil.which("cc"),
+    reason="needs torch's CUDA build with triton, as .ci/on-torch makes it, and a C compiler",
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_block_is_compiled_into_more(model, precision):
-    """A graph break or a second compilation raises. Another torch fuses otherwise: only the one of the page is held to its numbers."""
+    """A graph break or a second compilation raises. Another torch fuses otherwise: only the one of the page is held to
+    its numbers.
+    """
     for part, forward, backward in graphs_of(model, precision):
         known = limits()[model, part, precision]
         kernels, spilled = forward.kernels + backward.kernels, known[3] if known else 0

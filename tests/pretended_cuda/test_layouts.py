@@ -1,6 +1,7 @@
-"""Layouts of all families step on a pretended H100 (README.md): no wrong device, no wait of the host, no race, one graph for cuDNN, the
-same collectives on all ranks of a group, and the kernels and casts of kernels.txt.
+"""Layouts of all families step on a pretended H100 (README.md): no wrong device, no wait of the host, no race, one
+graph for cuDNN, the same collectives on all ranks of a group, and the kernels and casts of kernels.txt.
 """
+
 import difflib
 import json
 import os
@@ -22,7 +23,9 @@ KERNELS = (HERE / "kernels.txt").read_text().strip()
 
 @pytest.fixture(scope="session")
 def stepped(request, tmp_path_factory):
-    """A function that returns the records of layouts of a kind, stepped in one process. Skips where there is no C++ compiler."""
+    """A function that returns the records of layouts of a kind, stepped in one process. Skips where there is no C++
+    compiler.
+    """
     guard = build_guard(request.config.cache.mkdir("pretended_cuda"))
     if guard is None:
         pytest.skip("the pretended CUDA device needs a C++ compiler (g++)")
@@ -33,8 +36,14 @@ def stepped(request, tmp_path_factory):
             wanted = [item.callspec.params for item in request.session.items if "stepped" in item.fixturenames]
             names = [NOTHING] * (kind == "planted") + [parameters[kind] for parameters in wanted if kind in parameters]
             out = tmp_path_factory.mktemp("pretended") / "records.json"
-            done = subprocess.run([sys.executable, "-m", "tests.pretended_cuda.step", guard, out, kind, *names], capture_output=True,
-                                  text=True, cwd=HERE.parents[1], check=False, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.pretended_cuda.step", guard, out, kind, *names],
+                capture_output=True,
+                text=True,
+                cwd=HERE.parents[1],
+                check=False,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            )
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
             known[kind] = json.loads(out.read_text())
         return known[kind]

@@ -1,4 +1,5 @@
 """Run directories and sweeps as launcher and trainer leave them, with numbers of one's own."""
+
 import copy
 import hashlib
 import json
@@ -21,10 +22,11 @@ class Sweep:
     def __init__(self, runs: Path, base: dict, name: str = "table") -> None:
         self.runs, self.base, self.name, self.cells = runs, base, name, []
 
-    def cell(self, name, changes=None, losses=None, result=None, rates=(), env=None, swept=True, repeat=False, failure=None,
-             pipelined=False):
-        """Add a cell. `changes` are dotted keys; `losses` and `rates` become rows; without `result` the run is not done; `pipelined` with
-        a recorded schedule of two ranks."""
+    def cell(
+        self, name, changes=None, losses=None, result=None, rates=(), env=None, swept=True, repeat=False, failure=None, pipelined=False
+    ):
+        """Add a cell. `changes` are dotted keys; `losses` and `rates` become rows; without `result` the run is not
+        done; `pipelined` with a recorded schedule of two ranks."""
         config, directory = copy.deepcopy(self.base), self.runs / f"{name.replace(' ', '_').replace(',', '')}-{self._hash(name)}"
         for key, value in (changes or {}).items():
             *path, last = key.split(".")
@@ -33,23 +35,42 @@ class Sweep:
                 node = node[part]
             node[last] = value
         overrides = ["+sweeps=table", f"sweep.cell={name}"] + [f"{key}={value}" for key, value in (changes or {}).items() if swept]
-        self.cells.append({"name": name, "overrides": overrides, "hash": self._hash(name), "directory": directory.name}
-                          | ({"repeat": True} if repeat else {}))
+        self.cells.append(
+            {"name": name, "overrides": overrides, "hash": self._hash(name), "directory": directory.name}
+            | ({"repeat": True} if repeat else {})
+        )
         directory.mkdir(parents=True)
         self._write(directory / "config.json", config)
-        self._write(directory / "env.json",
-                    {"git_sha": "0123456789abcdef", "git_diff": "", "git_untracked": [], "versions": {}} | (env or {}))
+        self._write(
+            directory / "env.json", {"git_sha": "0123456789abcdef", "git_diff": "", "git_untracked": [], "versions": {}} | (env or {})
+        )
         (directory / "overrides.txt").write_text("\n".join(overrides) + "\n")
-        rows = [{"step": step, "loss": loss, "tokens_per_second": rate, "memory_reserved_gib": None, "mfu": None} for step, (loss, rate) in
-                enumerate(zip(losses or [5.0] * len(rates), rates or [100.0] * len(losses or ()), strict=True), start=1)]
+        rows = [
+            {"step": step, "loss": loss, "tokens_per_second": rate, "memory_reserved_gib": None, "mfu": None}
+            for step, (loss, rate) in enumerate(
+                zip(losses or [5.0] * len(rates), rates or [100.0] * len(losses or ()), strict=True), start=1
+            )
+        ]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         if pipelined:
             ranks = [[{"stage": stage, "kind": kind, "microbatch": 0} for kind in "FB"] for stage in range(2)]
             self._write(directory / "schedule.json", {"ranks": ranks})
         if result is not None:
-            self._write(directory / "result.json", {
-                "status": "done", "tokens_per_second_iqr": None, "measured_steps": None, "memory_gib": None, "mfu": None, "versions": {},
-                "world_size": config["gpus"], "final_loss": losses[-1] if losses else None, "git_sha": None} | result)
+            self._write(
+                directory / "result.json",
+                {
+                    "status": "done",
+                    "tokens_per_second_iqr": None,
+                    "measured_steps": None,
+                    "memory_gib": None,
+                    "mfu": None,
+                    "versions": {},
+                    "world_size": config["gpus"],
+                    "final_loss": losses[-1] if losses else None,
+                    "git_sha": None,
+                }
+                | result,
+            )
         if failure:
             (directory / "attempts/1").mkdir(parents=True)
             self._write(directory / "attempts/1/rank_0.json", failure)
@@ -59,8 +80,18 @@ class Sweep:
         """Write the manifest, run `titan report`, return its exit status, stdout and stderr."""
         folder = self.runs / "_sweeps" / f"{self.name}-1"
         folder.mkdir(parents=True, exist_ok=True)
-        self._write(folder / "manifest.json", {"name": self.name, "created": 0, "command": ["+sweeps=table"], "baseline": baseline,
-                                               "packed": False, "cells": self.cells, "arrays": []})
+        self._write(
+            folder / "manifest.json",
+            {
+                "name": self.name,
+                "created": 0,
+                "command": ["+sweeps=table"],
+                "baseline": baseline,
+                "packed": False,
+                "cells": self.cells,
+                "arrays": [],
+            },
+        )
         status = cli.main(["report", target or self.name, "--runs", str(self.runs), *arguments])
         return (status, *capsys.readouterr())
 

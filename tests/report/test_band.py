@@ -1,4 +1,7 @@
-"""A loss that follows the baseline's up to rounding is in its band, one that learns something else is flagged where it leaves."""
+"""A loss that follows the baseline's up to rounding is in its band, one that learns something else is flagged where it
+leaves.
+"""
+
 import math
 import random
 
@@ -31,12 +34,15 @@ def test_rounding_stays_in_the_band(sweep, capsys):
     assert "left the baseline's band" not in out
 
 
-@pytest.mark.parametrize(("wrong", "first"), [
-    (lambda step, loss: loss * 1.01, 1),  # a loss that is divided by the wrong number of tokens, seen before any update
-    (lambda step, loss: loss * 0.98, 1),  # better than it can be is wrong too
-    (lambda step, loss: loss + 1e-3 * step, 26),  # learns more slowly
-    (lambda step, loss: math.nan if step == 30 else loss, 31),
-])
+@pytest.mark.parametrize(
+    ("wrong", "first"),
+    [
+        (lambda step, loss: loss * 1.01, 1),  # a loss that is divided by the wrong number of tokens, seen before any update
+        (lambda step, loss: loss * 0.98, 1),  # better than it can be is wrong too
+        (lambda step, loss: loss + 1e-3 * step, 26),  # learns more slowly
+        (lambda step, loss: math.nan if step == 30 else loss, 31),
+    ],
+)
 def test_another_curve_is_flagged_where_it_leaves(sweep, capsys, wrong, first):
     out = report(sweep, capsys, [wrong(step, loss) for step, loss in enumerate(curve())])
     assert f"NO: from step {first} |" in out

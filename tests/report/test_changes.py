@@ -1,4 +1,5 @@
 """What a key of the configuration changes stands in the schema, and the report asks it there: no key is forgotten."""
+
 import csv
 import json
 from dataclasses import is_dataclass
@@ -16,18 +17,61 @@ from titan_hydra.runs.rundir import State
 
 PAGE = {  # stated here again, so that a slip in the schema is seen
     ("work", "learning"): (
-        "model.dim", "model.family", "model.a_stranger", "data.seq_len", "data.document_mask", "data.image_patches", "comm.rank",
-        "comm.name", "debug.balance_experts", "train.objective", "adapter.name", "adapter.rank", "adapter.alpha"),
+        "model.dim",
+        "model.family",
+        "model.a_stranger",
+        "data.seq_len",
+        "data.document_mask",
+        "data.image_patches",
+        "comm.rank",
+        "comm.name",
+        "debug.balance_experts",
+        "train.objective",
+        "adapter.name",
+        "adapter.rank",
+        "adapter.alpha",
+    ),
     ("learning",): (
-        "train.beta", "train.clip", "train.imports", "train.sources", "data.train_on", "data.chat_template", "data.path", "data.encoders",
-        "data.caption_dropout", "data.global_batch", "data.mixture",
-        "optimizer.lr", "optimizer.muon_momentum", "lr_scheduler.warmup_steps", "seed", "steps", "tokenizer.path",
-        "checkpoint.initial_load_path", "checkpoint.exclude_from_loading", "fault_tolerance.sync_every"),
+        "train.beta",
+        "train.clip",
+        "train.imports",
+        "train.sources",
+        "data.train_on",
+        "data.chat_template",
+        "data.path",
+        "data.encoders",
+        "data.caption_dropout",
+        "data.global_batch",
+        "data.mixture",
+        "optimizer.lr",
+        "optimizer.muon_momentum",
+        "lr_scheduler.warmup_steps",
+        "seed",
+        "steps",
+        "tokenizer.path",
+        "checkpoint.initial_load_path",
+        "checkpoint.exclude_from_loading",
+        "fault_tolerance.sync_every",
+    ),
     ("held-out loss",): ("validation.steps", "data.validation_path", "data.validation_split"),
     ("work",): ("debug.deterministic", "debug.anomaly", "debug.nan_hunt", "debug.trace_activations"),
-    (): ("parallelism.tp", "parallelism.cp_rotate", "pp_schedule.name", "ac.name", "ac.budget", "precision.converter", "compile.name",
-         "data.local_batch", "loss.name", "model.attention", "validation.interval", "checkpoint.name", "metrics.log_every",
-         "comm.init_timeout_seconds", "optimizer.masters"),
+    (): (
+        "parallelism.tp",
+        "parallelism.cp_rotate",
+        "pp_schedule.name",
+        "ac.name",
+        "ac.budget",
+        "precision.converter",
+        "compile.name",
+        "data.local_batch",
+        "loss.name",
+        "model.attention",
+        "validation.interval",
+        "checkpoint.name",
+        "metrics.log_every",
+        "comm.init_timeout_seconds",
+        "optimizer.masters",
+    ),
 }
 
 
@@ -38,8 +82,10 @@ def what_differs(config: dict, key: str) -> set[str]:
     """Ask the report what two validated cells that differ in a key have not in common."""
     one, another = ({key: 3}, {key: 7}) if key != "data.mixture" else ({key: {}}, {f"{key}.web.weight": 0.5})
     rest = {name: value for name, value in config.items() if name != key}
-    cells = [ReportCell(name, Path(name), [], State("done"), rest | own, result={"validation_loss": 1.0})
-             for name, own in (("a", one), ("b", another))]
+    cells = [
+        ReportCell(name, Path(name), [], State("done"), rest | own, result={"validation_loss": 1.0})
+        for name, own in (("a", one), ("b", another))
+    ]
     found = compare.differences(cells, ["a", "b"], set())
     assert len(found) <= 1 and all(f"{key}.".startswith(f"{one.key}.") for one in found), (key, found)
     alike = {name: compare.same(*cells, keys) for name, keys in LISTS.items()}
@@ -53,7 +99,9 @@ def flat(config):
 
 
 def test_the_report_asks_the_schema_what_each_key_changes(flat):
-    """Every key, those of all families too: none is left out, and what is neither learning nor work is no difference."""
+    """Every key, those of all families too: none is left out, and what is neither learning nor work is no
+    difference.
+    """
     for key, spec in known_keys().items():
         if not is_dataclass(kind_of(key)):
             changes = changes_of(key)[1]
@@ -68,8 +116,10 @@ def test_a_key_that_says_nothing_changes_what_is_learned():
     assert changes_of("data.mixture.web.weight") == ("data.mixture", "learning") and changes_of("data.prefetch")[1] == "technique"
 
 
-@pytest.mark.parametrize(("key", "value"), [("train.objective", "dpo"), ("train.beta", 0.2), ("data.train_on", "all"), ("adapter.rank", 8),
-                                            ("data.chat_template", "chatml")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("train.objective", "dpo"), ("train.beta", 0.2), ("data.train_on", "all"), ("adapter.rank", 8), ("data.chat_template", "chatml")],
+)
 def test_what_is_learned_differs_is_refused_or_said(sweep, capsys, key, value):
     sweep.cell("a", losses=[5.0, 4.0], result={"tokens_per_second": 100.0})
     sweep.cell("b", {key: value}, losses=[5.0, 4.0], result={"tokens_per_second": 100.0}, swept=False)
@@ -106,4 +156,6 @@ def test_the_lowest_held_out_loss_has_its_step_and_checkpoint(sweep, capsys):
     assert "lowest held out" in out and "3.0000 (step 2, kept)" in out and "(step 3" not in out
     rows = list(csv.DictReader(sweep.report(capsys, "--csv")[1].splitlines()))
     assert [(row["lowest_held_out_loss"], row["lowest_held_out_step"], row["best_checkpoint"]) for row in rows] == [
-        ("3.0", "2", "step-00000002"), ("3.0", "3", "")]
+        ("3.0", "2", "step-00000002"),
+        ("3.0", "3", ""),
+    ]

@@ -1,4 +1,7 @@
-"""What is not comparable is refused with a line for each reason, or said under the table; cells without numbers are rows."""
+"""What is not comparable is refused with a line for each reason, or said under the table; cells without numbers are
+rows.
+"""
+
 import time
 
 import pytest
@@ -10,8 +13,13 @@ FAST, SLOW = {"tokens_per_second": 150.0, "device": "H100"}, {"tokens_per_second
 
 def test_everything_that_must_be_equal_is_named_at_once(sweep, capsys):
     sweep.cell("a", result=SLOW | {"versions": {"torch": "2.12"}})
-    sweep.cell("b", {"data.seq_len": 4096, "optimizer.lr": 1.0}, result=FAST | {"device": "A100", "versions": {"torch": "2.13"}},
-               env={"git_sha": "fedcba9876543210"}, swept=False)
+    sweep.cell(
+        "b",
+        {"data.seq_len": 4096, "optimizer.lr": 1.0},
+        result=FAST | {"device": "A100", "versions": {"torch": "2.13"}},
+        env={"git_sha": "fedcba9876543210"},
+        swept=False,
+    )
     status, out, err = sweep.report(capsys)
     assert (status, out) == (2, "")
     assert err.splitlines() == [
@@ -96,13 +104,27 @@ def test_scaling_is_strong_or_weak_or_refused(sweep, capsys, gpus, samples, fine
 
 def test_techniques_may_differ(sweep, capsys):
     sweep.cell("a", result=SLOW)
-    sweep.cell("b", {"parallelism.tp": 2, "precision.name": "fp32", "ac.name": "full", "compile.name": "block", "data.local_batch": 1,
-                     "pp_schedule.name": "zbv", "model.attention": "flash"}, result=FAST, swept=False)
+    sweep.cell(
+        "b",
+        {
+            "parallelism.tp": 2,
+            "precision.name": "fp32",
+            "ac.name": "full",
+            "compile.name": "block",
+            "data.local_batch": 1,
+            "pp_schedule.name": "zbv",
+            "model.attention": "flash",
+        },
+        result=FAST,
+        swept=False,
+    )
     assert sweep.report(capsys)[0] == 0
 
 
-OOM = {"exit_status": 76, "error": {"type": "OutOfMemoryError", "message": "CUDA out of memory", "traceback": "x", "time": 1.0,
-                                    "secondary": False}}
+OOM = {
+    "exit_status": 76,
+    "error": {"type": "OutOfMemoryError", "message": "CUDA out of memory", "traceback": "x", "time": 1.0, "secondary": False},
+}
 
 
 def test_cells_without_numbers_are_rows(sweep, capsys):

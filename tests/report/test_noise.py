@@ -1,4 +1,7 @@
-"""A report knows its noise: what it cannot know is marked, digits end where the noise begins, seeds are averaged with their errors."""
+"""A report knows its noise: what it cannot know is marked, digits end where the noise begins, seeds are averaged with
+their errors.
+"""
+
 import csv
 import io
 import json
@@ -52,15 +55,28 @@ def test_the_baselines_drift_is_noise_too(sweep, capsys):
     assert rows_of(sweep.report(capsys, "--md")[1])["near"]["difference"] == "+3 % (noise)"
 
 
-@pytest.mark.parametrize(("value", "noise", "shown"), [
-    (1234.4, None, "1,234"), (1234.4, 30.0, "1,234"), (1234.4, 300.0, "1,230"), (66432.0, 1500.0, "66,400"), (83.21, 40.0, "83"),
-    (83.21, 0.5, "83.2"), (1234.4, 0.0, "1,234"), (1234.4, float("nan"), "1,234"), (float("nan"), 1.0, "nan"), (None, 1.0, None)])
+@pytest.mark.parametrize(
+    ("value", "noise", "shown"),
+    [
+        (1234.4, None, "1,234"),
+        (1234.4, 30.0, "1,234"),
+        (1234.4, 300.0, "1,230"),
+        (66432.0, 1500.0, "66,400"),
+        (83.21, 40.0, "83"),
+        (83.21, 0.5, "83.2"),
+        (1234.4, 0.0, "1,234"),
+        (1234.4, float("nan"), "1,234"),
+        (float("nan"), 1.0, "nan"),
+        (None, 1.0, None),
+    ],
+)
 def test_a_rate_has_no_digits_in_its_noise(value, noise, shown):
     assert rate(value, noise) == shown
 
 
-@pytest.mark.parametrize(("noise", "digits"), [
-    (None, 2), (0.0, 2), (0.0001, 2), (0.0009, 2), (0.002, 1), (0.03, 0), (0.5, 0), (float("nan"), 2)])
+@pytest.mark.parametrize(
+    ("noise", "digits"), [(None, 2), (0.0, 2), (0.0001, 2), (0.0009, 2), (0.002, 1), (0.03, 0), (0.5, 0), (float("nan"), 2)]
+)
 def test_a_difference_has_no_digits_in_its_noise(noise, digits):
     assert digits_of(noise) == digits
     assert percent(0.123456, digits) == ("+12 %", "+12.3 %", "+12.34 %")[digits]
@@ -140,8 +156,14 @@ def test_pairs_need_the_same_seeds_and_held_out_losses_come_first(sweep, capsys)
 
 def test_seeds_that_failed_are_named(sweep, capsys):
     seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0))
-    sweep.cell("optimizer.lr=0.001 seed=7", {"optimizer.lr": 0.001, "seed": 7}, failure={
-        "exit_status": 76, "error": {"type": "OutOfMemoryError", "message": "no", "traceback": "x", "time": 1.0, "secondary": False}})
+    sweep.cell(
+        "optimizer.lr=0.001 seed=7",
+        {"optimizer.lr": 0.001, "seed": 7},
+        failure={
+            "exit_status": 76,
+            "error": {"type": "OutOfMemoryError", "message": "no", "traceback": "x", "time": 1.0, "secondary": False},
+        },
+    )
     out = sweep.report(capsys, "--md", "--over", "seed")[1]
     assert "- optimizer.lr=0.001: seed=7: OOM, and left out" in out and f"| 1,005.0 {PM} 5.0 |" in out
     status, _, err = sweep.report(capsys, "--over", "sed")
@@ -168,7 +190,9 @@ def test_sizes_and_tokens_are_in_the_csv_and_in_the_table_where_they_differ(swee
 
 
 def test_the_plot_of_losses_draws_means(sweep, capsys):
-    """One step's loss is noise: of a run that logs every tenth step, the mean of the ten is drawn; version 0.1 had no means."""
+    """One step's loss is noise: of a run that logs every tenth step, the mean of the ten is drawn; version 0.1 had no
+    means.
+    """
     for name, means in (("a", True), ("b", False)):
         directory = sweep.cell(name, result={"tokens_per_second": 100.0})
         rows = [{"step": 10 * row, "loss": 9.0} | ({"loss_mean": 5.0 - row} if means else {}) for row in range(1, 4)]

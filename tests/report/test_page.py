@@ -1,4 +1,7 @@
-"""The page in a real browser: it answers to the mouse, needs no network, shows hostile names as they are, and lives while a sweep runs."""
+"""The page in a real browser: it answers to the mouse, needs no network, shows hostile names as they are, and lives
+while a sweep runs.
+"""
+
 import html.parser
 import http.client
 import json
@@ -38,8 +41,13 @@ def more_columns(directory):
     """What the trainer writes beside the loss."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        row |= {"grad_norm": 1 / row["step"], "lr": 1e-3, "memory_reserved_gib": 9.5, "step_seconds": 0.5,
-                "tokens_seen": 1000 * row["step"]}
+        row |= {
+            "grad_norm": 1 / row["step"],
+            "lr": 1e-3,
+            "memory_reserved_gib": 9.5,
+            "step_seconds": 0.5,
+            "tokens_seen": 1000 * row["step"],
+        }
     events = [{"event": "validation", "step": step, "validation_loss": 3.2} for step in (20, 40)]
     for name, content in (("metrics", rows), ("events", events)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -47,8 +55,13 @@ def more_columns(directory):
 
 def test_the_page_has_everything_and_fetches_nothing(sweep, capsys, tmp_path):
     sweep.cell("a <b> & c", losses=CURVE, result=RESULT)
-    sweep.cell("pipelined", {"parallelism.pp": 2, "data.local_batch": 4}, losses=CURVE, result=RESULT | {"tokens_per_second": 120.0},
-               pipelined=True)
+    sweep.cell(
+        "pipelined",
+        {"parallelism.pp": 2, "data.local_batch": 4},
+        losses=CURVE,
+        result=RESULT | {"tokens_per_second": 120.0},
+        pipelined=True,
+    )
     status, out, _ = sweep.report(capsys, "--html", "-o", str(tmp_path))
     assert (status, out) == (0, f"{tmp_path / 'report.html'}\n")
     page = (tmp_path / "report.html").read_text()
@@ -56,8 +69,17 @@ def test_the_page_has_everything_and_fetches_nothing(sweep, capsys, tmp_path):
     parser.feed(page)
     assert parser.fetched == []
     assert "default-src 'none'" in page and "connect-src 'none'" in page
-    for said in ("a &lt;b&gt; &amp; c", "+20 %", "parallelism.pp", "H100", "git checkout 0123456", "prefers-color-scheme: dark",
-                 "python launch.py +sweeps=table sweep.cell=pipelined<", '"title": "1f1b: pipelined"', '"name": "forward"'):
+    for said in (
+        "a &lt;b&gt; &amp; c",
+        "+20 %",
+        "parallelism.pp",
+        "H100",
+        "git checkout 0123456",
+        "prefers-color-scheme: dark",
+        "python launch.py +sweeps=table sweep.cell=pipelined<",
+        '"title": "1f1b: pipelined"',
+        '"name": "forward"',
+    ):
         assert said in page or said == '"name": "forward"', said
     charts = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])["charts"]
     assert [chart["name"] for chart in charts] == ["throughput", "memory", "loss", "difference", "rate", "pipeline-1"]
@@ -82,7 +104,8 @@ def test_a_large_sweep_has_a_small_page_and_takes_little_memory(sweep, capsys, t
         used = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert found[7].losses[400] == curve[-1] and used / (120 * 400) < 250, used  # 80 of its columns, the rest its configuration
+    # 80 of its columns, the rest its configuration
+    assert found[7].losses[400] == curve[-1] and used / (120 * 400) < 250, used
 
 
 def test_commands_are_those_that_make_each_cell_again(sweep, capsys, tmp_path):
@@ -96,7 +119,8 @@ def test_commands_are_those_that_make_each_cell_again(sweep, capsys, tmp_path):
     from titan_hydra import cli
 
     assert cli.main(["report", "table", "--runs", str(sweep.runs), "--html", "-o", str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()  # what the sweep's file implies is left out, what was typed beside it is not
+    # what the sweep's file implies is left out, what was typed beside it is not
+    page = (tmp_path / "report.html").read_text()
     assert "python launch.py +sweeps=table &#34;sweep.cell=&#39;DDP 2, x&#39;&#34; seed=5<" in page
 
 
@@ -109,8 +133,11 @@ def shown(tmp_path_factory, new_sweep, browser):
     directory = sweep.cell("evil", losses=[loss * 1.001 for loss in CURVE], result=RESULT | {"tokens_per_second": 150.0, "device": EVIL})
     more_columns(directory)
     sweep.cells[-1]["name"] = EVIL
-    sweep.cell("failed", rates=[1.0, 2.0], failure={"exit_status": 1, "error": {"type": "ValueError", "message": EVIL, "traceback": "x",
-                                                                                "time": 1.0, "secondary": False}})
+    sweep.cell(
+        "failed",
+        rates=[1.0, 2.0],
+        failure={"exit_status": 1, "error": {"type": "ValueError", "message": EVIL, "traceback": "x", "time": 1.0, "secondary": False}},
+    )
     sweep.report(Silent(), "--html", "--allow", "device", "-o", str(folder))
     browser.get((folder / "report.html").as_uri())
     return browser
@@ -130,8 +157,21 @@ def run(browser, script):
 def test_all_is_drawn_without_errors_and_without_network(shown):
     count = "one.querySelectorAll('.trace, .bars').length"
     charts = run(shown, f"[...document.querySelectorAll('#charts > div')].map(one => [one.id, {count}])")
-    assert [name for name, _ in charts] == [f"chart-{name}" for name in (
-        "throughput", "memory", "loss", "difference", "validation", "grad_norm", "lr", "rate", "memory_over_time", "step_seconds")]
+    assert [name for name, _ in charts] == [
+        f"chart-{name}"
+        for name in (
+            "throughput",
+            "memory",
+            "loss",
+            "difference",
+            "validation",
+            "grad_norm",
+            "lr",
+            "rate",
+            "memory_over_time",
+            "step_seconds",
+        )
+    ]
     assert all(count for _, count in charts), charts
     assert run(shown, "performance.getEntriesByType('resource').length") == 0
     assert [entry["message"] for entry in shown.get_log("browser") if entry["level"] == "SEVERE"] == []
@@ -199,14 +239,22 @@ def test_the_mouse_shows_values_and_zooms(shown):
 
 @pytest.fixture
 def served(sweep, capsys):
-    """`titan report --serve` on a sweep with a cell that is done and one that runs. Returns the address and the second cell's folder."""
+    """`titan report --serve` on a sweep with a cell that is done and one that runs. Returns the address and the second
+    cell's folder.
+    """
     sweep.cell("done", losses=CURVE, result=RESULT)
     directory = sweep.cell("other", {"metrics.log_every": 1}, losses=CURVE[:5])
     sweep.report(capsys)
     command = [sys.executable, "-m", "titan_hydra.cli", "report", "table", "--runs", str(sweep.runs), "--serve", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)},
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored where tests run in the background
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # ignored where tests run in the background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     address = process.stdout.readline().split()[0]
     yield address, directory
     process.send_signal(signal.SIGINT)

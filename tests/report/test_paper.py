@@ -1,4 +1,7 @@
-"""Fed with the paper's own figures as run directories, the report prints the paper's tables, byte for byte what lies in golden/."""
+"""Fed with the paper's own figures as run directories, the report prints the paper's tables, byte for byte what lies in
+golden/.
+"""
+
 from pathlib import Path
 
 import pytest
@@ -6,9 +9,20 @@ import yaml
 
 HERE = Path(__file__).parent
 PAPER = yaml.safe_load((HERE / "paper.yaml").read_text())
-KEYS = {"model": "model.name", "gpus": "gpus", "dp_shard": "parallelism.dp_shard", "tp": "parallelism.tp", "cp": "parallelism.cp",
-        "pp": "parallelism.pp", "async_tp": "parallelism.async_tp", "local_batch": "data.local_batch", "global_batch": "data.global_batch",
-        "seq_len": "data.seq_len", "ac": "ac.name", "pp_schedule": "pp_schedule.name"}
+KEYS = {
+    "model": "model.name",
+    "gpus": "gpus",
+    "dp_shard": "parallelism.dp_shard",
+    "tp": "parallelism.tp",
+    "cp": "parallelism.cp",
+    "pp": "parallelism.pp",
+    "async_tp": "parallelism.async_tp",
+    "local_batch": "data.local_batch",
+    "global_batch": "data.global_batch",
+    "seq_len": "data.seq_len",
+    "ac": "ac.name",
+    "pp_schedule": "pp_schedule.name",
+}
 
 
 def fill(sweep, table):

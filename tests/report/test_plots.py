@@ -1,4 +1,5 @@
 """The diagrams: what is drawn says what the table says, where it is from, and which line is whose."""
+
 import json
 import math
 import xml.etree.ElementTree as ElementTree
@@ -76,15 +77,20 @@ def test_the_same_report_draws_the_same_bytes(sweep, capsys, tmp_path):
 
 def test_scaling_is_drawn_against_the_ideal(sweep, capsys, tmp_path):
     for gpus, rate in ((8, 100.0), (16, 90.0), (32, 75.0)):
-        sweep.cell(f"fsdp gpus={gpus}", {"gpus": gpus, "parallelism.dp_shard": gpus, "data.global_batch": 2 * gpus},
-                   result=RESULT | {"tokens_per_second": rate})
+        sweep.cell(
+            f"fsdp gpus={gpus}",
+            {"gpus": gpus, "parallelism.dp_shard": gpus, "data.global_batch": 2 * gpus},
+            result=RESULT | {"tokens_per_second": rate},
+        )
     sweep.report(capsys, "--plots", "-o", str(tmp_path))
     assert ">fsdp, weak: 75%<" in text(tmp_path / "scaling.svg")
     assert ">ideal<" in text(tmp_path / "scaling.svg")
 
 
 def study(sweep, cells):
-    """Runs whose held-out losses were measured every ten steps; a cell's changes, its parameters and its last held-out loss."""
+    """Runs whose held-out losses were measured every ten steps; a cell's changes, its parameters and its last held-out
+    loss.
+    """
     for name, (changes, parameters, last) in cells.items():
         result = RESULT | {"validation_loss": last, "parameters": parameters, "flops_per_token": 6 * parameters, "tokens": 1000}
         directory = sweep.cell(name, changes, losses=CURVE, result=result)
@@ -149,10 +155,23 @@ def test_a_single_cell_is_drawn_well_formed(sweep, capsys, tmp_path):
 
 
 def recorded(job):
-    """What a run of a job records of its schedule, without its ranks: a schedule looks at few attributes of a stage before it runs."""
-    stages = [SimpleNamespace(stage_index=index, num_stages=stage_count(job), group_size=job.parallelism.pp, group_rank=0, group=None,
-                              is_first=index == 0, is_last=index == stage_count(job) - 1, submod=None, has_backward=True)
-              for index in stages_of_ranks(job)[0]]
+    """What a run of a job records of its schedule, without its ranks: a schedule looks at few attributes of a stage
+    before it runs.
+    """
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=stage_count(job),
+            group_size=job.parallelism.pp,
+            group_rank=0,
+            group=None,
+            is_first=index == 0,
+            is_last=index == stage_count(job) - 1,
+            submod=None,
+            has_backward=True,
+        )
+        for index in stages_of_ranks(job)[0]
+    ]
     return pipeline.actions_of_ranks(pipeline.build_schedule(stages, job, None), job)
 
 

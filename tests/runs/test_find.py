@@ -1,4 +1,5 @@
 """What may be typed for a run: a hash, the run's name, a cell's name; what fits several is refused with their names."""
+
 import os
 
 import pytest
@@ -13,9 +14,11 @@ def runs(tmp_path):
     for name in ("protein-aaaaaaaa", "wide-bbbbbbbb", "wide-cccccccc", "base-dddddddd", "base-large-eeeeeeee"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    for sweep, cells in (("old-1", {"tall": "wide-bbbbbbbb", "thin": "base-dddddddd"}),
-                         ("new-2", {"tall": "wide-cccccccc", "short one": "base-dddddddd", "same": "base-large-eeeeeeee"}),
-                         ("newest-3", {"same": "base-large-eeeeeeee"})):
+    for sweep, cells in (
+        ("old-1", {"tall": "wide-bbbbbbbb", "thin": "base-dddddddd"}),
+        ("new-2", {"tall": "wide-cccccccc", "short one": "base-dddddddd", "same": "base-large-eeeeeeee"}),
+        ("newest-3", {"same": "base-large-eeeeeeee"}),
+    ):
         folder = layout.SWEEPS.of(tmp_path) / sweep
         folder.mkdir(parents=True)
         entries = [{"name": name, "overrides": [], "directory": run} for name, run in cells.items()]
@@ -25,19 +28,33 @@ def runs(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("target", "run"), [
-    ("protein", "protein-aaaaaaaa"), ("thin", "base-dddddddd"), ("tall", "wide-cccccccc"),  # of the newest sweep that has such a cell
-    ("aaaa", "protein-aaaaaaaa"), ("base", "base-dddddddd"), ("base-large", "base-large-eeeeeeee"), ("short one", "base-dddddddd"),
-    ("same", "base-large-eeeeeeee"),
-])
+@pytest.mark.parametrize(
+    ("target", "run"),
+    [
+        # of the newest sweep that has such a cell
+        ("protein", "protein-aaaaaaaa"),
+        ("thin", "base-dddddddd"),
+        ("tall", "wide-cccccccc"),
+        ("aaaa", "protein-aaaaaaaa"),
+        ("base", "base-dddddddd"),
+        ("base-large", "base-large-eeeeeeee"),
+        ("short one", "base-dddddddd"),
+        ("same", "base-large-eeeeeeee"),
+    ],
+)
 def test_names_serve_as_hashes_do(runs, target, run):
     assert [cell.directory.name for cell in choose(target, runs).cells] == [run]
 
 
-@pytest.mark.parametrize(("target", "said"), [
-    ("wide", "wide: could be any of 2: wide-bbbbbbbb, wide-cccccccc"),
-    ("protien", "did you mean protein"), ("short on", "did you mean short one"), ("bbbbbbbc", "did you mean bbbbbbbb"),
-])
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("wide", "wide: could be any of 2: wide-bbbbbbbb, wide-cccccccc"),
+        ("protien", "did you mean protein"),
+        ("short on", "did you mean short one"),
+        ("bbbbbbbc", "did you mean bbbbbbbb"),
+    ],
+)
 def test_what_fits_several_or_none_is_one_line_with_names(runs, target, said):
     with pytest.raises(ConfigError) as raised:
         choose(target, runs)

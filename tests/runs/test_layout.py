@@ -1,4 +1,7 @@
-"""The files of a run directory: each has one name, which stands in layout.py and in the map of the architecture alone."""
+"""The files of a run directory: each has one name, which stands in layout.py and in the map of the architecture
+alone.
+"""
+
 import ast
 import json
 from pathlib import Path
@@ -12,8 +15,13 @@ from titan_hydra.runs.layout import Entry
 ROOT = Path(__file__).parents[2]
 ENTRIES = [entry for entry in vars(layout).values() if isinstance(entry, Entry)]
 # Words of these names with another meaning: Hugging Face's config.json, options, signals, SLURM's programs.
-OTHERS = {"checkpoint/convert.py", "checkpoint/folder.py", "checkpoint/initial.py", "models/flux/encoders.py",
-          "commands/from_torchtitan.py"}
+OTHERS = {
+    "checkpoint/convert.py",
+    "checkpoint/folder.py",
+    "checkpoint/initial.py",
+    "models/flux/encoders.py",
+    "commands/from_torchtitan.py",
+}
 
 
 def test_the_map_has_every_file():
@@ -32,7 +40,7 @@ def test_file_names_stand_in_the_layout_alone():
 
 def test_the_batch_script_uses_names_of_the_layout():
     for entry in (layout.CLAIM, layout.OWN_JOB, layout.SLURM_LOG, layout.EXIT, layout.STOPPED, layout.CANCELLED, layout.SPENT):
-        assert f"/{entry.name}\"" in sbatch.BODY or f"/{entry.name} " in sbatch.BODY, entry.name
+        assert f'/{entry.name}"' in sbatch.BODY or f"/{entry.name} " in sbatch.BODY, entry.name
     assert f'"$1/{layout.ATTEMPT.of(Path()).parent}"' in sbatch.BODY
 
 
@@ -53,10 +61,16 @@ def test_two_manifests_of_one_name_have_shapes_of_their_own(tmp_path):
         assert entry.read(tmp_path) == mine and other.read(tmp_path) == {}
 
 
-@pytest.mark.parametrize(("text", "rows", "damaged"), [
-    ('{"event": "a", "step": 1}\n', [1], 0),
-    ('{"event": "a", "step": 1}\n{"event": "a", "st', [1], 0), ('{"event": "a", "step": 1}', [1], 0),
-    ('\n{"event": "a"}\nx\n{"event": "b", "step": 2}\n', [2], 2), ("", [], 0)])
+@pytest.mark.parametrize(
+    ("text", "rows", "damaged"),
+    [
+        ('{"event": "a", "step": 1}\n', [1], 0),
+        ('{"event": "a", "step": 1}\n{"event": "a", "st', [1], 0),
+        ('{"event": "a", "step": 1}', [1], 0),
+        ('\n{"event": "a"}\nx\n{"event": "b", "step": 2}\n', [2], 2),
+        ("", [], 0),
+    ],
+)
 def test_rows(tmp_path, text, rows, damaged):
     (tmp_path / "events.jsonl").write_text(text)
     found, count = layout.EVENTS.rows(tmp_path)

@@ -1,4 +1,5 @@
 """The state of a run while its ranks write."""
+
 import json
 import os
 import time
@@ -16,7 +17,9 @@ from titan_hydra.runs.slurm import Queue
 
 
 def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
-    """`write_json` writes `.beat_0.json.7` and renames it: a listing may name a file that is gone when its time is asked for."""
+    """`write_json` writes `.beat_0.json.7` and renames it: a listing may name a file that is gone when its time is
+    asked for.
+    """
     gone = [tmp_path / ".beat_0.json.7", tmp_path / "beat_1.json"]
     monkeypatch.setattr(type(tmp_path), "iterdir", lambda folder: iter(gone))
     assert not rundir.heard_lately(tmp_path)
@@ -42,7 +45,9 @@ def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
 def test_a_hosts_clock_may_be_wrong(tmp_path, monkeypatch, ahead):
-    """A healthy run, begun 100 s ago, on a node whose clock differs from the login node's; and one whose heartbeats ended 90 s ago."""
+    """A healthy run, begun 100 s ago, on a node whose clock differs from the login node's; and one whose heartbeats
+    ended 90 s ago.
+    """
     attempt = layout.ATTEMPT.of(tmp_path, 1)
     attempt.mkdir(parents=True)
     there = time.time() + ahead

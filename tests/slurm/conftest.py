@@ -1,4 +1,7 @@
-"""A real SLURM of four nodes with four fake GPUs each on this machine, and launch.py as a user starts it on its login node."""
+"""A real SLURM of four nodes with four fake GPUs each on this machine, and launch.py as a user starts it on its login
+node.
+"""
+
 import contextlib
 import json
 import os
@@ -22,13 +25,30 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 class Cluster:
     """One SLURM: its environment, its jobs, and the accidents that can happen to it."""
 
-    def __init__(self, accounting: str = "shim", preempt_signal: str = "user", owner: int | None = None,
-                 node_timeout: int = 10, name: str = "fake", enforce: str = "none", timeouts: str = "short") -> None:
+    def __init__(
+        self,
+        accounting: str = "shim",
+        preempt_signal: str = "user",
+        owner: int | None = None,
+        node_timeout: int = 10,
+        name: str = "fake",
+        enforce: str = "none",
+        timeouts: str = "short",
+    ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # short: it holds unix sockets
-        self.env = {**os.environ, "SLURM_HOME": str(self.home), "SLURM_ACCOUNTING": accounting,
-                    "SLURM_PREEMPT_SIGNAL": preempt_signal, "SLURM_OWNER": str(owner or os.getpid()),
-                    "SLURM_NODE_TIMEOUT_S": str(node_timeout), "SLURM_CLUSTER": name, "SLURM_ENFORCE": enforce, "SLURM_TIMEOUTS": timeouts,
-                    "SLURM_CONF": f"{self.home}/etc/slurm.conf", "PATH": f"{self.home}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"}
+        self.env = {
+            **os.environ,
+            "SLURM_HOME": str(self.home),
+            "SLURM_ACCOUNTING": accounting,
+            "SLURM_PREEMPT_SIGNAL": preempt_signal,
+            "SLURM_OWNER": str(owner or os.getpid()),
+            "SLURM_NODE_TIMEOUT_S": str(node_timeout),
+            "SLURM_CLUSTER": name,
+            "SLURM_ENFORCE": enforce,
+            "SLURM_TIMEOUTS": timeouts,
+            "SLURM_CONF": f"{self.home}/etc/slurm.conf",
+            "PATH": f"{self.home}/bin:{os.environ['PATH']}:/usr/sbin:/sbin",
+        }
 
     def manage(self, *arguments: str) -> None:
         """Run slurm-cluster: up, down, crash NODE, boot NODE."""
@@ -54,8 +74,8 @@ class Cluster:
         return done.stdout.strip()
 
     def jobs(self) -> dict[str, dict[str, str]]:
-        """What `scontrol show job` says of every job that the controller knows, by id: 123, or 123_4 in an array. Tasks that wait in an
-        array have one entry together."""
+        """What `scontrol show job` says of every job that the controller knows, by id: 123, or 123_4 in an array. Tasks
+        that wait in an array have one entry together."""
         found = {}
         for line in self.call("scontrol", "show", "job", "--oneliner").splitlines():
             job = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -68,8 +88,8 @@ class Cluster:
         return self.call("squeue", "--noheader", "--array", "--format=%i").split()
 
     def saved(self) -> None:
-        """Wait until the controller has written to disk what it knows now: it does so up to 5 s after a change, and a kill loses the rest.
-        A job's comment is that change, as there may be none after the last writing.
+        """Wait until the controller has written to disk what it knows now: it does so up to 5 s after a change, and a
+        kill loses the rest. A job's comment is that change, as there may be none after the last writing.
         """
         asked, file = time.time(), self.home / "state" / "job_state"
         self.call("scontrol", "update", f"JobId={self.active()[0]}", "Comment=saved")
@@ -87,7 +107,9 @@ class Cluster:
             self.call("scontrol", "update", "PartitionName=main", "State=UP")
 
     def signal_job(self, job_id: str, *signals: str) -> None:
-        """Signals to all ranks of a job, one right after the other. To its step, as scancel hangs on a task whose array still waits."""
+        """Signals to all ranks of a job, one right after the other. To its step, as scancel hangs on a task whose array
+        still waits.
+        """
         for name in signals:
             self.call("scancel", f"--signal={name}", f"{job_id}.0")
 
@@ -115,8 +137,15 @@ class Submitter(Launcher):
         self.env = {**cluster.env, "OMP_NUM_THREADS": "1"}
 
     def start(self, *overrides: str) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, str(self.code / "launch.py"), *overrides], cwd=self.folder, env=self.env, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, str(self.code / "launch.py"), *overrides],
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def line(self, *overrides: str) -> list[str]:
         """The command line that `submit` gives to launch.py."""
@@ -174,7 +203,9 @@ class Submitter(Launcher):
         return (run / "result.json").exists()
 
     def losses(self, run: Path) -> dict[int, str]:
-        """Loss and gradient norm by step, as written: equal text is equal bits. A step that was made twice must agree with itself."""
+        """Loss and gradient norm by step, as written: equal text is equal bits. A step that was made twice must agree
+        with itself.
+        """
         found: dict[int, str] = {}
         for line in (run / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
@@ -187,7 +218,9 @@ class Submitter(Launcher):
         self.wait(lambda: not self.cluster.active(), seconds, poll=0.5)
 
     def wait(self, condition, seconds: float = 180, poll: float = 0.2) -> float:
-        """As Launcher.wait, at a pace that leaves the two cores to the ranks; says what the queue looks like when it fails."""
+        """As Launcher.wait, at a pace that leaves the two cores to the ranks; says what the queue looks like when it
+        fails.
+        """
         began = time.monotonic()
         while time.monotonic() - began < seconds:
             with contextlib.suppress(OSError, ValueError, KeyError):

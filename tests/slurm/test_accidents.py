@@ -1,4 +1,7 @@
-"""Submitting while things go wrong: the controller dies, two people at once, launch.py killed half-way. Each cell runs, and runs once."""
+"""Submitting while things go wrong: the controller dies, two people at once, launch.py killed half-way. Each cell runs,
+and runs once.
+"""
+
 import re
 import subprocess
 import time
@@ -25,7 +28,8 @@ def dying(*args, **kwargs):
 sys.argv = ["launch.py", *sys.argv[1:]]
 runpy.run_path({root!r} + "/launch.py", run_name="__main__")
 """
-MOMENTS = {  # where launch.py is killed while it submits two cells: module, whose function, which, at which call, before it or after
+# where launch.py is killed while it submits two cells: module, whose function, which, at which call, before it or after
+MOMENTS = {
     "first cell claimed": ("runs.rundir", "module", "claim", 1, False),
     "all cells claimed": ("launch.submit", "module", "hand_over", 1, True),
     "one cell knows its array": ("runs.rundir", "module", "note", 1, False),
@@ -62,7 +66,9 @@ def test_submission_killed_half_way(submit):
 
 @pytest.mark.slow
 def test_sbatch_that_outlives_its_launcher(submit):
-    """launch.py dies while sbatch is on its way; the same line again submits; the first job comes late, and must not train."""
+    """launch.py dies while sbatch is on its way; the same line again submits; the first job comes late, and must not
+    train.
+    """
     folder = submit.folder.parent / "bin"
     folder.mkdir()
     sbatch = subprocess.run(["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True).stdout.strip()
@@ -99,12 +105,14 @@ def test_two_people_submit_the_same_sweep(submit):
 @pytest.mark.slow
 @pytest.mark.parametrize("timeouts", ["short", "slurm"])
 def test_controller_dies_during_a_sweep(tmp_path, timeouts):
-    """Jobs go on without it; nothing is submitted twice meanwhile; it takes them up again. One whose end it has missed it may start once
-    more: that start sees that all is done."""
+    """Jobs go on without it; nothing is submitted twice meanwhile; it takes them up again. One whose end it has missed
+    it may start once more: that start sees that all is done."""
     with running(timeouts=timeouts) as cluster, desk(cluster, tmp_path / "work") as submit:
         line = submit.line("-m", "gpus=1", "steps=40", "seed=1,2,3", "cluster.max_parallel=2")
-        submit.sabotage("import time\nupdate = trainer.Trainer.update\n"
-                        "trainer.Trainer.update = lambda self, *given: time.sleep(0.3) or update(self, *given)")
+        submit.sabotage(
+            "import time\nupdate = trainer.Trainer.update\n"
+            "trainer.Trainer.update = lambda self, *given: time.sleep(0.3) or update(self, *given)"
+        )
         assert submit.run(*line).returncode == 0
         training = [run for run in submit.cells() if "seed=3" not in (run / "overrides.txt").read_text()]
         submit.wait(lambda: all(submit.step(run) > 0 for run in training))

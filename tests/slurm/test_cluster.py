@@ -1,4 +1,5 @@
 """The tests' own SLURM: nodes, fake GPUs, host names, accidents. When these fail, look here before anywhere else."""
+
 import subprocess
 import time
 
@@ -6,8 +7,15 @@ from .conftest import running
 
 
 def test_tasks_see_their_node_and_gpus(cluster):
-    seen = cluster.call("srun", "--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=4", "bash", "-c",
-                        "echo $(hostname) $SLURM_PROCID $CUDA_VISIBLE_DEVICES $(getent hosts node0 | cut -d' ' -f1)")
+    seen = cluster.call(
+        "srun",
+        "--nodes=4",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=4",
+        "bash",
+        "-c",
+        "echo $(hostname) $SLURM_PROCID $CUDA_VISIBLE_DEVICES $(getent hosts node0 | cut -d' ' -f1)",
+    )
     assert sorted(seen.splitlines()) == [f"node{rank // 2} {rank} 0,1,2,3 127.0.0.1" for rank in range(8)]
 
 

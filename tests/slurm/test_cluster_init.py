@@ -1,4 +1,7 @@
-"""titan cluster init writes a file that works: a cell is submitted with it. What the site's limits would hold for ever is not."""
+"""titan cluster init writes a file that works: a cell is submitted with it. What the site's limits would hold for ever
+is not.
+"""
+
 import pytest
 
 from .conftest import desk, running
@@ -30,7 +33,9 @@ def test_a_job_beyond_its_partitions_limit_is_refused(submit):
 
 @pytest.mark.slow
 def test_the_limits_of_a_qos_hold(tmp_path):
-    """By real associations: a job beyond the QOS's time or devices is refused, cluster init takes its time, its number of jobs holds."""
+    """By real associations: a job beyond the QOS's time or devices is refused, cluster init takes its time, its number
+    of jobs holds.
+    """
     with running(accounting="dbd", enforce="limits") as cluster, desk(cluster, tmp_path / "work") as submit:
         settings = "MaxWall=30", "MaxTRESPerJob=gres/gpu=4", "MaxSubmitJobsPerUser=2"
         cluster.call("sacctmgr", "-i", "add", "qos", "short", *settings)
@@ -38,7 +43,8 @@ def test_the_limits_of_a_qos_hold(tmp_path):
         refused = submit.run(*submit.line("gpus=8", "cluster.time_minutes=600"))
         assert refused.returncode == 2 and refused.stderr.splitlines() == [
             "cluster.time_minutes=600: 600 minutes, and QOS short allows 30; nearest legal: 30",
-            "gpus=8: 8 GPUs for a job, and QOS short allows 4"], refused.stderr
+            "gpus=8: 8 GPUs for a job, and QOS short allows 4",
+        ], refused.stderr
         made = submit.python("-m", "titan_hydra.cli", "cluster", "init", "mysite", "--partition", "main", "--folder", str(submit.folder))
         assert "time_minutes: 30\n" in made.stdout, made.stdout + made.stderr
         with cluster.closed():

@@ -1,4 +1,5 @@
 """The titan commands on SLURM's runs: waiting, running, requeued, cancelled; and with a SLURM that is down."""
+
 import json
 import subprocess
 import sys
@@ -27,8 +28,9 @@ def test_runs_are_followed_cancelled_and_retried(submit):
     assert "max_parallel" in submit.titan("status").stdout
 
     command = [sys.executable, "-m", "titan_hydra.cli", "logs", "-f", "seed=1"]
-    follower = subprocess.Popen(command, cwd=submit.folder, env=submit.env | {"PYTHONPATH": str(ROOT)}, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    follower = subprocess.Popen(
+        command, cwd=submit.folder, env=submit.env | {"PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert "running, attempt 1" in follower.stdout.readline()
     assert submit.titan("cancel", "seed=2", "--yes").returncode == 0  # before it has started
     assert (runs["seed=2"] / "attempts" / "1" / "cancelled").exists()
@@ -38,7 +40,10 @@ def test_runs_are_followed_cancelled_and_retried(submit):
     submit.wait(lambda: submit.step(runs["seed=1"], 2) > 0)
     seen = cells(submit)
     assert {name: (cell["state"], cell["attempt"]) for name, cell in seen.items()} == {
-        "seed=1": ("running", 2), "seed=2": ("interrupted", 1), "seed=3": ("interrupted", 1)}
+        "seed=1": ("running", 2),
+        "seed=2": ("interrupted", 1),
+        "seed=3": ("interrupted", 1),
+    }
     assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [1]  # its script did not requeue it
 
     submit.cluster.manage("crash", "slurmctld")

@@ -1,7 +1,11 @@
-"""Failures injected one by one on a real SLURM: named for what they are, over for all ranks soon, FAILED for SLURM, retried where told."""
+"""Failures injected one by one on a real SLURM: named for what they are, over for all ranks soon, FAILED for SLURM,
+retried where told.
+"""
+
 import time
 
-# In step 3 of a cell of this kind (its max_norm, less 1000), this rank does that, and notes when. No gradient is that long.
+# In step 3 of a cell of this kind (its max_norm, less 1000), this rank does that, and notes when. No gradient is that
+# long.
 ACTS = {
     1: ("rank == 1", "os._exit(1)"),
     2: ("rank == 1", "os.kill(os.getpid(), 9)"),

@@ -1,4 +1,7 @@
-"""One run, one owner: an sbatch that fails after SLURM took the job, jobs requeued after their end, a script submitted once more."""
+"""One run, one owner: an sbatch that fails after SLURM took the job, jobs requeued after their end, a script submitted
+once more.
+"""
+
 import contextlib
 import json
 import subprocess
@@ -79,7 +82,9 @@ def test_a_job_that_sbatch_denies_is_found_and_trains_once(submit):
 
 
 def test_a_job_that_is_over_comes_back(submit):
-    """The administrator requeues two jobs that have failed: one that nobody has retried trains on, the other finds a new owner."""
+    """The administrator requeues two jobs that have failed: one that nobody has retried trains on, the other finds a
+    new owner.
+    """
     submit.sabotage(ILL)
     line = submit.line("gpus=1", "steps=30")
     for seed in (1, 2):
@@ -88,7 +93,8 @@ def test_a_job_that_is_over_comes_back(submit):
     first, second = sorted((submit.folder / "runs" / "odd %j").glob("*/config.json"), key=lambda file: json.loads(file.read_text())["seed"])
     first, second = first.parent, second.parent
     old = {run: submit.job_id(run) for run in (first, second)}
-    assert [cell["state"] for cell in submit.status("runs/odd %j").values()] == ["failed", "failed"], submit.story()  # this is noted
+    # this is noted
+    assert [cell["state"] for cell in submit.status("runs/odd %j").values()] == ["failed", "failed"], submit.story()
     assert list((first / "attempts/1/submission").glob(f"{old[first]}.log")), "the path was taken for a pattern"
     (submit.folder / "healed").touch()
 
@@ -114,7 +120,9 @@ def test_a_job_that_is_over_comes_back(submit):
 
 
 def test_a_run_of_another_cluster_is_left_alone(submit):
-    """Two SLURMs share a file system: the other's login node knows nothing of a job, and may neither end it nor start it again."""
+    """Two SLURMs share a file system: the other's login node knows nothing of a job, and may neither end it nor start
+    it again.
+    """
     line = submit.line("-m", "gpus=1", "seed=1,2", "steps=1000000", "checkpoint.interval=200", "cluster.max_parallel=1")
     assert submit.run(*line).returncode == 0
     runs = submit.cell("seed=1"), submit.cell("seed=2")

@@ -1,4 +1,7 @@
-"""Jobs that SLURM interrupts: each goes on where it stopped, and its losses are bitwise those of a run that nobody disturbed."""
+"""Jobs that SLURM interrupts: each goes on where it stopped, and its losses are bitwise those of a run that nobody
+disturbed.
+"""
+
 import re
 import time
 
@@ -6,8 +9,9 @@ import pytest
 
 from .conftest import desk, running
 
-# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it. In the cells marked so, each rank has a child
-# process as data loaders have, forked after the trainer has taken its signals: signals reach the child too.
+# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it. In the cells marked so, each
+# rank has a child process as data loaders have, forked after the trainer has taken its signals: signals reach the child
+# too.
 SLOW = """
 import time
 update, listen = trainer.Trainer.update, loop.listen
@@ -22,7 +26,8 @@ def with_child(self):
 trainer.Trainer.update, loop.listen = slow, with_child
 """
 STEPS, INTERVAL = 120, 25
-# What is done to a cell. A cell's kind is its max_norm modulo 100: no gradient is that long, so it changes the identity and no loss.
+# What is done to a cell. A cell's kind is its max_norm modulo 100: no gradient is that long, so it changes the identity
+# and no loss.
 KINDS = ("requeue", "TERM and USR2", "child", "partition", "limit", "USR2", "nodes requeue", "nodes")
 SAVED = ("USR2", "TERM and USR2", "child", "nodes", "limit")  # those that leave the time for a checkpoint
 
@@ -54,7 +59,9 @@ def expected(cluster, tmp_path_factory):
 
 
 def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: float = 300) -> list:
-    """Train a cell for every kind and repetition, disturb each, and compare all with one undisturbed run. Returns the cells."""
+    """Train a cell for every kind and repetition, disturb each, and compare all with one undisturbed run. Returns the
+    cells.
+    """
     common = ("gpus=2", f"steps={STEPS}", f"checkpoint.interval={INTERVAL}")
     submit.sabotage(SLOW.format(seconds=0.1))
     numbers = {kind: [100 * repeat + KINDS.index(kind) for repeat in range(1, repeats + 1)] for kind in kinds}
@@ -62,8 +69,14 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: flo
     two = [number for kind in kinds if kind.startswith("nodes") for number in numbers[kind]]
     for per_node, cells in ((4, one), (1, two)):
         if cells:
-            submit.submit("-m", *common, f"optimizer.max_norm={','.join(map(str, cells))}", f"cluster.gpus_per_node={per_node}",
-                          f"cluster.max_parallel={parallel}", f"paths.runs=runs/{per_node}")
+            submit.submit(
+                "-m",
+                *common,
+                f"optimizer.max_norm={','.join(map(str, cells))}",
+                f"cluster.gpus_per_node={per_node}",
+                f"cluster.max_parallel={parallel}",
+                f"paths.runs=runs/{per_node}",
+            )
     waiting = {submit.cell(f"optimizer.max_norm={number}"): kind for kind in kinds for number in numbers[kind]}
     runs, hit = dict(waiting), {}
     deadline = time.monotonic() + seconds + 200 * len(runs) / (parallel or len(runs))
@@ -71,7 +84,8 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: flo
         assert time.monotonic() < deadline, submit.story()
         states = {number: job["JobState"] for number, job in submit.cluster.jobs().items()}
         for index, (run, kind) in enumerate(list(waiting.items())):
-            attempt = max(submit.attempts(run), default=1)  # not the first where somebody of higher priority came to its node
+            # not the first where somebody of higher priority came to its node
+            attempt = max(submit.attempts(run), default=1)
             if states.get(submit.job_id(run)) == "RUNNING" and submit.step(run, attempt) >= 5 + index % 7 * 4:
                 disturb(submit, kind, submit.job_id(run))
                 hit[run] = attempt
@@ -92,13 +106,15 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: flo
 def lost(submit, run, attempt: int) -> int:
     """Steps of an attempt that the next one had to make again."""
     logs = [(run / "attempts" / str(number) / "rank_0.log").read_text() for number in submit.attempts(run) if number > attempt]
-    first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))  # some stop before they print it
+    # some stop before they print it
+    first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))
     return submit.step(run, attempt) - (first - 1)
 
 
 def test_interrupted_jobs_lose_nothing(submit, expected):
     runs = drill(submit, expected, ("requeue", "TERM and USR2", "child", "USR2", "nodes"), repeats=1)
-    # What is done to one task of an array touches no other. The last one is special: SLURM knows it by the array's own number.
+    # What is done to one task of an array touches no other. The last one is special: SLURM knows it by the array's own
+    # number.
     assert [submit.attempts(run) for run in runs] == [[1, 2]] * len(runs), submit.story()
 
 
@@ -133,7 +149,9 @@ def test_a_stop_before_training_is_requeued(submit):
 
 @pytest.mark.slow  # srun waits for a minute
 def test_power_cut_that_slurm_notices_late(expected, tmp_path):
-    """SLURM gives up a node after 300 s by default; the other ranks have ended long before, and the job must be requeued."""
+    """SLURM gives up a node after 300 s by default; the other ranks have ended long before, and the job must be
+    requeued.
+    """
     with running(node_timeout=300) as cluster, desk(cluster, tmp_path / "work") as submit:
         submit.sabotage(SLOW.format(seconds=0.1))
         submit.submit("gpus=2", f"steps={STEPS}", "checkpoint.interval=10", "cluster.gpus_per_node=1")

@@ -1,4 +1,7 @@
-"""Replica groups as jobs of their own: one is killed, with its node or alone; the others go on, and it comes back by requeue."""
+"""Replica groups as jobs of their own: one is killed, with its node or alone; the others go on, and it comes back by
+requeue.
+"""
+
 import json
 
 import pytest
@@ -9,8 +12,14 @@ from tests.launch.test_replicas import slow_steps, state
 SLOWLY = slow_steps(0.5)
 STEPS, GROUPS = 300, 4
 # A node a group: the groups are smaller than the nodes, and would share one.
-LINE = ("gpus=1", f"steps={STEPS}", "checkpoint.interval=0", "+cluster.sbatch.exclusive=true", f"fault_tolerance.replicas={GROUPS}",
-        "fault_tolerance.timeout_seconds=5")
+LINE = (
+    "gpus=1",
+    f"steps={STEPS}",
+    "checkpoint.interval=0",
+    "+cluster.sbatch.exclusive=true",
+    f"fault_tolerance.replicas={GROUPS}",
+    "fault_tolerance.timeout_seconds=5",
+)
 
 
 def start(submit, *kind):

@@ -1,4 +1,7 @@
-"""What goes to SLURM, and what never does: checked before, frozen when it is submitted, refused when it was changed since."""
+"""What goes to SLURM, and what never does: checked before, frozen when it is submitted, refused when it was changed
+since.
+"""
+
 import json
 import shutil
 
@@ -12,7 +15,9 @@ def edit(file, old: str, new: str) -> None:
 
 
 def test_edits_while_the_job_waits_change_nothing(submit):
-    """A single cell without -m, submitted from a checkout in which a configuration file and a source file change before it starts."""
+    """A single cell without -m, submitted from a checkout in which a configuration file and a source file change before
+    it starts.
+    """
     submit.code = submit.folder.parent / "checkout"
     for folder in ("conf", "titan_hydra", "sweeps"):
         shutil.copytree(ROOT / folder, submit.code / folder)
@@ -75,11 +80,21 @@ def test_ranks_import_the_users_modules_as_they_were_submitted(submit):
 
 
 def test_the_submitting_shell_and_a_purge_change_nothing(submit):
-    """sbatch and srun let variables win over a script; a purge of the file system takes single files of a copy of the code."""
-    variables = {"SBATCH_PARTITION": "urgent", "SBATCH_TIMELIMIT": "3", "SBATCH_JOB_NAME": "mine", "SBATCH_NO_REQUEUE": "1",
-                 "SBATCH_EXPORT": "NONE", "SBATCH_ARRAY_INX": "0-1", "SRUN_EXPORT_ENV": "NONE", "SLURM_EXPORT_ENV": "NONE"}
+    """sbatch and srun let variables win over a script; a purge of the file system takes single files of a copy of the
+    code.
+    """
+    variables = {
+        "SBATCH_PARTITION": "urgent",
+        "SBATCH_TIMELIMIT": "3",
+        "SBATCH_JOB_NAME": "mine",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_EXPORT": "NONE",
+        "SBATCH_ARRAY_INX": "0-1",
+        "SRUN_EXPORT_ENV": "NONE",
+        "SLURM_EXPORT_ENV": "NONE",
+    }
     own, line = submit.env, ("gpus=1", "cluster.partition=main", "cluster.time_minutes=60")
-    submit.env = {**own, **variables, "BASH_FUNC_ls%%": "() {  command ls --color=always \"$@\"\n}"}
+    submit.env = {**own, **variables, "BASH_FUNC_ls%%": '() {  command ls --color=always "$@"\n}'}
     submit.submit(*line, "seed=1")
     submit.env = own
     submit.settle()

@@ -1,11 +1,15 @@
-"""From one command to a table on a real SLURM: cells of one, two and four nodes; clusters with and without accounting."""
+"""From one command to a table on a real SLURM: cells of one, two and four nodes; clusters with and without
+accounting.
+"""
+
 import shutil
 
 import pytest
 
 from .conftest import desk, running
 
-# The rank of the cell of this max_norm dies in step 3; that one goes on until somebody stops it. No gradient is that long.
+# The rank of the cell of this max_norm dies in step 3; that one goes on until somebody stops it. No gradient is that
+# long.
 HARM = """
 import time
 update, count = trainer.Trainer.update, []
@@ -24,8 +28,9 @@ def train_a_sweep(submit, per_node: int) -> None:
     """Cells of one, two and four nodes: an array for each, all trained to the end, and their table."""
     shapes = {nodes * per_node: nodes for nodes in (1, 2, 4)}
     ranks = ",".join(map(str, shapes))
-    out = submit.submit("-m", f"gpus={ranks}", "seed=1,2", "steps=8", f"cluster.gpus_per_node={per_node}", "data.global_batch=32",
-                        "sweep.name=nodes")
+    out = submit.submit(
+        "-m", f"gpus={ranks}", "seed=1,2", "steps=8", f"cluster.gpus_per_node={per_node}", "data.global_batch=32", "sweep.name=nodes"
+    )
     assert "6 queued" in out or "running" in out, out
     jobs = {submit.job_id(submit.cell(f"gpus={count}", f"seed={seed}")) for count in shapes for seed in (1, 2)}
     assert len(jobs) == 6 and {len([job for job in jobs if job.split("_")[0] == array]) for array in {j.split("_")[0] for j in jobs}} == {2}
@@ -59,7 +64,9 @@ def test_sweep_on_nodes_of_four(tmp_path, accounting):
 @pytest.mark.slow
 @pytest.mark.parametrize("accounting", ["none", "dbd"])
 def test_what_became_of_jobs_that_slurm_has_forgotten(tmp_path, accounting):
-    """One cell done, one killed, one cancelled by somebody; then the controller forgets all jobs, and only then titan looks."""
+    """One cell done, one killed, one cancelled by somebody; then the controller forgets all jobs, and only then titan
+    looks.
+    """
     with running(accounting=accounting) as cluster, desk(cluster, tmp_path / "work") as submit:
         submit.sabotage(HARM)
         submit.submit("-m", "gpus=1", "optimizer.max_norm=1001,1002,1003", "steps=40")
@@ -82,9 +89,13 @@ def test_what_became_of_jobs_that_slurm_has_forgotten(tmp_path, accounting):
 
 @pytest.mark.slow
 def test_max_parallel_holds_for_all_shapes_and_through_a_requeue(submit):
-    """Three shapes of two cells, of which two may run at once; one is stopped and requeued while the arrays after it wait."""
-    submit.sabotage("import time\nupdate = trainer.Trainer.update\n"
-                    "trainer.Trainer.update = lambda self, *given: time.sleep(0.2) or update(self, *given)")
+    """Three shapes of two cells, of which two may run at once; one is stopped and requeued while the arrays after it
+    wait.
+    """
+    submit.sabotage(
+        "import time\nupdate = trainer.Trainer.update\n"
+        "trainer.Trainer.update = lambda self, *given: time.sleep(0.2) or update(self, *given)"
+    )
     submit.submit("-m", "gpus=1,2,4", "seed=1,2", "steps=30", "cluster.max_parallel=2", "data.global_batch=8")
     first = submit.cell("gpus=1", "seed=1")
     submit.wait(lambda: submit.step(first) > 3)

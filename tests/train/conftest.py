@@ -1,4 +1,5 @@
 """Small jobs that the trainer's tests share."""
+
 import json
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ def run_job(tmp_path):
 
     `run_job.rows` and `run_job.losses` read its rows.
     """
+
     def run(job: Job, directory: Path | None = None, expect: int = 0) -> Path:
         directory = directory or tmp_path / f"{job.name}-{identity(job)}"
         number = 1 + sum(1 for _ in (directory / "attempts").glob("*")) if directory.exists() else 1

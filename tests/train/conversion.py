@@ -1,4 +1,7 @@
-"""What the tests of conversions share: models in which everything shows, `titan convert`, and folders compared with transformers."""
+"""What the tests of conversions share: models in which everything shows, `titan convert`, and folders compared with
+transformers.
+"""
+
 import argparse
 import json
 

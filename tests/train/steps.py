@@ -1,4 +1,5 @@
 """What tests read of checkpoints, and runs that are cut back to one of them."""
+
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from titan_hydra.runs.checkpoints import complete, step_of
 def tensors(step: Path, part: str | tuple[str, ...] = "") -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint whose names begin with `part`, whole."""
     metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()
-             if hasattr(entry, "size") and name.startswith(part)}
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if hasattr(entry, "size") and name.startswith(part)
+    }
     dcp.load(state, storage_reader=dcp.FileSystemReader(step), no_dist=True)
     return state
 

@@ -1,4 +1,7 @@
-"""Our trainer and a plain torch loop around transformers' models learn the same thing from the same weights and data."""
+"""Our trainer and a plain torch loop around transformers' models learn the same thing from the same weights and
+data.
+"""
+
 import copy
 
 import pytest
@@ -14,14 +17,17 @@ from titan_hydra.train.optimizer import lr_factor
 
 SPARSE = ("model.dim=64", "model.n_layers=3", "model.n_experts=8", "model.expert_dim=32")
 MODELS = {
-    "llama3": ("model.tie_embeddings=false",), "llama3, tied": ("model.tie_embeddings=true",),
+    "llama3": ("model.tie_embeddings=false",),
+    "llama3, tied": ("model.tie_embeddings=true",),
     "qwen3_moe": ("model=qwen3_moe_debug", *SPARSE),
     "deepseek_v3": ("model=deepseek_v3_debug", *SPARSE, "model.n_kv_heads=4"),
 }
 
 
 def loads_of(model):
-    """Count the tokens of each expert in transformers' routers: a counter that begins with the next forward, by router."""
+    """Count the tokens of each expert in transformers' routers: a counter that begins with the next forward, by
+    router.
+    """
     counts = {}
 
     def count(router, given, returned):
@@ -63,4 +69,5 @@ def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, name):
     ours = [(row["loss"], row["grad_norm"]) for row in run_job.rows(run_job(job, tmp_path / "ours"))]
     for (loss, norm), (their_loss, their_norm) in zip(ours, expected, strict=True):
         assert loss == pytest.approx(their_loss, rel=1e-5)
-        assert norm == pytest.approx(their_norm, rel=1e-4)  # clip_grad_norm_ and ours agree; Adam spreads rounding over ten steps
+        # clip_grad_norm_ and ours agree; Adam spreads rounding over ten steps
+        assert norm == pytest.approx(their_norm, rel=1e-4)

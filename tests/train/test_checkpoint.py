@@ -1,4 +1,7 @@
-"""What a step on disk is worth: summed, renamed, verified, kept or deleted; written beside the training; tried again when it fails."""
+"""What a step on disk is worth: summed, renamed, verified, kept or deleted; written beside the training; tried again
+when it fails.
+"""
+
 import json
 import os
 import re
@@ -43,8 +46,16 @@ def a_run(tmp_path_factory):
     """A finished run of two ranks with checkpoints of steps 2, 4 and 6, and its job."""
     from titan_hydra.config.compose import compose_job
 
-    job = compose_job("debug=tiny", "precision=fp32", "metrics.log_every=1", "parallelism=fsdp", "gpus=2", "steps=6",
-                      "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
+    job = compose_job(
+        "debug=tiny",
+        "precision=fp32",
+        "metrics.log_every=1",
+        "parallelism=fsdp",
+        "gpus=2",
+        "steps=6",
+        "checkpoint.interval=2",
+        "checkpoint.keep_latest_k=0",
+    )
     return job, tmp_path_factory.mktemp("run") / "run"
 
 
@@ -90,7 +101,9 @@ def test_a_damaged_step_is_left_out_and_an_older_one_taken(cut, run_job):
 
 
 def test_a_step_under_another_name_is_damaged_and_garbage_in_the_rows_is_left_out(cut, run_job):
-    """A restore or a wrong mv gives step 4 the name of step 6, a crashed file system leaves blocks of other bytes in a log."""
+    """A restore or a wrong mv gives step 4 the name of step 6, a crashed file system leaves blocks of other bytes in a
+    log.
+    """
     job, whole, copy = cut
     (copy / "checkpoints/step-00000004").rename(copy / "checkpoints/step-00000006")
     assert checkpoints.damage(copy / "checkpoints/step-00000006") == ["manifest.json is that of step 4"]
@@ -121,8 +134,9 @@ def test_a_run_with_only_damaged_steps_does_not_begin_again(cut, run_job):
 
 def test_saving_in_the_background_saves_the_same(cut, run_job, tiny, tmp_path):
     whole = cut[1]
-    other = run_job(tiny("parallelism=fsdp", "gpus=2", "steps=6", "checkpoint=async", "checkpoint.interval=2",
-                         "checkpoint.keep_latest_k=0"))
+    other = run_job(
+        tiny("parallelism=fsdp", "gpus=2", "steps=6", "checkpoint=async", "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
+    )
     assert run_job.losses(other) == run_job.losses(whole)
     for step in checkpoints.complete(whole / "checkpoints"):
         assert checkpoints.damage(other / "checkpoints" / step.name) == []
@@ -154,6 +168,7 @@ def test_every_byte_is_on_the_disk_before_a_step_has_its_name(alone, monkeypatch
 @pytest.fixture
 def alone(on_ranks, tiny, tmp_path):
     """`alone(task, *overrides)` calls task(trainer, checkpointer, loader, events) in a process of one rank."""
+
     def run(task, *overrides):
         job = tiny("steps=20", "checkpoint.keep_latest_k=0", *overrides)
 
@@ -193,7 +208,9 @@ def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["sync", "async", "async_pinned"])
 def test_a_save_of_split_masters_joins_one_at_a_time(alone, monkeypatch, tmp_path, name):
-    """What is handed to DCP is in the weights' own memory; of what is joined for the file two are alive at most, the last and the next."""
+    """What is handed to DCP is in the weights' own memory; of what is joined for the file two are alive at most, the
+    last and the next.
+    """
     joined, alive, most = [], weakref.WeakSet(), []
 
     def join(*halves):
@@ -236,6 +253,7 @@ def test_a_save_of_split_masters_joins_one_at_a_time(alone, monkeypatch, tmp_pat
 
 def test_every_save_is_copied_into_the_same_memory(alone, monkeypatch):
     """As torch 2.11 does, the stager closes its inner one after each copy."""
+
     def task(built, checkpointer, data_state, events):
         stager, copies = checkpointer.stager, []
         stage = stager._stage
@@ -249,8 +267,9 @@ def test_every_save_is_copied_into_the_same_memory(alone, monkeypatch):
         for step in (1, 2):
             checkpointer.after_step(step, [0.0, 0.0], data_state, last=False, stop=True)
         assert [event[:2] for event in events] == [("checkpoint", 1), ("checkpoint", 2)]
-        first, second = ({name: tensor.data_ptr() for part in ("model", "lower_halves") for name, tensor in copy[part].items()}
-                         for copy in copies)
+        first, second = (
+            {name: tensor.data_ptr() for part in ("model", "lower_halves") for name, tensor in copy[part].items()} for copy in copies
+        )
         assert first == second
 
     alone(task, "checkpoint=async_pinned", "precision=bf16", "optimizer.masters=split")
@@ -383,5 +402,3 @@ def test_the_manifest_sums_every_file(cut):
     manifest = json.loads((step / layout.MANIFEST.name).read_text())
     assert manifest["step"] == 6 and manifest["world_size"] == 2
     assert {*manifest["files"], layout.MANIFEST.name} == {path.name for path in step.iterdir()}
-
-

@@ -1,4 +1,5 @@
 """A checkpoint is data: whatever its bytes are, loading it runs none of them, and says so in a line."""
+
 import enum
 import os
 import pickle
@@ -74,8 +75,17 @@ def test_an_index_that_python_3_11_2_wrote_is_read(saved):
     assert torch.equal(loaded(saved)["model"]["w"], torch.arange(4.0))
 
 
-@pytest.mark.parametrize("given", [(safe.MemoryFormat, "__class__"), (safe.MemoryFormat, "mro"), (Path, "home"), ("text", "format"),
-                                   (torch.Size, "__reduce__"), (safe.MemoryFormat, ["TORCH_STRIDED"])])
+@pytest.mark.parametrize(
+    "given",
+    [
+        (safe.MemoryFormat, "__class__"),
+        (safe.MemoryFormat, "mro"),
+        (Path, "home"),
+        ("text", "format"),
+        (torch.Size, "__reduce__"),
+        (safe.MemoryFormat, ["TORCH_STRIDED"]),
+    ],
+)
 def test_getattr_gives_nothing_but_a_memory_format(saved, given):
     class Asked:
         def __reduce__(self):
@@ -86,12 +96,23 @@ def test_getattr_gives_nothing_but_a_memory_format(saved, given):
         loaded(saved)
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "builtins.setattr", "torch.load", "torch.serialization.load", "os.system",
-                                  "torch.distributed.checkpoint.filesystem.pickle", "torch.hub.load"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "builtins.eval",
+        "builtins.setattr",
+        "torch.load",
+        "torch.serialization.load",
+        "os.system",
+        "torch.distributed.checkpoint.filesystem.pickle",
+        "torch.hub.load",
+    ],
+)
 def test_only_the_classes_of_an_index_have_names(saved, name):
     module, _, attribute = name.rpartition(".")
-    (saved / ".metadata").write_bytes(b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(attribute)])
-                                      + attribute.encode() + b"\x93.")
+    (saved / ".metadata").write_bytes(
+        b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(attribute)]) + attribute.encode() + b"\x93."
+    )
     with pytest.raises(CheckpointError, match="refused"):
         loaded(saved)
 
@@ -113,7 +134,7 @@ def test_a_tensor_that_would_run_code_is_refused(saved, tmp_path):
     evil = pickle.dumps(Evil(tmp_path / "owned"))
     shard = saved / place.relative_path
     content = bytearray(shard.read_bytes())
-    content[place.offset:place.offset + len(evil)] = evil
+    content[place.offset : place.offset + len(evil)] = evil
     shard.write_bytes(content)
     with pytest.raises(BaseException, match=r"(?s)Error|failed"):
         loaded(saved)

@@ -1,4 +1,5 @@
 """A run whose sequences are split learns in mixed precision too."""
+
 import pytest
 
 from titan_hydra.config.compose import compose_job

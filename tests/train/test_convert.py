@@ -1,4 +1,7 @@
-"""Checkpoints to Hugging Face and back: the same logits in transformers, the same bytes after a round trip, clear refusals."""
+"""Checkpoints to Hugging Face and back: the same logits in transformers, the same bytes after a round trip, clear
+refusals.
+"""
+
 import json
 import os
 import weakref
@@ -29,8 +32,18 @@ SHAPES = {
 
 
 def tiny(**changes):
-    values = {"name": "tiny", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 40,
-              "max_seq_len": 256, "norm_eps": 1e-4, "rope_scaling": RopeScaling(factor=1.0)}
+    values = {
+        "name": "tiny",
+        "vocab_size": 99,
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "multiple_of": 40,
+        "max_seq_len": 256,
+        "norm_eps": 1e-4,
+        "rope_scaling": RopeScaling(factor=1.0),
+    }
     return Llama3Config(**values | changes)
 
 
@@ -57,10 +70,29 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
     """Written by save_pretrained, in the spelling of today's transformers."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=99, hidden_size=64, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 32}, max_position_embeddings=256)).float().eval()
+    theirs = (
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=99,
+                hidden_size=64,
+                intermediate_size=100,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+                max_position_embeddings=256,
+            )
+        )
+        .float()
+        .eval()
+    )
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     assert (tmp_path / "hf/model.safetensors.index.json").exists()
     titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
@@ -79,7 +111,8 @@ def test_export_import_export_gives_the_same_bytes(shape, dtype, a_run, tmp_path
     titan_convert(run, "--to", "hf", tmp_path / "a", "--dtype", dtype, "--max-shard-gb", shard)
     titan_convert(tmp_path / "a", "--from", "hf", tmp_path / "b")
     assert {entry.properties.dtype for entry in convert.Reader(tmp_path / "b").metadata.state_dict_metadata.values()} == {
-        convert.DTYPES[dtype]}
+        convert.DTYPES[dtype]
+    }
     titan_convert(tmp_path / "b", "--to", "hf", tmp_path / "c", "--dtype", dtype, "--max-shard-gb", shard)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "c").iterdir())
@@ -211,15 +244,18 @@ def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
         titan_convert(run, "--to", "hf", tmp_path / "hf2")
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("model_type", "mistral", "model_type=mistral: only llama, qwen3, qwen3_moe, deepseek_v3"),
-    ("attention_bias", True, "attention_bias=True"),
-    ("head_dim", 32, r"q_proj.weight is \(64, 64\); the model needs \(128, 64\)"),
-    ("rope_scaling", {"rope_type": "yarn"}, "rope_type=yarn: only llama3 or default"),
-    ("num_hidden_layers", 4, "has no model.layers.3.self_attn.q_proj.weight"),
-    ("vocab_size", 100, r"model.embed_tokens.weight is \(99, 64\); the model needs \(100, 64\)"),
-    ("vocab_size", None, "lacks 'vocab_size'"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("model_type", "mistral", "model_type=mistral: only llama, qwen3, qwen3_moe, deepseek_v3"),
+        ("attention_bias", True, "attention_bias=True"),
+        ("head_dim", 32, r"q_proj.weight is \(64, 64\); the model needs \(128, 64\)"),
+        ("rope_scaling", {"rope_type": "yarn"}, "rope_type=yarn: only llama3 or default"),
+        ("num_hidden_layers", 4, "has no model.layers.3.self_attn.q_proj.weight"),
+        ("vocab_size", 100, r"model.embed_tokens.weight is \(99, 64\); the model needs \(100, 64\)"),
+        ("vocab_size", None, "lacks 'vocab_size'"),
+    ],
+)
 def test_imports_that_cannot_be_are_refused(key, value, message, a_run, tmp_path):
     _, run = a_run(tiny())
     titan_convert(run, "--to", "hf", tmp_path / "hf")

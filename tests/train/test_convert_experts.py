@@ -1,4 +1,7 @@
-"""Models with experts at Hugging Face: the same logits in transformers, both ways; experts one by one, packed, in float8; refusals."""
+"""Models with experts at Hugging Face: the same logits in transformers, both ways; experts one by one, packed, in
+float8; refusals.
+"""
+
 import json
 
 import pytest
@@ -21,21 +24,47 @@ YARN = Yarn(factor=4.0, original_max_seq_len=32, temperature=0.7)
 
 
 def qwen(**changes):
-    values = {"family": "qwen3_moe", "n_kv_heads": 2, "head_dim": 32, "rope_theta": 1e6, "n_experts": 12, "experts_per_token": 3,
-              "expert_dim": 48}
+    values = {
+        "family": "qwen3_moe",
+        "n_kv_heads": 2,
+        "head_dim": 32,
+        "rope_theta": 1e6,
+        "n_experts": 12,
+        "experts_per_token": 3,
+        "expert_dim": 48,
+    }
     return Qwen3MoeConfig(**COMMON | values | changes)
 
 
 def deepseek(**changes):
-    values = {"family": "deepseek_v3", "n_kv_heads": 4, "rope_theta": 1e4, "n_experts": 12, "experts_per_token": 3, "expert_dim": 48,
-              "n_shared_experts": 2, "n_dense_layers": 1, "router": "sigmoid", "score_scale": 2.5, "expert_groups": 3,
-              "groups_per_token": 2, "balance_rate": 1e-3, "q_rank": 24, "kv_rank": 32, "plain_dim": 16, "rope_dim": 8, "value_dim": 16}
+    values = {
+        "family": "deepseek_v3",
+        "n_kv_heads": 4,
+        "rope_theta": 1e4,
+        "n_experts": 12,
+        "experts_per_token": 3,
+        "expert_dim": 48,
+        "n_shared_experts": 2,
+        "n_dense_layers": 1,
+        "router": "sigmoid",
+        "score_scale": 2.5,
+        "expert_groups": 3,
+        "groups_per_token": 2,
+        "balance_rate": 1e-3,
+        "q_rank": 24,
+        "kv_rank": 32,
+        "plain_dim": 16,
+        "rope_dim": 8,
+        "value_dim": 16,
+    }
     return DeepSeekV3Config(**COMMON | values | changes)
 
 
 CONFIGS = {
-    "qwen": qwen(), "qwen, dense first, plain scores, tied": qwen(n_dense_layers=1, normalize_scores=False, tie_embeddings=True),
-    "deepseek": deepseek(), "deepseek, yarn": deepseek(yarn=YARN),
+    "qwen": qwen(),
+    "qwen, dense first, plain scores, tied": qwen(n_dense_layers=1, normalize_scores=False, tie_embeddings=True),
+    "deepseek": deepseek(),
+    "deepseek, yarn": deepseek(yarn=YARN),
     "deepseek, plain queries, one group, eps": deepseek(q_rank=0, expert_groups=1, groups_per_token=1, norm_eps=1e-3),
 }
 
@@ -106,12 +135,16 @@ def test_experts_are_written_one_by_one_in_their_order(config, tmp_path):
 
 
 def packed(tensors):
-    """The layout of transformers 5 in memory: one tensor for the first and third matrices of all experts, one for the second."""
+    """The layout of transformers 5 in memory: one tensor for the first and third matrices of all experts, one for the
+    second.
+    """
     blocks = {name.split(".experts.")[0] + ".experts." for name in tensors if ".experts." in name}
     rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for block in blocks:
-        gate, up, down = (torch.stack([tensors[f"{block}{number}.{name}.weight"] for number in range(12)])
-                          for name in ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (
+            torch.stack([tensors[f"{block}{number}.{name}.weight"] for number in range(12)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
         rest |= {f"{block}gate_up_proj": torch.cat((gate, up), 1), f"{block}down_proj": down}
     return rest
 
@@ -125,9 +158,10 @@ def test_packed_experts_can_be_read(config, tmp_path):
 
 
 def in_float8(block, exact):
-    """A function that stores matrices, but those that DeepSeek leaves alone, in float8 with a scale for each block. The values that this
-    gives are put into `exact`.
+    """A function that stores matrices, but those that DeepSeek leaves alone, in float8 with a scale for each block. The
+    values that this gives are put into `exact`.
     """
+
     def stored(tensors):
         result = dict(tensors)
         for name, tensor in tensors.items():
@@ -136,7 +170,8 @@ def in_float8(block, exact):
                 continue
             rows, columns = tensor.shape
             padded = F.pad(tensor, (0, -columns % block[1], 0, -rows % block[0]))
-            tiles = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # [down, block rows, across, block columns]
+            # [down, block rows, across, block columns]
+            tiles = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
             scale = tiles.abs().amax((1, 3), keepdim=True) / 448
             small = (tiles / scale).to(torch.float8_e4m3fn)
             exact[name] = (small.float() * scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
@@ -167,14 +202,17 @@ def test_float8_in_blocks_can_be_read(float8, tmp_path):
             assert torch.equal(part, exact[theirs]), theirs
             rounded += not torch.equal(part, part.bfloat16().float())
     assert rounded > 100
-    titan_convert(folder, "--from", "hf", tmp_path / "plain")  # without a dtype: bfloat16, the norms and biases as they are
+    # without a dtype: bfloat16, the norms and biases as they are
+    titan_convert(folder, "--from", "hf", tmp_path / "plain")
     entries = convert.Reader(tmp_path / "plain").metadata.state_dict_metadata
     assert entries["model.layers.1.feed_forward.experts.w1"].properties.dtype == torch.bfloat16
     assert entries["model.layers.1.feed_forward.router.bias"].properties.dtype == torch.float32
 
 
 def test_any_part_of_a_tensor_can_be_read(float8, tmp_path):
-    """What a rank reads when experts are sharded over their number, over their rows, or are in blocks that its part does not begin with."""
+    """What a rank reads when experts are sharded over their number, over their rows, or are in blocks that its part
+    does not begin with.
+    """
     folder, exact = float8
     plain = exported(deepseek(), tmp_path / "plain")[1]
     rewrite(plain, packed)
@@ -202,27 +240,38 @@ def without(*words):
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if not any(word in name for word in words)}
 
 
-@pytest.mark.parametrize(("config", "changed", "tensors", "message"), [
-    (deepseek(), {"scoring_func": "softmax"}, dict, "scoring_func=softmax: only sigmoid can be converted"),
-    (deepseek(), {"topk_method": "greedy"}, dict, "topk_method=greedy: only noaux_tc"),
-    (deepseek(), {"rope_interleave": False}, dict, "rope_interleave=False: only True"),
-    (deepseek(), {"moe_layer_freq": 2}, dict, "moe_layer_freq=2: only 1"),
-    (deepseek(yarn=YARN), {"rope_scaling": {"type": "linear", "factor": 2}}, dict, "rope_type=linear: only yarn or default"),
-    (deepseek(), {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7}}, dict,
-     r"mscale=1\.0: only the value of mscale_all_dim can be converted, which is 0\.7"),
-    (deepseek(), {"n_routed_experts": None}, dict, "lacks 'n_routed_experts'"),
-    (deepseek(), {"quantization_config": {"quant_method": "gptq"}}, dict, "quant_method=gptq, .*only fp8 in blocks"),
-    (deepseek(), {}, without("e_score_correction_bias"), "has no model.layers.1.mlp.gate.e_score_correction_bias"),
-    (deepseek(), {}, without("experts.11.up"), "has no model.layers..*experts.11.up_proj.weight"),
-    (deepseek(n_experts=9), {"n_routed_experts": 6}, dict, r"gate.weight is \(9, 64\); the model needs \(6, 64\)"),
-    (deepseek(), {}, in_float8((16, 24), {}), "F8_E4M3; legal: BF16, .*weight_block_size"),
-    (deepseek(), {"quantization_config": {"quant_method": "fp8", "weight_block_size": [24, 16]}}, in_float8((16, 24), {}),
-     r"weight_scale_inv is .*; the weight needs"),
-    (qwen(), {"mlp_only_layers": [1]}, dict, r"mlp_only_layers=\[1\]: only the first blocks may be dense"),
-    (qwen(), {"decoder_sparse_step": 2}, dict, "decoder_sparse_step=2: only 1"),
-    (qwen(), {"rope_scaling": {"rope_type": "yarn"}}, dict, "rope_type=yarn: only default"),
-    (qwen(), {}, lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(12)}, "has no place"),
-])
+@pytest.mark.parametrize(
+    ("config", "changed", "tensors", "message"),
+    [
+        (deepseek(), {"scoring_func": "softmax"}, dict, "scoring_func=softmax: only sigmoid can be converted"),
+        (deepseek(), {"topk_method": "greedy"}, dict, "topk_method=greedy: only noaux_tc"),
+        (deepseek(), {"rope_interleave": False}, dict, "rope_interleave=False: only True"),
+        (deepseek(), {"moe_layer_freq": 2}, dict, "moe_layer_freq=2: only 1"),
+        (deepseek(yarn=YARN), {"rope_scaling": {"type": "linear", "factor": 2}}, dict, "rope_type=linear: only yarn or default"),
+        (
+            deepseek(),
+            {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7}},
+            dict,
+            r"mscale=1\.0: only the value of mscale_all_dim can be converted, which is 0\.7",
+        ),
+        (deepseek(), {"n_routed_experts": None}, dict, "lacks 'n_routed_experts'"),
+        (deepseek(), {"quantization_config": {"quant_method": "gptq"}}, dict, "quant_method=gptq, .*only fp8 in blocks"),
+        (deepseek(), {}, without("e_score_correction_bias"), "has no model.layers.1.mlp.gate.e_score_correction_bias"),
+        (deepseek(), {}, without("experts.11.up"), "has no model.layers..*experts.11.up_proj.weight"),
+        (deepseek(n_experts=9), {"n_routed_experts": 6}, dict, r"gate.weight is \(9, 64\); the model needs \(6, 64\)"),
+        (deepseek(), {}, in_float8((16, 24), {}), "F8_E4M3; legal: BF16, .*weight_block_size"),
+        (
+            deepseek(),
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [24, 16]}},
+            in_float8((16, 24), {}),
+            r"weight_scale_inv is .*; the weight needs",
+        ),
+        (qwen(), {"mlp_only_layers": [1]}, dict, r"mlp_only_layers=\[1\]: only the first blocks may be dense"),
+        (qwen(), {"decoder_sparse_step": 2}, dict, "decoder_sparse_step=2: only 1"),
+        (qwen(), {"rope_scaling": {"rope_type": "yarn"}}, dict, "rope_type=yarn: only default"),
+        (qwen(), {}, lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(12)}, "has no place"),
+    ],
+)
 def test_imports_that_cannot_be_are_refused(config, changed, tensors, message, tmp_path):
     _, folder = exported(config, tmp_path)
     change(folder, **changed)
@@ -242,15 +291,18 @@ def test_biases_there_need_a_model_that_has_them(tmp_path):
         initial.load_hf(build(unbiased, 128), unbiased, folder)
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    (qwen(router="sigmoid"), "model.router=sigmoid: only softmax can be converted"),
-    (qwen(balance_rate=1e-3), r"model.balance_rate=0\.001: only 0.0"),
-    (qwen(n_shared_experts=1), "model.n_shared_experts=1: only 0"),
-    (qwen(expert_groups=2), "model.expert_groups=2: only 1"),
-    (deepseek(router="softmax"), "model.router=softmax: only sigmoid"),
-    (deepseek(balance_rate=0.0), "model.balance_rate=0: only routers with a bias"),
-    (deepseek(yarn=Yarn(factor=2.0, temperature=0.0)), "model.yarn.temperature=0: only a positive one"),
-])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (qwen(router="sigmoid"), "model.router=sigmoid: only softmax can be converted"),
+        (qwen(balance_rate=1e-3), r"model.balance_rate=0\.001: only 0.0"),
+        (qwen(n_shared_experts=1), "model.n_shared_experts=1: only 0"),
+        (qwen(expert_groups=2), "model.expert_groups=2: only 1"),
+        (deepseek(router="softmax"), "model.router=softmax: only sigmoid"),
+        (deepseek(balance_rate=0.0), "model.balance_rate=0: only routers with a bias"),
+        (deepseek(yarn=Yarn(factor=2.0, temperature=0.0)), "model.yarn.temperature=0: only a positive one"),
+    ],
+)
 def test_exports_that_cannot_be_are_refused(config, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         exported(config, tmp_path)

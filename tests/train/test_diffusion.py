@@ -1,4 +1,6 @@
-"""Rectified flow on captioned images: the same on every layout, resumed or not, and as a float64 formula written apart."""
+"""Rectified flow on captioned images: the same on every layout, resumed or not, and as a float64 formula written
+apart.
+"""
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ class Awake(FluxConfig):
 
 register(replace(family_of(FluxConfig(family="flux")), name="awake", config=Awake, model="awake_on_ranks:AwakeFlux"))
 '''
-AWAKE_ON_RANKS = '''
+AWAKE_ON_RANKS = """
 from titan_hydra.models.flux.model import Flux
 from titan_hydra.models.init import Normal
 
@@ -42,14 +44,24 @@ class AwakeFlux(Flux):
     def initial_distribution(fqn, config):
         plain = Flux.initial_distribution(fqn, config)
         return Normal(0.1) if plain == 0.0 else plain
-'''
-SMALL = ("model=flux_debug", "data=synthetic_images", "data.caption_dropout=0.4", "data.seq_len=24", "model.n_kv_heads=8",
-         "model.double_layers=2", "model.rope_first=0", "train.imports=[awake]", "model.family=awake")
+"""
+SMALL = (
+    "model=flux_debug",
+    "data=synthetic_images",
+    "data.caption_dropout=0.4",
+    "data.seq_len=24",
+    "model.n_kv_heads=8",
+    "model.double_layers=2",
+    "model.rope_first=0",
+    "train.imports=[awake]",
+    "model.family=awake",
+)
 LAYOUTS = {
-    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"), "fsdp 4": (4, "parallelism=fsdp", "data.local_batch=4"),
+    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
+    "fsdp 4": (4, "parallelism=fsdp", "data.local_batch=4"),
     "hsdp 2x2": (4, "parallelism=hsdp", "parallelism.dp_replicate=2", "parallelism.dp_shard=2", "data.local_batch=2"),
-    "cp 2": (2, "parallelism=cp", "data.local_batch=16"), "cp 2, in order": (2, "parallelism=cp", "parallelism.cp_load_balance=false",
-                                                                            "data.local_batch=8"),
+    "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
+    "cp 2, in order": (2, "parallelism=cp", "parallelism.cp_load_balance=false", "data.local_batch=8"),
     "cp 2, alltoall": (2, "parallelism=cp", "parallelism.cp_rotate=alltoall", "data.local_batch=16"),
     "cp 2, ulysses": (2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16"),
     "fsdp 2, cp 2": (4, "parallelism=fsdp_cp", "parallelism.dp_shard=2", "parallelism.cp=2", "data.local_batch=8"),
@@ -91,7 +103,7 @@ def test_every_parameter_has_a_gradient_and_the_loss_is_that_of_float64(awake):
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
     clean, noise, time = (batch[name].double() for name in ("latents", "noise", "time"))
     with torch.no_grad():
-        mixed = (clean.mT * (1 - time) .view(-1, 1, 1) + noise.mT * time.view(-1, 1, 1)).mT
+        mixed = (clean.mT * (1 - time).view(-1, 1, 1) + noise.mT * time.view(-1, 1, 1)).mT
         velocity = model.double()(mixed, batch["text"].double(), batch["pooled"].double(), time, batch["positions"])
     expected = ((clean + velocity - noise) ** 2).mean()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -113,9 +125,18 @@ def test_attention_is_not_causal(awake):
 
 
 def test_a_resumed_run_goes_on_bitwise(run_job, tmp_path):
-    job = compose_job("experiment=flux_laptop", "metrics.log_every=1", "steps=6", "data.global_batch=16",
-                      "checkpoint.interval=3", "checkpoint.keep_latest_k=0", "data.local_batch=4", "gpus=2",
-                      "validation.interval=3", "validation.steps=1")
+    job = compose_job(
+        "experiment=flux_laptop",
+        "metrics.log_every=1",
+        "steps=6",
+        "data.global_batch=16",
+        "checkpoint.interval=3",
+        "checkpoint.keep_latest_k=0",
+        "data.local_batch=4",
+        "gpus=2",
+        "validation.interval=3",
+        "validation.steps=1",
+    )
     whole = run_job(job)
     same = run_job(job, cut_back(whole, 3, tmp_path / "same"))
     assert run_job.losses(same) == run_job.losses(whole)
@@ -175,27 +196,47 @@ def test_synthetic_images_survive_their_autoencoder():
         assert abs(images.to_pixels(images.to_cells(pixels, 16)) - pixels).mean() < 0.15
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["train.objective=language"], "train.objective=language: makes tokens of samples, and model.family=flux takes latents; "
-                                   "nearest legal: diffusion"),
-    (["model=llama3_debug"], "train.objective=diffusion: makes latents of samples, and model.family=llama3 takes tokens; "
-                             "nearest legal: language or sft or dpo or policy or image_text"),
-    (["parallelism=tp"], "parallelism.tp=2: family flux has no tensor-parallel sharding; nearest legal: 1"),
-    (["parallelism=pp"], "parallelism.pp=2: family flux cannot be cut into stages; nearest legal: 1"),
-    (["data.seq_len=25"], "data.seq_len=25: model.text_len=8 tokens of text leave 17 for the image, not a square number; "
-                          "nearest legal: 24 or 33"),
-    (["data=embedded", "train.objective=diffusion"],
-     "data.name=embedded: train.objective=diffusion needs latents and noise and time and text and pooled of each sample, which this source "
-     "does not give; nearest legal: encoded_images or image_files or synthetic_images"),
-    (["model.rope_first=10"], "model.rope_first=10: must be even, and the rest of a head's width 32 divide by 4; nearest legal: 8 or 12"),
-    (["model.double_layers=7"], "model.double_layers=7: the model has 6 blocks; nearest legal: 6"),
-    (["parallelism=cp", "model.text_len=9", "data.seq_len=25", "parallelism.cp_rotate=ulysses"], "data.seq_len=25: cannot be cut into 2 "
-     "parts (cp 2, tp 1); nearest legal: 24 or 26"),
-    (["parallelism=cp", "model.text_len=9", "data.seq_len=18", "parallelism.cp_rotate=ulysses"],
-     "parallelism.cp=2: 9 tokens of text cannot be cut into 2 parts\nparallelism.cp=2: 9 tokens of the image cannot be cut into 2 parts"),
-    (["adapter=lora"], "adapter.name=lora: model.family=flux has blocks of two kinds, which get no adapters; nearest legal: none"),
-    (["data.caption_dropout=1.5"], "data.caption_dropout=1.5: must be from 0 to 1; nearest legal: 1"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["train.objective=language"],
+            "train.objective=language: makes tokens of samples, and model.family=flux takes latents; nearest legal: diffusion",
+        ),
+        (
+            ["model=llama3_debug"],
+            "train.objective=diffusion: makes latents of samples, and model.family=llama3 takes tokens; "
+            "nearest legal: language or sft or dpo or policy or image_text",
+        ),
+        (["parallelism=tp"], "parallelism.tp=2: family flux has no tensor-parallel sharding; nearest legal: 1"),
+        (["parallelism=pp"], "parallelism.pp=2: family flux cannot be cut into stages; nearest legal: 1"),
+        (
+            ["data.seq_len=25"],
+            "data.seq_len=25: model.text_len=8 tokens of text leave 17 for the image, not a square number; nearest legal: 24 or 33",
+        ),
+        (
+            ["data=embedded", "train.objective=diffusion"],
+            "data.name=embedded: train.objective=diffusion needs latents and noise and time and text and pooled of each sample, "
+            "which this source does not give; nearest legal: encoded_images or image_files or synthetic_images",
+        ),
+        (
+            ["model.rope_first=10"],
+            "model.rope_first=10: must be even, and the rest of a head's width 32 divide by 4; nearest legal: 8 or 12",
+        ),
+        (["model.double_layers=7"], "model.double_layers=7: the model has 6 blocks; nearest legal: 6"),
+        (
+            ["parallelism=cp", "model.text_len=9", "data.seq_len=25", "parallelism.cp_rotate=ulysses"],
+            "data.seq_len=25: cannot be cut into 2 parts (cp 2, tp 1); nearest legal: 24 or 26",
+        ),
+        (
+            ["parallelism=cp", "model.text_len=9", "data.seq_len=18", "parallelism.cp_rotate=ulysses"],
+            "parallelism.cp=2: 9 tokens of text cannot be cut into 2 parts\n"
+            "parallelism.cp=2: 9 tokens of the image cannot be cut into 2 parts",
+        ),
+        (["adapter=lora"], "adapter.name=lora: model.family=flux has blocks of two kinds, which get no adapters; nearest legal: none"),
+        (["data.caption_dropout=1.5"], "data.caption_dropout=1.5: must be from 0 to 1; nearest legal: 1"),
+    ],
+)
 def test_what_cannot_be_is_one_line(words, line):
     with pytest.raises(ConfigError) as error:
         compose_job("experiment=flux_laptop", *words)

@@ -1,4 +1,5 @@
 """Captioned images from files to a run and back: encoded before it or in it, with tiny random encoders."""
+
 import json
 
 import pytest
@@ -24,17 +25,40 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     encoders = folder / "encoders"
     torch.manual_seed(0)
-    transformers.T5EncoderModel(transformers.T5Config(
-        vocab_size=60, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=3, feed_forward_proj="gated-gelu",
-    )).save_pretrained(encoders / "text_encoder_2")
-    transformers.CLIPTextModel(transformers.CLIPTextConfig(
-        vocab_size=60, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3, max_position_embeddings=12,
-        eos_token_id=1,
-    )).save_pretrained(encoders / "text_encoder")
+    transformers.T5EncoderModel(
+        transformers.T5Config(
+            vocab_size=60,
+            d_model=24,
+            d_kv=8,
+            d_ff=40,
+            num_layers=2,
+            num_heads=3,
+            feed_forward_proj="gated-gelu",
+        )
+    ).save_pretrained(encoders / "text_encoder_2")
+    transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=60,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            max_position_embeddings=12,
+            eos_token_id=1,
+        )
+    ).save_pretrained(encoders / "text_encoder")
     diffusers.AutoencoderKL(
-        block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1, latent_channels=4, norm_num_groups=4, use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.3611,
-        shift_factor=0.1159).save_pretrained(encoders / "vae")
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+    ).save_pretrained(encoders / "vae")
     pieces = ["<pad>", "<|endoftext|>", "<|startoftext|>", "</s>", "<unk>", *sorted({word for text in CAPTIONS for word in text.split()})]
     words = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -59,8 +83,13 @@ def encoded(folder, *words):
 
 def test_encoded_before_the_run_is_encoded_in_it(folder):
     before = data.build(encoded(folder / "float32"), 0, 1).next()
-    during = data.build(compose_job("data=image_files", *MODEL, "data.local_batch=9", f"data.path={folder / 'images.jsonl'}",
-                                    f"data.encoders={folder / 'encoders'}"), 0, 1).next()
+    during = data.build(
+        compose_job(
+            "data=image_files", *MODEL, "data.local_batch=9", f"data.path={folder / 'images.jsonl'}", f"data.encoders={folder / 'encoders'}"
+        ),
+        0,
+        1,
+    ).next()
     for name, tensor in before.tensors.items():
         torch.testing.assert_close(tensor, during[name], rtol=1e-4, atol=1e-5)
     assert torch.equal(before["noise"], during["noise"]) and len(before["pooled"].unique(dim=0)) > 2
@@ -77,8 +106,16 @@ def test_every_image_comes_once_an_epoch(folder):
 
 
 def test_a_run_on_them_draws_with_the_same_encoders(folder, run_job, tmp_path, capsys):
-    run = run_job(encoded(folder / "bfloat16", "steps=2", "validation=on", f"data.validation_path={folder / 'float32'}",
-                          "lr_scheduler.warmup_steps=1", "validation.steps=1"))
+    run = run_job(
+        encoded(
+            folder / "bfloat16",
+            "steps=2",
+            "validation=on",
+            f"data.validation_path={folder / 'float32'}",
+            "lr_scheduler.warmup_steps=1",
+            "validation.steps=1",
+        )
+    )
     words = ["sample", str(run), "--prompt", "a red circle", "--steps", "2", "--to", str(tmp_path)]
     assert cli.main(words) == 2
     assert "name the folder with --encoders" in capsys.readouterr().err
@@ -93,8 +130,10 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path, capsys):
         (["data.path=" + str(tmp_path)], f"data.path={tmp_path}: has no complete images.json; `titan data encode-images` writes it last"),
         (["validation=on"], "data.validation_path=null: validation=on with data=encoded_images needs it"),
         (["data.path=null"], "data.path=null: data=encoded_images needs it"),
-        (["model.text_len=20", "data.seq_len=36"], f"data.path={folder / 'float32'}: text of an image is [8, 24]; data.seq_len and the "
-                                                   "model need [20, 24]"),
+        (
+            ["model.text_len=20", "data.seq_len=36"],
+            f"data.path={folder / 'float32'}: text of an image is [8, 24]; data.seq_len and the model need [20, 24]",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             encoded(folder / "float32", *words)

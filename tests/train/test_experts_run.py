@@ -1,4 +1,5 @@
 """Runs of models with experts: checkpoints across layouts with the biases of routers, validation, metrics."""
+
 import json
 import shutil
 
@@ -10,15 +11,36 @@ from titan_hydra.runs.checkpoints import newest
 
 from .steps import cut_back, tensors
 
-SMALL = ("debug=tiny", "precision=fp32", "model=deepseek_v3_debug", "model.dim=64", "model.n_layers=3", "model.n_heads=4",
-         "model.n_kv_heads=4", "model.q_rank=24", "model.kv_rank=16", "model.plain_dim=16", "model.rope_dim=8", "model.value_dim=16",
-         "model.ffn_dim=96",
-         "model.n_experts=8", "model.experts_per_token=2", "model.expert_dim=32", "model.balance_rate=0.01", "steps=4",
-         "checkpoint.interval=2", "checkpoint.keep_latest_k=0", "data.global_batch=8", "metrics.log_every=1")
+SMALL = (
+    "debug=tiny",
+    "precision=fp32",
+    "model=deepseek_v3_debug",
+    "model.dim=64",
+    "model.n_layers=3",
+    "model.n_heads=4",
+    "model.n_kv_heads=4",
+    "model.q_rank=24",
+    "model.kv_rank=16",
+    "model.plain_dim=16",
+    "model.rope_dim=8",
+    "model.value_dim=16",
+    "model.ffn_dim=96",
+    "model.n_experts=8",
+    "model.experts_per_token=2",
+    "model.expert_dim=32",
+    "model.balance_rate=0.01",
+    "steps=4",
+    "checkpoint.interval=2",
+    "checkpoint.keep_latest_k=0",
+    "data.global_batch=8",
+    "metrics.log_every=1",
+)
 EP4 = ("parallelism=fsdp_ep", "parallelism.ep=4", "gpus=4", "data.local_batch=2")
-OTHERS = {"one process": ("parallelism=single", "data.local_batch=8"),
-          "ep 2, tp 2": ("parallelism=tp", "parallelism.tp=2", "parallelism.ep=2", "gpus=2", "data.local_batch=8"),
-          "pp 2, ep 2": ("parallelism=fsdp_pp_ep", "gpus=4", "data.local_batch=4")}
+OTHERS = {
+    "one process": ("parallelism=single", "data.local_batch=8"),
+    "ep 2, tp 2": ("parallelism=tp", "parallelism.tp=2", "parallelism.ep=2", "gpus=2", "data.local_batch=8"),
+    "pp 2, ep 2": ("parallelism=fsdp_pp_ep", "gpus=4", "data.local_batch=4"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +50,9 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_a_checkpoint_of_experts_goes_on_on_any_layout(run_job, tmp_path, saved, layout):
-    """The biases are in it, too (#1226). What is loaded is what was saved, bit for bit; then losses go on as they would have."""
+    """The biases are in it, too (#1226). What is loaded is what was saved, bit for bit; then losses go on as they would
+    have.
+    """
     if not saved.exists():
         run_job(compose_job(*SMALL, *EP4), saved)
     cut = cut_back(saved, 2, tmp_path / "cut")

@@ -1,4 +1,7 @@
-"""What transformers makes of an export: our ids, text from pipeline(), and what titan generate makes of the run itself."""
+"""What transformers makes of an export: our ids, text from pipeline(), and what titan generate makes of the run
+itself.
+"""
+
 import json
 import os
 import shutil
@@ -20,13 +23,24 @@ from titan_hydra.train import generate
 
 transformers = pytest.importorskip("transformers")
 EMBEDDED = schema.Tokenizer(name="embedded")
-MODEL = Llama3Config(name="tiny", vocab_size=4096, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=40, max_seq_len=256,
-              rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=32))
+MODEL = Llama3Config(
+    name="tiny",
+    vocab_size=4096,
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    multiple_of=40,
+    max_seq_len=256,
+    rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=32),
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's directory with one checkpoint, of a model whose attention, positions and norms all show in what it generates."""
+    """A run's directory with one checkpoint, of a model whose attention, positions and norms all show in what it
+    generates.
+    """
     model, folder = build(MODEL, 64), tmp_path_factory.mktemp("export") / "run"
     init_weights(model, MODEL, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -48,12 +62,15 @@ def exported(run):
 
 
 def corpus():
-    """Half of the embedded corpus's texts, every 37th code point of Unicode between letters, digits and blanks, and long runs of blanks."""
+    """Half of the embedded corpus's texts, every 37th code point of Unicode between letters, digits and blanks, and
+    long runs of blanks.
+    """
     source = Embedded()
     texts = (text for unit in range(0, source.units, 2) for _, text in source.rows(unit))
-    yield from (text for text in texts if "<|" not in text)  # names of special tokens, which transformers takes for the tokens
+    # names of special tokens, which transformers takes for the tokens
+    yield from (text for text in texts if "<|" not in text)
     points = [chr(point) for point in range(0, 0x110000, 37) if not 0xD800 <= point < 0xE000]
-    yield from ("".join(f" a{c}b{c}{c} {c}1" for c in points[start:start + 500]) for start in range(0, len(points), 500))
+    yield from ("".join(f" a{c}b{c}{c} {c}1" for c in points[start : start + 500]) for start in range(0, len(points), 500))
     yield from ("x" + " " * 1000 + "\r\n\n\t y'S 'LL 1234567", "", "日本語 العربية 🏳️‍🌈 e\u0301 \x00\x07 DON'T")
 
 
@@ -121,12 +138,15 @@ def test_text_ends_where_the_model_ends_it(run, monkeypatch, capsys):
     assert generated(run, capsys, "--prompt", "a") == "a\n"
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--max-tokens", "0"], "--max-tokens=0: must be at least 1"),
-    (["--temperature", "nan"], "--temperature=nan"),
-    (["--top-k", "-1"], "--top-k=-1"),
-    (["--max-tokens", "300"], "1 tokens of the prompt and 300 more are over model.max_seq_len 256"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--max-tokens", "0"], "--max-tokens=0: must be at least 1"),
+        (["--temperature", "nan"], "--temperature=nan"),
+        (["--top-k", "-1"], "--top-k=-1"),
+        (["--max-tokens", "300"], "1 tokens of the prompt and 300 more are over model.max_seq_len 256"),
+    ],
+)
 def test_what_cannot_be_generated_is_one_line(run, words, message, capsys):
     err = generated(run, capsys, *words, status=2)
     assert message in err and err.count("\n") == 1
@@ -160,7 +180,8 @@ def hf_run(run, tmp_path, path, **beside):
 
 
 def test_a_tokenizer_json_is_taken_along_with_what_stands_beside_it(run, tmp_path):
-    source = hf_run(run, tmp_path, "tokenizer.json", chat_template="{{ x }}", eos_token="</s>")  # relative to where the run was started
+    # relative to where the run was started
+    source = hf_run(run, tmp_path, "tokenizer.json", chat_template="{{ x }}", eos_token="</s>")
     assert cli.main(["convert", str(source), "--to", "hf", str(tmp_path / "hf")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs("a a")["input_ids"] == [1, 0, 0] and (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")
@@ -169,7 +190,8 @@ def test_a_tokenizer_json_is_taken_along_with_what_stands_beside_it(run, tmp_pat
 
 
 def test_the_weights_at_the_end_of_a_run_find_its_tokenizer(run, tmp_path):
-    shutil.copytree(run / "checkpoints/step-00000010", tmp_path / "run/export")  # as checkpoint.export_dtype leaves them
+    # as checkpoint.export_dtype leaves them
+    shutil.copytree(run / "checkpoints/step-00000010", tmp_path / "run/export")
     (tmp_path / "run/export/config.json").write_text(json.dumps({"model": to_dict(MODEL)}))
     shutil.copy(run / "config.json", tmp_path / "run")
     assert cli.main(["convert", str(tmp_path / "run/export"), "--to", "hf", str(tmp_path / "hf")]) == 0

@@ -1,4 +1,5 @@
 """`comm=fake`: the layouts of the paper's tables, on up to 512 GPUs, are built and stepped here, one rank at a time."""
+
 import json
 import subprocess
 import sys
@@ -20,28 +21,77 @@ from titan_hydra.verify.fake import fake_step, fake_world
 LAUNCH = Path(__file__).parents[2] / "launch.py"
 B8, B70, B405 = (("data=synthetic", f"model=llama3_{size}") for size in ("8b", "70b", "405b"))
 FLOAT8 = ("compile=block", "precision=float8_tensorwise")
-TABLES = {  # AsyncTP and compile choose kernels, of which there are none here: rows of the paper that differ in nothing else are one
+# AsyncTP and compile choose kernels, of which there are none here: rows of the paper that differ in nothing else are
+# one
+TABLES = {
     "table 1, FSDP": (*B8, "parallelism=fsdp", "gpus=8", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
     "table 1, Float8": (*B8, *FLOAT8, "parallelism=fsdp", "gpus=8", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
     "table 2, FSDP": (*B8, "parallelism=fsdp", "gpus=128", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
     "table 2, Float8": (*B8, *FLOAT8, "parallelism=fsdp", "gpus=128", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
-    "table 3, 2-D": (*B70, *FLOAT8, "parallelism=fsdp_tp", "parallelism.tp=8", "gpus=256", "data.seq_len=8192", "data.local_batch=16",
-                     "ac=full"),
-    **{f"table 4, {schedule}": (*B405, *FLOAT8, "parallelism=fsdp_tp_pp", f"pp_schedule={schedule}", "parallelism.tp=8",
-                                "parallelism.pp=16", "gpus=512", "data.seq_len=8192", "data.local_batch=32", "ac=full")
-       for schedule in ("1f1b", "interleaved_1f1b")},
-    **{f"table 5, CP {cp}": (*B8, *FLOAT8, "parallelism=fsdp_cp", f"parallelism.cp={cp}", "gpus=8", f"data.seq_len={32768 * cp}",
-                             "data.local_batch=1", "model.max_seq_len=262144", "ac=full") for cp in (1, 2, 4, 8)},
-    **{f"table 6, CP {cp}": (*B405, *FLOAT8, "parallelism=fsdp_tp_cp_pp", f"parallelism.cp={cp}", "parallelism.tp=8", "parallelism.pp=8",
-                             "gpus=512", f"data.seq_len={32768 * cp}", "data.local_batch=8", "model.max_seq_len=262144", "ac=full")
-       for cp in (1, 2, 4, 8)},
+    "table 3, 2-D": (
+        *B70,
+        *FLOAT8,
+        "parallelism=fsdp_tp",
+        "parallelism.tp=8",
+        "gpus=256",
+        "data.seq_len=8192",
+        "data.local_batch=16",
+        "ac=full",
+    ),
+    **{
+        f"table 4, {schedule}": (
+            *B405,
+            *FLOAT8,
+            "parallelism=fsdp_tp_pp",
+            f"pp_schedule={schedule}",
+            "parallelism.tp=8",
+            "parallelism.pp=16",
+            "gpus=512",
+            "data.seq_len=8192",
+            "data.local_batch=32",
+            "ac=full",
+        )
+        for schedule in ("1f1b", "interleaved_1f1b")
+    },
+    **{
+        f"table 5, CP {cp}": (
+            *B8,
+            *FLOAT8,
+            "parallelism=fsdp_cp",
+            f"parallelism.cp={cp}",
+            "gpus=8",
+            f"data.seq_len={32768 * cp}",
+            "data.local_batch=1",
+            "model.max_seq_len=262144",
+            "ac=full",
+        )
+        for cp in (1, 2, 4, 8)
+    },
+    **{
+        f"table 6, CP {cp}": (
+            *B405,
+            *FLOAT8,
+            "parallelism=fsdp_tp_cp_pp",
+            f"parallelism.cp={cp}",
+            "parallelism.tp=8",
+            "parallelism.pp=8",
+            "gpus=512",
+            f"data.seq_len={32768 * cp}",
+            "data.local_batch=8",
+            "model.max_seq_len=262144",
+            "ac=full",
+        )
+        for cp in (1, 2, 4, 8)
+    },
 }
 
 
 def step(overrides, rank, runs):
     """launch.py with comm=fake, and the peak memory of all it started, in GiB."""
-    code = ("import resource, subprocess, sys; status = subprocess.run(sys.argv[1:]).returncode; "
-            "print('GIB', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20); sys.exit(status)")
+    code = (
+        "import resource, subprocess, sys; status = subprocess.run(sys.argv[1:]).returncode; "
+        "print('GIB', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20); sys.exit(status)"
+    )
     line = [sys.executable, str(LAUNCH), "comm=fake", f"comm.rank={rank}", f"paths.runs={runs}", *overrides]
     return subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True, check=False)
 
@@ -100,14 +150,26 @@ def test_a_rank_that_the_world_has_not_is_refused(tmp_path):
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_every_microbatch_gathers_the_head_once(microbatches):
     """A prefetch of an earlier microbatch's head would gather it again, for nothing."""
-    job = freeze(compose_unchecked("debug=tiny", "data=synthetic", "precision=bf16", "parallelism=fsdp", "gpus=4", "comm=fake",
-                                   "model.vocab_size=4096", "data.local_batch=2", f"data.global_batch={8 * microbatches}"))
+    job = freeze(
+        compose_unchecked(
+            "debug=tiny",
+            "data=synthetic",
+            "precision=bf16",
+            "parallelism=fsdp",
+            "gpus=4",
+            "comm=fake",
+            "model.vocab_size=4096",
+            "data.local_batch=2",
+            f"data.global_batch={8 * microbatches}",
+        )
+    )
     gathers = Gathers()
     with fake_world(job):
         fake_step(job, lambda trainer, batch: gathers)
     head = job.model.dim * (job.model.vocab_size + 1)  # with the norm
     assert gathers.sizes.count(head) == microbatches
-    assert len(gathers.sizes) == microbatches * (2 * job.model.n_layers + 3)  # the blocks and the embedding again in the backward
+    # the blocks and the embedding again in the backward
+    assert len(gathers.sizes) == microbatches * (2 * job.model.n_layers + 3)
 
 
 class Gathers(TorchDispatchMode):

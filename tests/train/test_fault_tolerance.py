@@ -1,4 +1,7 @@
-"""Local SGD and DiLoCo: the arithmetic against what it must equal, in real replica groups; tests/launch/test_replicas.py kills some."""
+"""Local SGD and DiLoCo: the arithmetic against what it must equal, in real replica groups;
+tests/launch/test_replicas.py kills some.
+"""
+
 import shutil
 
 import pytest
@@ -46,13 +49,21 @@ def test_outer_step_is_sgd_with_nesterov_momentum():
 
 def test_fragments_take_turns_and_all_meet_at_the_end():
     config = FaultTolerance(sync_every=6, fragments=3)
-    assert [due(step, 14, config) for step in range(1, 15)] == [
-        [], [0], [], [1], [], [2], [], [0], [], [1], [], [2], [], [0, 1, 2]]
+    assert [due(step, 14, config) for step in range(1, 15)] == [[], [0], [], [1], [], [2], [], [0], [], [1], [], [2], [], [0, 1, 2]]
 
 
-@pytest.mark.parametrize(("name", "fragment"), [
-    ("tok_embeddings.weight", 0), ("layers.0.attention.wq.weight", 0), ("layers.2.feed_forward.w1.weight", 0), ("layers.3.ffn.w", 1),
-    ("layers.5.attention_norm.weight", 1), ("norm.weight", 1), ("output.weight", 1)])
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [
+        ("tok_embeddings.weight", 0),
+        ("layers.0.attention.wq.weight", 0),
+        ("layers.2.feed_forward.w1.weight", 0),
+        ("layers.3.ffn.w", 1),
+        ("layers.5.attention_norm.weight", 1),
+        ("norm.weight", 1),
+        ("output.weight", 1),
+    ],
+)
 def test_a_fragment_is_neighbouring_layers(name, fragment):
     modules = ["tok_embeddings", *(f"layers.{block}" for block in range(6)), "norm", "output"]
     assert fragment_of(name, modules, 2) == fragment

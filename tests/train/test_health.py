@@ -1,4 +1,7 @@
-"""The check before training: devices that are unfit, ranks that do not come, collectives that do not end; each named by its host."""
+"""The check before training: devices that are unfit, ranks that do not come, collectives that do not end; each named by
+its host.
+"""
+
 import json
 import socket
 import threading
@@ -22,7 +25,10 @@ HERE = socket.gethostname()
 
 @pytest.fixture
 def ranks(tmp_path):
-    """`ranks(action, size, absent)` does something on the ranks of a world, each a thread; returns result or error of each."""
+    """`ranks(action, size, absent)` does something on the ranks of a world, each a thread; returns result or error of
+    each.
+    """
+
     def run(action, size=3, absent=()):
         store = dist.HashStore()
 
@@ -37,6 +43,7 @@ def ranks(tmp_path):
 
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(rank, range(size)))
+
     return run
 
 
@@ -49,8 +56,11 @@ def test_fit_ranks_are_checked_in_no_time(ranks):
 
 def test_an_unfit_device_speaks_for_itself(ranks, monkeypatch, tmp_path):
     real = health.run_within
-    monkeypatch.setattr(health, "run_within", lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1))
-                        if threading.current_thread().name.endswith("_1") else None)
+    monkeypatch.setattr(
+        health,
+        "run_within",
+        lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1)) if threading.current_thread().name.endswith("_1") else None,
+    )
     errors = ranks(lambda run: health.check_device(run, Comm(init_timeout_seconds=20)))
     assert all(f"{HERE}: the matmul of device cpu did not end within 0.2 s" in str(error) for error in errors)
     assert sum(describe(error)[1]["secondary"] for error in errors) == 2 and describe(errors[0])[0] == 79
@@ -71,14 +81,20 @@ def test_a_host_without_its_gpus_does_not_train_on_its_cpu(ranks):
     assert all("no GPU can be seen there" in verdict["fault"] for verdict in said)
     run = Run(None, None, 0, 0, 3)
     assert describe(health.error_of_another(said[0], run))[0] == 79
-    said = ranks(lambda run: health.await_verdict(run, {"device": "cpu", "fault": "", "config": True} if run.rank == 1 else
-                                                  {"device": "cuda", "fault": "", "config": False}, 5))
+    said = ranks(
+        lambda run: health.await_verdict(
+            run, {"device": "cpu", "fault": "", "config": True} if run.rank == 1 else {"device": "cuda", "fault": "", "config": False}, 5
+        )
+    )
     assert describe(health.error_of_another(said[0], run))[0] == 2, "it was given none"
 
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """`pretended(seen, given, broken)`: torch sees so many devices, the rank was given so many, and the allocator fails at first."""
+    """`pretended(seen, given, broken)`: torch sees so many devices, the rank was given so many, and the allocator fails
+    at first.
+    """
+
     def pretend(seen, given, broken=False):
         failures = [RuntimeError("CUDA driver error: operation not supported")] * broken
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
@@ -87,11 +103,14 @@ def pretended(monkeypatch):
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch, "empty", lambda *_, **__: failures and (_ for _ in ()).throw(failures.pop()))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(given))))
+
     return pretend
 
 
 def test_the_device_of_a_rank(pretended, monkeypatch):
-    """Where SLURM binds a GPU to each task, a rank sees one, whatever its number; a device that has failed is still given."""
+    """Where SLURM binds a GPU to each task, a rank sees one, whatever its number; a device that has failed is still
+    given.
+    """
     changed = []
     monkeypatch.setattr(health, "set_allocator", changed.append)
     run = Run(None, None, 11, 3, 16)
@@ -148,4 +167,5 @@ def test_a_collective_that_does_not_end(on_ranks):
         else:
             time.sleep(1.5)
             health.check_links(run, Comm(), torch.device("cpu"))
+
     on_ranks(2, task)

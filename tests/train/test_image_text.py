@@ -1,4 +1,5 @@
 """Images with text: the tower against a plain one that reads each image alone, layouts, ranks without images, tars."""
+
 import io
 import json
 import tarfile
@@ -25,11 +26,13 @@ BASE = ("data=synthetic_image_text", "data.seq_len=96", "data.patches=64", "data
 SMALL = ("model.vocab_size=4096", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4")
 WHOLE = "data.document_mask=false"
 LAYOUTS = {
-    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"), "fsdp 4": (4, "parallelism=fsdp", "data.local_batch=2"),
+    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
+    "fsdp 4": (4, "parallelism=fsdp", "data.local_batch=2"),
     "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
     "tp 2, sequence parallel off": (2, "parallelism=tp", "parallelism.sequence_parallel=off", "data.local_batch=16"),
     "fsdp 2, tp 2": (4, "parallelism=fsdp_tp", "parallelism.tp=2", "data.local_batch=4"),
-    "pp 2": (2, "parallelism=pp", "data.local_batch=16"), "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
+    "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
+    "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
     "cp 2, ulysses": (2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16"),
     "fused loss, ac": (2, "parallelism=fsdp", "data.local_batch=4", "loss=linear_cross_entropy", "ac=full"),
     "compiled": (2, "parallelism=fsdp", "data.local_batch=4", "compile=block", "compile.backend=aot_eager"),
@@ -46,8 +49,11 @@ def test_every_layout_learns_what_one_process_learns():
 
 
 def test_other_decoders_and_rings_learn_it_too():
-    layouts = {"fsdp 2": (2, "parallelism=fsdp", "data.local_batch=4"), "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
-               "cp 2": (2, "parallelism=cp", "data.local_batch=16")}
+    layouts = {
+        "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=4"),
+        "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
+        "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
+    }
     prove(("model=qwen3_vision_debug", *SMALL, "model.head_dim=16", *BASE, WHOLE), layouts)
 
 
@@ -71,15 +77,19 @@ def png(height, width, seed=0):
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "hsdp"])
 def test_ranks_without_images_stay_in_the_collectives(tmp_path, parallelism):
-    """A sample has one document. The longest come first, those with images: half of the ranks have none, in the next step no rank has."""
+    """A sample has one document. The longest come first, those with images: half of the ranks have none, in the next
+    step no rank has.
+    """
     text = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 3
     half = {f"{number:03}.json": json.dumps({"parts": [{"text": text}]}).encode() for number in range(8, 32)}
-    images = {f"{number:03}.{kind}": content for number in range(8)
-              for kind, content in (("png", png(16, 24, number)), ("txt", text.encode()))}
+    images = {
+        f"{number:03}.{kind}": content for number in range(8) for kind, content in (("png", png(16, 24, number)), ("txt", text.encode()))
+    }
     file = tar(tmp_path / "images.tar", images | half)
     base = ("data=image_text", f"data.path={file}", "data.shuffle=false", "data.seq_len=128", "data.patches=32", "data.image_patches=32")
-    job = compose_job("debug=tiny", "model=llama3_vision_debug", *base, "data.local_batch=4", "data.global_batch=16", "gpus=4",
-                      "parallelism=fsdp")
+    job = compose_job(
+        "debug=tiny", "model=llama3_vision_debug", *base, "data.local_batch=4", "data.global_batch=16", "gpus=4", "parallelism=fsdp"
+    )
     loaders = [data.build(job, rank, 4) for rank in range(4)]
     found = [[bool((loader.next()["images"] >= 0).any()) for loader in loaders] for _ in range(2)]
     assert found == [[True, True, False, False], [False] * 4]
@@ -109,11 +119,23 @@ def plain(tower, vision, pixels):
 
 def test_images_of_any_aspect_are_read_as_by_a_plain_tower_alone(tmp_path):
     sizes = [(8, 40), (32, 12), (4, 4), (20, 20), (12, 36), (40, 8)]
-    members = {f"{number}.{kind}": content for number, size in enumerate(sizes)
-               for kind, content in (("png", png(*size, number)), ("txt", b"words"))}
-    job = compose_job("debug=tiny", "model=llama3_vision_debug", "model.vision.grid=6", "data=image_text", "data.shuffle=false",
-                      f"data.path={tar(tmp_path / 'a.tar', members)}", "data.seq_len=96", "data.patches=72", "data.image_patches=72",
-                      "data.local_batch=1")
+    members = {
+        f"{number}.{kind}": content
+        for number, size in enumerate(sizes)
+        for kind, content in (("png", png(*size, number)), ("txt", b"words"))
+    }
+    job = compose_job(
+        "debug=tiny",
+        "model=llama3_vision_debug",
+        "model.vision.grid=6",
+        "data=image_text",
+        "data.shuffle=false",
+        f"data.path={tar(tmp_path / 'a.tar', members)}",
+        "data.seq_len=96",
+        "data.patches=72",
+        "data.image_patches=72",
+        "data.local_batch=1",
+    )
     model = models.build(job.model, job.data.seq_len)
     init_weights(model, job.model, 0)
     with torch.no_grad():
@@ -148,41 +170,70 @@ def test_a_table_is_resized_as_torch_does():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("size", "cells"), [
-    ((64, 64), (4, 4)), ((64, 200), (4, 12)), ((1600, 1600), (8, 8)), ((3200, 800), (16, 4)), ((1, 5000), (1, 64)), ((5000, 1), (64, 1)),
-    ((7, 7), (1, 1)),
-])
+@pytest.mark.parametrize(
+    ("size", "cells"),
+    [
+        ((64, 64), (4, 4)),
+        ((64, 200), (4, 12)),
+        ((1600, 1600), (8, 8)),
+        ((3200, 800), (16, 4)),
+        ((1, 5000), (1, 64)),
+        ((5000, 1), (64, 1)),
+        ((7, 7), (1, 1)),
+    ],
+)
 def test_an_image_keeps_its_aspect_within_the_budget(size, cells):
     assert cells_of(*size, side=16, most=64) == cells
 
 
 def test_documents_of_texts_and_images_in_turn(tmp_path):
     parts = [{"text": "one"}, {"image": "0.png"}, {"text": "two"}, {"image": "1.png"}]
-    members = {"a/x.json": json.dumps({"parts": parts}).encode(), "a/x.0.png": png(8, 12), "a/x.1.png": png(4, 8, 1), "a/y.txt": b"three",
-               "a/y.PNG": png(4, 4)}
-    job = compose_job("debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={tar(tmp_path / 'a.tar', members)}",
-                      "data.local_batch=1", "data.seq_len=64", "data.patches=16", "data.image_patches=16", "data.shuffle=false")
+    members = {
+        "a/x.json": json.dumps({"parts": parts}).encode(),
+        "a/x.0.png": png(8, 12),
+        "a/x.1.png": png(4, 8, 1),
+        "a/y.txt": b"three",
+        "a/y.PNG": png(4, 4),
+    }
+    job = compose_job(
+        "debug=tiny",
+        "model=qwen3_vision_debug",
+        "data=image_text",
+        f"data.path={tar(tmp_path / 'a.tar', members)}",
+        "data.local_batch=1",
+        "data.seq_len=64",
+        "data.patches=16",
+        "data.image_patches=16",
+        "data.shuffle=false",
+    )
     batch, words = data.build(job, 0, 1).next(), tokenizer.load(job.tokenizer)
     places, tokens = batch["places"][0], batch["tokens"][0]
     one, two, three = (words.encode(text) for text in ("one", "two", "three"))
     bos, eos = [words.bos_id], [words.eos_id]
-    assert tokens[:len(one) + len(two) + len(three) + 9 + 4].tolist() == (
-        bos + one + eos * 6 + two + eos * 2 + eos + bos + eos * 1 + three + eos)
+    assert tokens[: len(one) + len(two) + len(three) + 9 + 4].tolist() == (
+        bos + one + eos * 6 + two + eos * 2 + eos + bos + eos * 1 + three + eos
+    )
     first, second = 1 + len(one), 1 + len(one) + 6 + len(two)
-    assert places[first:first + 6].tolist() == [*range(6)] and places[second:second + 2].tolist() == [6, 7]
+    assert places[first : first + 6].tolist() == [*range(6)] and places[second : second + 2].tolist() == [6, 7]
     assert batch["images"][0].tolist() == [0] * 6 + [1] * 2 + [2] + [-1] * 7
     assert batch["cells"][0, :8].tolist() == [[row, column, 2, 3] for row in range(2) for column in range(3)] + [[0, 0, 1, 2], [0, 1, 1, 2]]
     asked = batch["labels"][0]
     assert asked[asked != IGNORED].tolist() == one + two + eos + three + eos
 
 
-@pytest.mark.parametrize(("members", "reason"), [
-    ({"x.png": png(4, 4)}, "{file}:/x: neither an image with .txt nor a .json with 'parts', but png"),
-    ({"x.json": b"{}"}, "{file}:/x: its .json has no list 'parts'"),
-    ({"x.json": b'{"parts": [{"image": "9.png"}]}'}, "{file}:/x: its part {{'image': '9.png'}} is neither a text nor one of its images"),
-    ({"x.txt": b"a", "x.png": b"no image"}, "{file}:/x: cannot identify image file"),
-    ({"x.txt": b"a", "x.png": png(40, 40)[:900]}, "{file}:/x: cannot be decoded: "),
-])
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"x.png": png(4, 4)}, "{file}:/x: neither an image with .txt nor a .json with 'parts', but png"),
+        ({"x.json": b"{}"}, "{file}:/x: its .json has no list 'parts'"),
+        (
+            {"x.json": b'{"parts": [{"image": "9.png"}]}'},
+            "{file}:/x: its part {{'image': '9.png'}} is neither a text nor one of its images",
+        ),
+        ({"x.txt": b"a", "x.png": b"no image"}, "{file}:/x: cannot identify image file"),
+        ({"x.txt": b"a", "x.png": png(40, 40)[:900]}, "{file}:/x: cannot be decoded: "),
+    ],
+)
 def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
     file = tar(tmp_path / "a.tar", members)
     job = compose_job("debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={file}", "data.seq_len=256")
@@ -191,14 +242,21 @@ def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
     assert str(error.value).startswith(reason.format(file=file)) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["model=llama3_debug"],
-     "model.family=llama3: train.objective=image_text needs a tower for images; nearest legal: llama3_vision or qwen3_vision"),
-    (["data=synthetic", "train.objective=language", WHOLE],
-     "train.objective=language: the tower of model.family=llama3_vision learns from images alone; nearest legal: image_text"),
-    (["data.image_patches=65", "data.patches=64"], "data.image_patches=65: more than data.patches=64 of a sample; nearest legal: 64"),
-    (["model.vision.n_heads=5"], "model.vision.n_heads=5: model.vision.dim=64 cannot be split over them"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["model=llama3_debug"],
+            "model.family=llama3: train.objective=image_text needs a tower for images; nearest legal: llama3_vision or qwen3_vision",
+        ),
+        (
+            ["data=synthetic", "train.objective=language", WHOLE],
+            "train.objective=language: the tower of model.family=llama3_vision learns from images alone; nearest legal: image_text",
+        ),
+        (["data.image_patches=65", "data.patches=64"], "data.image_patches=65: more than data.patches=64 of a sample; nearest legal: 64"),
+        (["model.vision.n_heads=5"], "model.vision.n_heads=5: model.vision.dim=64 cannot be split over them"),
+    ],
+)
 def test_what_does_not_go_together_is_one_line(words, line):
     words = {word.partition("=")[0]: word for word in ("debug=tiny", "model=llama3_vision_debug", "data=synthetic_image_text", *words)}
     with pytest.raises(ConfigError) as error:
@@ -209,23 +267,40 @@ def test_what_does_not_go_together_is_one_line(words, line):
 def test_an_example_has_the_shapes_of_real_batches():
     job = compose_job("debug=tiny", "model=llama3_vision_debug", "data=synthetic_image_text")
     real, example = data.build(job, 0, 1).next(), build_objective(job).example(job.data.global_batch)
-    shapes = [{name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype) for name, tensor in batch.tensors.items()}
-              for batch in (real, example)]
+    shapes = [
+        {name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype) for name, tensor in batch.tensors.items()}
+        for batch in (real, example)
+    ]
     assert shapes[0] == shapes[1]
 
 
 def test_captions_are_learned_from_the_images(tiny, run_job):
-    """With the images the loss of the captions, the two colours of a rectangle, falls below what a guess of them costs."""
-    words = ("data=synthetic_image_text", "model=llama3_vision_debug", "steps=60", "optimizer.lr=3e-3", "lr_scheduler.warmup_steps=5",
-             "data.seq_len=128", "data.local_batch=8")
+    """With the images the loss of the captions, the two colours of a rectangle, falls below what a guess of them
+    costs.
+    """
+    words = (
+        "data=synthetic_image_text",
+        "model=llama3_vision_debug",
+        "steps=60",
+        "optimizer.lr=3e-3",
+        "lr_scheduler.warmup_steps=5",
+        "data.seq_len=128",
+        "data.local_batch=8",
+    )
     losses = run_job.losses(run_job(tiny(*words)))
     assert losses[1] > 7 and losses[60] < 1.0
 
 
 def test_a_damaged_image_is_black_where_that_is_allowed(tmp_path):
     members = {"x.txt": b"a", "x.png": png(40, 40)[:900], "y.txt": b"b", "y.png": png(8, 8)}
-    job = compose_job("debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={tar(tmp_path / 'a.tar', members)}",
-                      "data.seq_len=256", "data.max_bad_shards=1")
+    job = compose_job(
+        "debug=tiny",
+        "model=qwen3_vision_debug",
+        "data=image_text",
+        f"data.path={tar(tmp_path / 'a.tar', members)}",
+        "data.seq_len=256",
+        "data.max_bad_shards=1",
+    )
     loader = data.build(job, 0, 1)
     batch = loader.next()
     assert not batch["patches"][0, :100].any() and batch["patches"][0, 100:104].any() and (batch["places"][0] >= 0).sum() == 104

@@ -1,4 +1,7 @@
-"""Where a run starts: another run's checkpoint, with what it is told to take; a Hugging Face folder; a seed. What it leaves: an export."""
+"""Where a run starts: another run's checkpoint, with what it is told to take; a Hugging Face folder; a seed. What it
+leaves: an export.
+"""
+
 import shutil
 
 import pytest
@@ -17,8 +20,11 @@ TWO = (*BASE, "parallelism=fsdp", "gpus=2")
 def weights(step):
     """`model.*` of a checkpoint, whole."""
     reader = Reader(step)
-    return {name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
-            for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
+    return {
+        name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
+        for name, entry in reader.metadata.state_dict_metadata.items()
+        if name.startswith("model.")
+    }
 
 
 def same(first, second):
@@ -40,8 +46,11 @@ def whole(six, run_job):
 
 def test_a_fork_that_takes_everything_goes_on_the_same(whole, run_job):
     """Step, data and optimizer are another run's; on one rank instead of two."""
-    fork = run_job(compose_job(*BASE, "steps=6", "checkpoint.exclude_from_loading=[]",
-                               f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"))
+    fork = run_job(
+        compose_job(
+            *BASE, "steps=6", "checkpoint.exclude_from_loading=[]", f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"
+        )
+    )
     losses = run_job.losses(fork)
     assert list(losses) == [4, 5, 6]
     assert losses == pytest.approx({step: loss for step, loss in run_job.losses(whole).items() if step > 3}, rel=1e-5)
@@ -49,8 +58,14 @@ def test_a_fork_that_takes_everything_goes_on_the_same(whole, run_job):
 
 @pytest.mark.parametrize(("left_out", "steps"), [("[optimizer]", [4, 5, 6]), ("[data]", [4, 5, 6]), ("[lr_scheduler]", [1, 2, 3, 4, 5, 6])])
 def test_what_is_left_out_is_not_taken(whole, run_job, left_out, steps):
-    fork = run_job(compose_job(*TWO, "steps=6", f"checkpoint.exclude_from_loading={left_out}",
-                               f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"))
+    fork = run_job(
+        compose_job(
+            *TWO,
+            "steps=6",
+            f"checkpoint.exclude_from_loading={left_out}",
+            f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003",
+        )
+    )
     losses, others = run_job.losses(fork), run_job.losses(whole)
     assert list(losses) == steps
     assert (losses[steps[0]] == others[4]) == (left_out != "[data]"), "the first loss is that of the weights on the data"
@@ -80,8 +95,16 @@ def test_an_export_is_the_last_weights_and_a_start(whole, run_job, tmp_path):
     assert [fault.key for fault in check(job)] == ["checkpoint.exclude_from_loading"]
 
 
-@pytest.mark.parametrize("layout", [("parallelism=single",), ("parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4"), ("parallelism=pp",),
-                                    ("parallelism=fsdp", "parallelism.backend=simple_fsdp", "gpus=2"), ("precision=bf16",)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallelism=single",),
+        ("parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4"),
+        ("parallelism=pp",),
+        ("parallelism=fsdp", "parallelism.backend=simple_fsdp", "gpus=2"),
+        ("precision=bf16",),
+    ],
+)
 def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path, layout):
     source = tmp_path / "hf"
     assert cli.main(["convert", str(whole), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
@@ -93,8 +116,14 @@ def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path
 
 SPARSE = {  # six experts over two ep ranks, which two others share: three are sharded by their width
     "qwen": ("model=qwen3_moe_debug", "model.dim=64", "model.n_layers=2", "model.n_experts=6", "model.expert_dim=32"),
-    "deepseek": ("model=deepseek_v3_debug", "model.dim=64", "model.n_layers=2", "model.n_kv_heads=4", "model.n_experts=8",
-                 "model.expert_dim=32"),
+    "deepseek": (
+        "model=deepseek_v3_debug",
+        "model.dim=64",
+        "model.n_layers=2",
+        "model.n_kv_heads=4",
+        "model.n_experts=8",
+        "model.expert_dim=32",
+    ),
 }
 
 
@@ -104,17 +133,25 @@ def sparse(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", SPARSE)
-@pytest.mark.parametrize("layout", [("parallelism=single",), ("parallelism=fsdp", "parallelism.ep=2", "gpus=4"),
-                                    ("parallelism=fsdp_tp", "parallelism.tp=2", "parallelism.ep=2", "gpus=4"),
-                                    ("parallelism=pp", "gpus=2")], ids=["single", "ep 2", "tp 2, ep 2", "pp 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallelism=single",),
+        ("parallelism=fsdp", "parallelism.ep=2", "gpus=4"),
+        ("parallelism=fsdp_tp", "parallelism.tp=2", "parallelism.ep=2", "gpus=4"),
+        ("parallelism=pp", "gpus=2"),
+    ],
+    ids=["single", "ep 2", "tp 2, ep 2", "pp 2"],
+)
 def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_job, family, layout):
     """A folder without biases of routers starts a model that has them at zero."""
     run, source = sparse / family, sparse / f"{family} hf"
     if not run.exists():
         run_job(compose_job(*BASE, *SPARSE[family], "steps=2"), run)
         assert cli.main(["convert", str(run), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
-    job = compose_job(*BASE, *SPARSE[family], *layout, "steps=1", "optimizer.lr=0", "model.balance_rate=1e-12",
-                      f"checkpoint.initial_load_path={source}")
+    job = compose_job(
+        *BASE, *SPARSE[family], *layout, "steps=1", "optimizer.lr=0", "model.balance_rate=1e-12", f"checkpoint.initial_load_path={source}"
+    )
     assert check(job) == []
     there, here = weights(checkpoints.newest(run / "checkpoints")), weights(checkpoints.newest(run_job(job) / "checkpoints"))
     biases = {name: here.pop(name) for name in list(here) if name.endswith("router.bias")}
@@ -127,7 +164,9 @@ def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_
 def test_a_hugging_face_folder_of_another_model_is_refused(whole, run_job, tmp_path):
     source = tmp_path / "hf"
     assert cli.main(["convert", str(whole), "--to", "hf", str(source)]) == 0
-    for change, words in (("model.rope_theta=1e4", "model.rope_theta is 10000.0 here and 500000.0 there"),
-                          ("model.n_layers=3", "model.n_layers is 3")):
+    for change, words in (
+        ("model.rope_theta=1e4", "model.rope_theta is 10000.0 here and 500000.0 there"),
+        ("model.n_layers=3", "model.n_layers is 3"),
+    ):
         run = run_job(compose_job(*BASE, "steps=1", change, f"checkpoint.initial_load_path={source}"), expect=2)
         assert words in (run / "attempts/1/error_0").read_text()

@@ -1,4 +1,5 @@
 """Adapters: the same on every layout, saved alone, merged exactly, and what Hugging Face's PEFT computes with them."""
+
 import json
 
 import pytest
@@ -28,8 +29,10 @@ LORA = ("adapter=lora", "adapter.rank=4")
 LAYOUTS = {
     "fsdp 2 x tp 2": (4, "parallelism=fsdp_tp", "parallelism.dp_shard=2", "parallelism.tp=2", "data.local_batch=8"),
     "tp 2, whole sequences": (2, "parallelism=tp", "parallelism.sequence_parallel=false", "data.local_batch=16"),
-    "hsdp": (4, "parallelism=hsdp", "data.local_batch=4"), "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
-    "pp 2": (2, "parallelism=pp", "data.local_batch=16"), "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
+    "hsdp": (4, "parallelism=hsdp", "data.local_batch=4"),
+    "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
+    "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
+    "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
     "checkpointed": (2, "parallelism=fsdp", "ac=full", "data.local_batch=8"),
     "compiled": (2, "parallelism=fsdp", "compile=block", "compile.backend=aot_eager", "data.local_batch=8"),
 }
@@ -43,11 +46,18 @@ def test_every_layout_learns_what_one_process_learns():
         assert outcome.passed, outcome
 
 
-@pytest.mark.parametrize("words", [
-    ("parallelism=tp", "gpus=2"), ("parallelism=fsdp_tp", "gpus=4", "parallelism.tp=2", "parallelism.dp_shard=2"),
-    ("parallelism=fsdp_tp", "gpus=8", "parallelism.tp=2", "parallelism.dp_shard=4"), ("parallelism=pp", "gpus=2"),
-    ("parallelism=pp", "gpus=4", "parallelism.tp=2"), ("parallelism=fsdp_tp", "gpus=4", "model.tie_embeddings=true"),
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallelism=tp", "gpus=2"),
+        ("parallelism=fsdp_tp", "gpus=4", "parallelism.tp=2", "parallelism.dp_shard=2"),
+        ("parallelism=fsdp_tp", "gpus=8", "parallelism.tp=2", "parallelism.dp_shard=4"),
+        ("parallelism=pp", "gpus=2"),
+        ("parallelism=pp", "gpus=4", "parallelism.tp=2"),
+        ("parallelism=fsdp_tp", "gpus=4", "model.tie_embeddings=true"),
+    ],
+    ids=" ".join,
+)
 def test_the_base_is_held_in_the_compute_dtype_and_the_plan_counts_that(words):
     job = freeze(compose_job("model=llama3_debug", "data=synthetic", "precision=bf16", "comm=fake", "adapter=lora", *words))
     with fake_world(job):
@@ -82,10 +92,19 @@ def pretrained(tiny, run_job):
 @pytest.fixture
 def adapted(tiny, run_job, pretrained):
     """A function that trains adapters for four steps; with B far from zero."""
+
     def train(*words):
-        job = tiny(*LORA, "steps=4", "optimizer.lr=0.05", "checkpoint.interval=2", "checkpoint.keep_latest_k=0",
-                   f"checkpoint.initial_load_path={pretrained}", *words)
+        job = tiny(
+            *LORA,
+            "steps=4",
+            "optimizer.lr=0.05",
+            "checkpoint.interval=2",
+            "checkpoint.keep_latest_k=0",
+            f"checkpoint.initial_load_path={pretrained}",
+            *words,
+        )
         return job, run_job(job)
+
     return train
 
 
@@ -100,7 +119,9 @@ def test_checkpoints_hold_adapters_alone_and_resuming_is_bitwise(adapted, run_jo
 
 
 def test_the_base_is_frozen_and_adapters_begin_as_nothing(tiny, run_job, pretrained):
-    """At a rate of 0 the first loss is that of the base; a base rounded to bf16 has the losses of weights that are cast."""
+    """At a rate of 0 the first loss is that of the base; a base rounded to bf16 has the losses of weights that are
+    cast.
+    """
     words = ("steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={pretrained}")
     for dtype in ("float32", "bfloat16"):
         for layout in (("parallelism=single",), ("parallelism=fsdp", "gpus=2", "data.local_batch=1")):
@@ -158,17 +179,27 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
     assert "was trained without adapters; export it with --to hf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["adapter.linears=[wq,wx]"], "adapter.linears=[wq,wx]: llama3 has no linear wx; nearest legal: [wq,wk,wv,wo,w1,w3,w2]"),
-    (["model=qwen3_moe_debug"], "adapter.name=lora: experts of qwen3_moe have no adapters; nearest legal: none"),
-    (["precision=float8_emulate"], "precision.converter=float8: adapter=lora needs plain linears; nearest legal: null"),
-    (["loss=linear_cross_entropy"], "loss.name=linear_cross_entropy: it computes the gradient of the head, which adapter=lora freezes; "
-                                    "nearest legal: cross_entropy"),
-    (["parallelism.backend=simple_fsdp"], "parallelism.backend=simple_fsdp: adapter=lora has frozen weights, "
-                                          "which this backend does not shard; nearest legal: fsdp2"),
-    (["checkpoint.export_dtype=float32"], "checkpoint.export_dtype=float32: adapter=lora is exported by titan convert; "
-                                          "nearest legal: null"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["adapter.linears=[wq,wx]"], "adapter.linears=[wq,wx]: llama3 has no linear wx; nearest legal: [wq,wk,wv,wo,w1,w3,w2]"),
+        (["model=qwen3_moe_debug"], "adapter.name=lora: experts of qwen3_moe have no adapters; nearest legal: none"),
+        (["precision=float8_emulate"], "precision.converter=float8: adapter=lora needs plain linears; nearest legal: null"),
+        (
+            ["loss=linear_cross_entropy"],
+            "loss.name=linear_cross_entropy: it computes the gradient of the head, which adapter=lora freezes; "
+            "nearest legal: cross_entropy",
+        ),
+        (
+            ["parallelism.backend=simple_fsdp"],
+            "parallelism.backend=simple_fsdp: adapter=lora has frozen weights, which this backend does not shard; nearest legal: fsdp2",
+        ),
+        (
+            ["checkpoint.export_dtype=float32"],
+            "checkpoint.export_dtype=float32: adapter=lora is exported by titan convert; nearest legal: null",
+        ),
+    ],
+)
 def test_what_adapters_cannot_be_combined_with_is_one_line(words, line):
     with pytest.raises(ConfigError) as error:
         compose_job("debug=tiny", "adapter=lora", *words)

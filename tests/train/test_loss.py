@@ -1,4 +1,7 @@
-"""The chunked loss: the plain one's value and gradients, without ever holding the logits of all tokens; bf16 recipes against float32."""
+"""The chunked loss: the plain one's value and gradients, without ever holding the logits of all tokens; bf16 recipes
+against float32.
+"""
+
 import copy
 
 import pytest
@@ -80,13 +83,18 @@ class Float32(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.shapes |= {tuple(value.shape) for value in torch.utils._pytree.tree_leaves(result)
-                        if isinstance(value, torch.Tensor) and value.dtype == torch.float32}
+        self.shapes |= {
+            tuple(value.shape)
+            for value in torch.utils._pytree.tree_leaves(result)
+            if isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        }
         return result
 
 
 def test_one_chunk_needs_no_float32_gradient_of_the_weight():
-    """A sum of one product is that product: its gradients are those of chunks of which the others count for nothing, bit for bit."""
+    """A sum of one product is that product: its gradients are those of chunks of which the others count for nothing,
+    bit for bit.
+    """
     hidden, weight, labels = arguments(torch.bfloat16)
     half = BATCH * SEQ // 2
     labels.flatten()[half:] = IGNORED
@@ -114,7 +122,8 @@ class Wide(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for value in torch.utils._pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.numel() == self.numel:
-                self.sizes[value.untyped_storage()] = value.untyped_storage().nbytes()  # kept, so that no two are at one address
+                # kept, so that no two are at one address
+                self.sizes[value.untyped_storage()] = value.untyped_storage().nbytes()
         return result
 
 
@@ -156,11 +165,14 @@ def one_rank(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("train", [True, False])
 def test_the_logits_of_all_tokens_are_never_held(tied, train, one_rank):
-    """In a step nothing is larger than the head's weight, which is as large as the logits of two chunks; the plain loss holds all."""
+    """In a step nothing is larger than the head's weight, which is as large as the logits of two chunks; the plain loss
+    holds all.
+    """
     largest = {}
     for name, *loss in (("cross_entropy",), ("linear_cross_entropy", "loss=linear_cross_entropy", "loss.chunk_tokens=32")):
-        job = compose_job(*later_wins(*BASE, *loss, f"model.tie_embeddings={tied}", "parallelism=single",
-                                      "data.local_batch=16", "model.vocab_size=2048"))
+        job = compose_job(
+            *later_wins(*BASE, *loss, f"model.tie_embeddings={tied}", "parallelism=single", "data.local_batch=16", "model.vocab_size=2048")
+        )
         trainer = build(job, one_rank)
         batch = data.build(job, 0, 1).next()
         with Largest() as seen, torch.set_grad_enabled(train):
@@ -211,8 +223,10 @@ def test_the_head_keeps_its_name_and_gives_logits_without_targets():
 @pytest.mark.parametrize("precision", ["bf16", "bf16_full", "float8_emulate"])
 def test_recipes_learn_what_float32_learns(precision, one_rank):
     """Ten steps on one process: within 1 % of float32, and not the same, or the recipe would not be in use."""
-    exact, ours = (trace(job_of(Case("", 1, ("parallelism=single", "data.local_batch=16", f"precision={name}"))), one_rank)
-                   for name in ("fp32", precision))
+    exact, ours = (
+        trace(job_of(Case("", 1, ("parallelism=single", "data.local_batch=16", f"precision={name}"))), one_rank)
+        for name in ("fp32", precision)
+    )
     assert ours.losses == pytest.approx(exact.losses, rel=1e-2)
     assert ours.losses != exact.losses
     kind = torch.bfloat16 if precision == "bf16_full" else torch.float32

@@ -1,4 +1,5 @@
 """What a run records: the fields, what they mean, and that copies go on in the same place after a resume."""
+
 import json
 
 import pytest
@@ -14,11 +15,44 @@ from titan_hydra.train.objectives.language import cross_entropy
 
 from .steps import cut_back
 
-ROW = {"step", "loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_reserved_gib",
-       "step_seconds", "data_seconds", "tokens_seen"}
-RESULT = {"status", "hash", "name", "overrides", "steps", "final_loss", "tokens_per_second", "tokens_per_second_iqr", "measured_steps",
-          "memory_gib", "mfu", "seconds", "gpu_hours", "world_size", "versions", "git_sha", "parameters", "flops_per_token", "tokens",
-          "lowest_validation_loss", "lowest_validation_step"}
+ROW = {
+    "step",
+    "loss",
+    "loss_mean",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "memory_gib",
+    "memory_reserved_gib",
+    "step_seconds",
+    "data_seconds",
+    "tokens_seen",
+}
+RESULT = {
+    "status",
+    "hash",
+    "name",
+    "overrides",
+    "steps",
+    "final_loss",
+    "tokens_per_second",
+    "tokens_per_second_iqr",
+    "measured_steps",
+    "memory_gib",
+    "mfu",
+    "seconds",
+    "gpu_hours",
+    "world_size",
+    "versions",
+    "git_sha",
+    "parameters",
+    "flops_per_token",
+    "tokens",
+    "lowest_validation_loss",
+    "lowest_validation_step",
+}
 
 
 def events(directory):
@@ -26,8 +60,9 @@ def events(directory):
 
 
 def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
-    job = tiny("steps=6", "metrics.log_every=2", "validation=on", "validation.interval=3", "validation.steps=2", "gpus=2",
-               "data.global_batch=8")
+    job = tiny(
+        "steps=6", "metrics.log_every=2", "validation=on", "validation.interval=3", "validation.steps=2", "gpus=2", "data.global_batch=8"
+    )
     directory = run_job(job)
     rows, result = run_job.rows(directory), json.loads((directory / "result.json").read_text())
     assert [row["step"] for row in rows] == [1, 2, 4, 6]
@@ -42,14 +77,16 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     assert result.keys() >= RESULT
     assert (result["status"], result["steps"], result["measured_steps"], result["world_size"]) == ("done", 6, 5, 2)
     assert result["final_loss"] == rows[-1]["loss_mean"]
-    every = run_job(tiny("steps=11", "metrics.log_every=1", "gpus=2", "data.global_batch=8", "validation=on", "validation.steps=1"),
-                    tmp_path / "every")
+    every = run_job(
+        tiny("steps=11", "metrics.log_every=1", "gpus=2", "data.global_batch=8", "validation=on", "validation.steps=1"), tmp_path / "every"
+    )
     held_out = [event["step"] for event in events(every) if event["event"] == "validation"]
     assert held_out == [2, 4, 6, 8, 10, 11], "every tenth of the steps, rounded up, and the last"
     every = run_job.rows(every)
     losses = {row["step"]: row["loss"] for row in every}
-    assert [row["loss_mean"] for row in rows] == pytest.approx([losses[1], losses[2], (losses[3] + losses[4]) / 2,
-                                                                (losses[5] + losses[6]) / 2])
+    assert [row["loss_mean"] for row in rows] == pytest.approx(
+        [losses[1], losses[2], (losses[3] + losses[4]) / 2, (losses[5] + losses[6]) / 2]
+    )
     assert [(event["event"], event["step"]) for event in events(directory)] == [("validation", 3), ("validation", 6), ("checkpoint", 6)]
     assert result["validation_loss"] == events(directory)[1]["validation_loss"]
     lowest = min(events(directory)[:2], key=lambda event: event["validation_loss"])
@@ -64,9 +101,20 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
-    """On chats, of which each local batch has another number of tokens that count: the mean of their means is another number."""
-    job = tiny("data=embedded_chat", "validation=on", "validation.steps=3", "steps=1", f"gpus={ranks}", "data.seq_len=96",
-               "data.local_batch=1", "data.global_batch=4", "optimizer.lr=0")
+    """On chats, of which each local batch has another number of tokens that count: the mean of their means is another
+    number.
+    """
+    job = tiny(
+        "data=embedded_chat",
+        "validation=on",
+        "validation.steps=3",
+        "steps=1",
+        f"gpus={ranks}",
+        "data.seq_len=96",
+        "data.local_batch=1",
+        "data.global_batch=4",
+        "optimizer.lr=0",
+    )
     directory = run_job(job)
     from titan_hydra import models
     from titan_hydra.models.init import init_weights

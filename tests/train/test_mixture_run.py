@@ -1,4 +1,7 @@
-"""A mixture in a real run: the same losses on every layout, also where the run goes on; a bad shard is told of once, whoever met it."""
+"""A mixture in a real run: the same losses on every layout, also where the run goes on; a bad shard is told of once,
+whoever met it.
+"""
+
 import json
 import shutil
 
@@ -7,8 +10,17 @@ import pytest
 from titan_hydra.config.compose import compose_job
 from titan_hydra.runs.checkpoints import complete
 
-SIX = ("debug=tiny", "precision=fp32", "steps=6", "checkpoint.interval=3", "checkpoint.keep_latest_k=0", "data=mixture",
-       "data.global_batch=8", "data.max_bad_shards=1", "data.shuffle_buffer=3")
+SIX = (
+    "debug=tiny",
+    "precision=fp32",
+    "steps=6",
+    "checkpoint.interval=3",
+    "checkpoint.keep_latest_k=0",
+    "data=mixture",
+    "data.global_batch=8",
+    "data.max_bad_shards=1",
+    "data.shuffle_buffer=3",
+)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 """An objective of a stranger's, as docs/extend.md has it: refused where it must be, and right on every layout."""
+
 import json
 import re
 import subprocess
@@ -25,11 +26,14 @@ from titan_hydra.verify.verify import reference_of, verify
 ROOT = Path(__file__).parents[2]
 WEIGHTED = ("train.imports=[weighted]", "train.objective=weighted", "data=weighted_tokens")
 LAYOUTS = {
-    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"), "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"),
-    "fsdp 2, accumulation 2": (2, "parallelism=fsdp", "data.local_batch=4"), "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
+    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
+    "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"),
+    "fsdp 2, accumulation 2": (2, "parallelism=fsdp", "data.local_batch=4"),
+    "cp 2": (2, "parallelism=cp", "data.local_batch=16"),
     "cp 2, ulysses": (2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16"),
     "tp 2": (2, "parallelism=tp", "parallelism.loss_parallel=off", "data.local_batch=16"),
-    "pp 2": (2, "parallelism=pp", "data.local_batch=16"), "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
+    "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
+    "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
     "compiled": (2, "parallelism=fsdp", "data.local_batch=8", "compile=block", "compile.backend=aot_eager"),
 }
 
@@ -70,16 +74,30 @@ def test_its_loss_is_the_weighted_mean(folder, run_job):
         assert abs(expected - losses.mean()) > 1e-4, "the weights change the loss"
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["train.objective=wieghted"], "train.objective=wieghted: not one of the choices; nearest legal: language or sft or dpo or policy or "
-                                   "image_text or diffusion or weighted"),
-    (["data=synthetic"], "data.name=synthetic: train.objective=weighted needs weights of each sample, which this source does not "
-                              "give; nearest legal: weighted_tokens"),
-    (["loss=linear_cross_entropy"], "loss.name=linear_cross_entropy: train.objective=weighted needs the logits; "
-                                    "nearest legal: cross_entropy"),
-    (["parallelism=tp"], "parallelism.loss_parallel=true: train.objective=weighted needs whole logits; nearest legal: false"),
-    (["data.document_mask=true"], "data.document_mask=true: train.objective=weighted has no documents to separate; nearest legal: false"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["train.objective=wieghted"],
+            "train.objective=wieghted: not one of the choices; nearest legal: language or sft or dpo or policy or "
+            "image_text or diffusion or weighted",
+        ),
+        (
+            ["data=synthetic"],
+            "data.name=synthetic: train.objective=weighted needs weights of each sample, which this source does not "
+            "give; nearest legal: weighted_tokens",
+        ),
+        (
+            ["loss=linear_cross_entropy"],
+            "loss.name=linear_cross_entropy: train.objective=weighted needs the logits; nearest legal: cross_entropy",
+        ),
+        (["parallelism=tp"], "parallelism.loss_parallel=true: train.objective=weighted needs whole logits; nearest legal: false"),
+        (
+            ["data.document_mask=true"],
+            "data.document_mask=true: train.objective=weighted has no documents to separate; nearest legal: false",
+        ),
+    ],
+)
 def test_what_it_cannot_be_combined_with_is_one_line(folder, words, line):
     with pytest.raises(ConfigError) as error:
         job_of(folder, *words)
@@ -96,8 +114,18 @@ def test_it_is_part_of_the_run_and_the_default_is_not(folder):
 
 
 def test_its_shapes_are_enough_for_the_fake_world(folder, tmp_path):
-    words = ["--config-dir=conf", "comm=fake", "debug=tiny", "precision=fp32", *WEIGHTED, "parallelism=cp", "parallelism.pp=2", "gpus=8",
-             "parallelism.dp_shard=2", f"paths.runs={tmp_path}"]
+    words = [
+        "--config-dir=conf",
+        "comm=fake",
+        "debug=tiny",
+        "precision=fp32",
+        *WEIGHTED,
+        "parallelism=cp",
+        "parallelism.pp=2",
+        "gpus=8",
+        "parallelism.dp_shard=2",
+        f"paths.runs={tmp_path}",
+    ]
     run = subprocess.run([sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -135,8 +163,10 @@ def test_a_batch_that_does_not_fit_its_declaration_is_refused():
 
 
 def test_an_example_has_the_shapes_of_real_batches(folder):
-    for job in (*(compose_job("debug=tiny", *words) for words in ((), ("data.document_mask=true",), ("parallelism=cp", "gpus=2"))),
-                job_of(folder)):
+    for job in (
+        *(compose_job("debug=tiny", *words) for words in ((), ("data.document_mask=true",), ("parallelism=cp", "gpus=2"))),
+        job_of(folder),
+    ):
         real, example = data.build(job, 0, 1).next(), build_objective(job).example(job.data.global_batch)
         assert real.tensors.keys() == example.tensors.keys()
         for name, tensor in real.tensors.items():

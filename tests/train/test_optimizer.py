@@ -1,4 +1,5 @@
 """Learning rates step by step, and which parameters which optimizer takes."""
+
 import copy
 import math
 
@@ -32,8 +33,10 @@ TABLES = [
     ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.8, "decay_type": "sqrt"}, [1, 1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
     ({"name": "wsd", "warmup_steps": 2, "decay_ratio": 1.0}, [1 / 2, 1, 1, 2 / 3, 1 / 3]),
     ({"name": "cosine", "warmup_steps": 1}, [1, 1, 0.5 * (1 + math.cos(math.pi / 4)), 0.5, 0.5 * (1 - math.cos(math.pi / 4))]),
-    ({"name": "cosine", "warmup_steps": 1, "min_factor": 0.1}, [1, 1, 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 0.55,
-                                                              0.1 + 0.45 * (1 - math.cos(math.pi / 4))]),
+    (
+        {"name": "cosine", "warmup_steps": 1, "min_factor": 0.1},
+        [1, 1, 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 0.55, 0.1 + 0.45 * (1 - math.cos(math.pi / 4))],
+    ),
     ({"name": "cosine", "warmup_steps": 5}, [1 / 5, 2 / 5, 3 / 5, 4 / 5, 1]),
 ]
 
@@ -117,13 +120,19 @@ class Collectives(TorchDispatchMode):
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 SPLITS = [  # meshes of four ranks, and how they hold a matrix
-    ((4,), [Shard(0)]), ((4,), [Shard(1)]), ((4,), [Replicate()]), ((2, 2), [Replicate(), Shard(0)]), ((2, 2), [Shard(0), Shard(1)]),
+    ((4,), [Shard(0)]),
+    ((4,), [Shard(1)]),
+    ((4,), [Replicate()]),
+    ((2, 2), [Replicate(), Shard(0)]),
+    ((2, 2), [Shard(0), Shard(1)]),
     ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
 ]
 
 
 def test_muon_is_torchs_muon_on_any_split_in_two_exchanges_for_four_matrices(on_ranks):
-    """To the last bit but one: each matrix is orthogonalized whole. Seven rows: some parts are smaller than others, or empty."""
+    """To the last bit but one: each matrix is orthogonalized whole. Seven rows: some parts are smaller than others, or
+    empty.
+    """
     shapes = [(7, 8), (8, 6), (3, 5), (12, 4), (7, 7), (2, 9)]
 
     def task(rank):

@@ -1,4 +1,7 @@
-"""fault_tolerance=torchft: groups that sum their gradients at every step are one data-parallel world; one that is behind catches up."""
+"""fault_tolerance=torchft: groups that sum their gradients at every step are one data-parallel world; one that is
+behind catches up.
+"""
+
 import shutil
 
 import pytest
@@ -16,7 +19,9 @@ def quorums(run_job, directory):
 
 
 def test_groups_are_one_data_parallel_world(tiny, run_job):
-    """Each of two groups is FSDP over two ranks. Clipping is on: a group's norm is that of the gradient summed over all groups."""
+    """Each of two groups is FSDP over two ranks. Clipping is on: a group's norm is that of the gradient summed over all
+    groups.
+    """
     apart = run_job(tiny(*TORCHFT, "parallelism=fsdp", "gpus=2"))
     together = run_job(tiny(*STEPS, "parallelism=ddp", "gpus=4"))
     one, other = of_groups(apart, 2, 6)

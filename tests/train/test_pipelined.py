@@ -1,4 +1,5 @@
 """A pipelined run end to end: its loss on the console, validation through the schedule, and mixed precision."""
+
 import json
 
 import pytest
@@ -35,13 +36,15 @@ def test_validation_goes_through_the_schedule_and_leaves_training_alone(run_job,
     for key in ("loss", "validation_loss"):
         assert len(known[key]) == 4
         assert run_job.losses(directory, key) == pytest.approx(known[key], rel=1e-5), key
-    assert "step 4" in (directory / "attempts/1/rank_0.log").read_text().replace(" 4/4", " 4")  # whichever rank has the last stage
+    # whichever rank has the last stage
+    assert "step 4" in (directory / "attempts/1/rank_0.log").read_text().replace(" 4/4", " 4")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "precision"), [("pp 2", "bf16"), ("dp 2, pp 2", "bf16"), ("pp 2, zbv", "bf16_full")])
 def test_what_goes_between_stages_has_the_declared_dtype_and_shape(run_job, monkeypatch, layout, precision):
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch then compares every activation and gradient with the declared shape
+    # torch then compares every activation and gradient with the declared shape
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     directory = run_job(compose_job(*FOUR, "checkpoint=off", *LAYOUTS[layout], f"precision={precision}"))
     assert run_job.losses(directory)[4] < run_job.losses(directory)[1]
 

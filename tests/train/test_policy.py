@@ -1,4 +1,7 @@
-"""Preference optimization and clipped policies: right by a formula apart, the same on every layout, refused where they cannot hold."""
+"""Preference optimization and clipped policies: right by a formula apart, the same on every layout, refused where they
+cannot hold.
+"""
+
 import json
 import math
 from itertools import pairwise
@@ -20,13 +23,21 @@ from titan_hydra.verify.matrix import case, in_bf16
 from titan_hydra.verify.verify import verify
 
 LAYOUTS = {
-    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"), "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=4"),
+    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
+    "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=4"),
     "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
     "tp 2, whole logits": (2, "parallelism=tp", "parallelism.loss_parallel=off", "data.local_batch=16"),
-    "pp 2": (2, "parallelism=pp", "data.local_batch=16"), "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
+    "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
+    "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
     "compiled": (2, "parallelism=fsdp", "data.local_batch=8", "compile=block", "compile.backend=aot_eager"),
-    "fused, fsdp 2, always reshard": (2, "parallelism=fsdp", "data.local_batch=8", "loss=linear_cross_entropy", "loss.chunk_tokens=100",
-                                     "parallelism.reshard_after_forward=always"),
+    "fused, fsdp 2, always reshard": (
+        2,
+        "parallelism=fsdp",
+        "data.local_batch=8",
+        "loss=linear_cross_entropy",
+        "loss.chunk_tokens=100",
+        "parallelism.reshard_after_forward=always",
+    ),
     "fused, tp 2": (2, "parallelism=tp", "data.local_batch=16", "loss=linear_cross_entropy", "loss.chunk_tokens=100"),
     "fused, pp 2": (2, "parallelism=pp", "data.local_batch=16", "loss=linear_cross_entropy", "loss.chunk_tokens=100"),
 }
@@ -39,12 +50,19 @@ def conversations():
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Pairs of the package's conversations: the answer, and the next conversation's, with what a reference might give."""
+    """Pairs of the package's conversations: the answer, and the next conversation's, with what a reference might
+    give.
+    """
     rows, file = conversations(), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     with file.open("w") as out:
         for number, (row, other) in enumerate(pairwise(rows)):
-            pair = {"prompt": row[:-1], "chosen": [row[-1]], "rejected": other[-1]["content"],
-                    "ref_chosen_logps": -20.0 - number % 7, "ref_rejected_logps": -25.0 - number % 5}
+            pair = {
+                "prompt": row[:-1],
+                "chosen": [row[-1]],
+                "rejected": other[-1]["content"],
+                "ref_chosen_logps": -20.0 - number % 7,
+                "ref_rejected_logps": -25.0 - number % 5,
+            }
             out.write(json.dumps(pair) + "\n")
     return file
 
@@ -57,8 +75,11 @@ def rollouts(tmp_path_factory):
         for number in range(200):
             drawn = 3 + number % 9
             old = (-8.3 + 0.3 * torch.randn(drawn, generator=dice)).tolist()
-            row = {"tokens": torch.randint(4096, (drawn + 2 + number % 4,), generator=dice).tolist(), "old_logprobs": old,
-                   "advantages": torch.randn(drawn, generator=dice).tolist() if number % 2 else -1.5 + number % 4}
+            row = {
+                "tokens": torch.randint(4096, (drawn + 2 + number % 4,), generator=dice).tolist(),
+                "old_logprobs": old,
+                "advantages": torch.randn(drawn, generator=dice).tolist() if number % 2 else -1.5 + number % 4,
+            }
             out.write(json.dumps(row) + "\n")
     return file
 
@@ -167,27 +188,41 @@ def test_losses_of_tokens_hold_no_logits_and_are_the_plain_ones():
         assert (one - other).norm() <= 2e-6 * other.norm()
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2"],
-     "parallelism.cp=2: train.objective=dpo sums over whole documents; nearest legal: 1"),
-    (["data.document_mask=false"], "data.document_mask=false: train.objective=dpo compares documents; nearest legal: true"),
-    (["model=qwen3_moe_debug", "model.sequence_balance=0.01"], "model.sequence_balance=0.01: it is scaled like a token's loss, and "
-                                                                 "train.objective=dpo has none; nearest legal: 0"),
-    (["train.clip=0.3"], "train.clip=0.3: train.objective=dpo does not read it; policy would; nearest legal: 0.2"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2"],
+            "parallelism.cp=2: train.objective=dpo sums over whole documents; nearest legal: 1",
+        ),
+        (["data.document_mask=false"], "data.document_mask=false: train.objective=dpo compares documents; nearest legal: true"),
+        (
+            ["model=qwen3_moe_debug", "model.sequence_balance=0.01"],
+            "model.sequence_balance=0.01: it is scaled like a token's loss, and train.objective=dpo has none; nearest legal: 0",
+        ),
+        (["train.clip=0.3"], "train.clip=0.3: train.objective=dpo does not read it; policy would; nearest legal: 0.2"),
+    ],
+)
 def test_what_cannot_hold_is_one_line(pairs, words, line):
     with pytest.raises(ConfigError) as error:
         compose_job("debug=tiny", *base("preference", pairs), *words)
     assert str(error.value) == line
 
 
-@pytest.mark.parametrize(("row", "reason"), [
-    ({"chosen": "a"}, "no pair in it: 'chosen' and 'rejected' are texts or lists of messages, as is 'prompt'"),
-    ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user", "content": "b"}]},
-     "the last message of 'rejected' is not the assistant's"),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"},
-     "'ref_chosen_logps' is None, not a number: `titan data score` adds the reference's"),
-])
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": "a"}, "no pair in it: 'chosen' and 'rejected' are texts or lists of messages, as is 'prompt'"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": [{"role": "user", "content": "b"}]},
+            "the last message of 'rejected' is not the assistant's",
+        ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            "'ref_chosen_logps' is None, not a number: `titan data score` adds the reference's",
+        ),
+    ],
+)
 def test_a_row_that_is_no_pair_is_one_line(tmp_path, row, reason):
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(row) + "\n")
@@ -196,13 +231,20 @@ def test_a_row_that_is_no_pair_is_one_line(tmp_path, row, reason):
     assert str(error.value) == f"data.path={file}: its first row: {reason}"
 
 
-@pytest.mark.parametrize(("row", "reason"), [
-    ({"tokens": [1, 5000]}, "'tokens' is not a list of ids below model.vocab_size=4096"),
-    ({"tokens": [1, 2], "old_logprobs": [-1.0, -2.0]},
-     "'old_logprobs' is not a list of numbers, one for each sampled token, and fewer than all 2"),
-    ({"tokens": [1, 2, 3], "old_logprobs": [-1.0, -2.0], "advantages": [1.0]},
-     "'advantages' is neither a number nor a list of 2, one for each of 'old_logprobs'"),
-])
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"tokens": [1, 5000]}, "'tokens' is not a list of ids below model.vocab_size=4096"),
+        (
+            {"tokens": [1, 2], "old_logprobs": [-1.0, -2.0]},
+            "'old_logprobs' is not a list of numbers, one for each sampled token, and fewer than all 2",
+        ),
+        (
+            {"tokens": [1, 2, 3], "old_logprobs": [-1.0, -2.0], "advantages": [1.0]},
+            "'advantages' is neither a number nor a list of 2, one for each of 'old_logprobs'",
+        ),
+    ],
+)
 def test_a_row_that_is_no_rollout_is_one_line(tmp_path, row, reason):
     file = tmp_path / "rollouts.jsonl"
     file.write_text(json.dumps(row) + "\n")
@@ -220,8 +262,17 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["data", "score", str(reference), str(plain), "--out", str(scored)]) == 0
     assert capsys.readouterr().out == f"{scored}: 24 pairs\n"
-    trained = run_job(tiny("data=preference", f"data.path={scored}", f"checkpoint.initial_load_path={reference}", "steps=12",
-                           "optimizer.lr=5e-3", "lr_scheduler.warmup_steps=1", *words))
+    trained = run_job(
+        tiny(
+            "data=preference",
+            f"data.path={scored}",
+            f"checkpoint.initial_load_path={reference}",
+            "steps=12",
+            "optimizer.lr=5e-3",
+            "lr_scheduler.warmup_steps=1",
+            *words,
+        )
+    )
     losses = run_job.losses(trained)
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5) and losses[12] < 0.35
     assert cli.main(["convert", str(trained), "--to", "hf", str(tmp_path / "hf")]) == 0
@@ -235,6 +286,8 @@ def test_likelihoods_have_the_shapes_of_real_batches(pairs, rollouts):
         objective, real = build_objective(job), data.build(job, 0, 1).next()
         assert isinstance(objective, Likelihood)
         example = objective.example(job.data.global_batch)
-        shapes = [{name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype) for name, tensor in batch.tensors.items()}
-                  for batch in (real, example)]
+        shapes = [
+            {name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype) for name, tensor in batch.tensors.items()}
+            for batch in (real, example)
+        ]
         assert shapes[0] == shapes[1]

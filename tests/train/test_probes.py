@@ -1,4 +1,5 @@
 """What probes see, and that looking changes nothing."""
+
 import json
 
 import torch
@@ -15,8 +16,13 @@ def test_tracing_changes_no_bit_and_writes_every_module(run_job, tiny):
     for rank in range(2):
         rows = [json.loads(line) for line in (traced / f"attempts/1/activations_{rank}.jsonl").read_text().splitlines()]
         looks = {(row["pass"], row["what"], row["module"]) for row in rows if row["step"] == 2}
-        assert {("forward", "in", "layers.0.attention.wq"), ("forward", "out", "layers.1"), ("backward", "in", "layers.1.ffn_norm"),
-                ("backward", "out", "tok_embeddings"), ("gradient", "", "output.weight")} <= looks
+        assert {
+            ("forward", "in", "layers.0.attention.wq"),
+            ("forward", "out", "layers.1"),
+            ("backward", "in", "layers.1.ffn_norm"),
+            ("backward", "out", "tok_embeddings"),
+            ("gradient", "", "output.weight"),
+        } <= looks
         assert not any("rotary" in module for _, _, module in looks)
 
 
@@ -36,6 +42,7 @@ def test_a_checksum_sees_every_bit():
 
 def test_each_module_sees_its_own_share_of_a_gradient():
     """Two modules share an input; only the second one's backward makes a NaN."""
+
     class Bad(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -54,5 +61,9 @@ def test_each_module_sees_its_own_share_of_a_gradient():
     probes.hook(model, lambda when, what, name, tensor: seen.update({(when, what, name): tensor.isfinite().all().item()}))
     x = torch.ones(2, requires_grad=True)
     (model["fine"](x) + model["breaks"](x)).sum().backward()
-    assert seen == {(when, what, name): (when, what, name) != ("backward", "in", "breaks")
-                    for when in ("forward", "backward") for what in ("in", "out") for name in ("fine", "breaks")}
+    assert seen == {
+        (when, what, name): (when, what, name) != ("backward", "in", "breaks")
+        for when in ("forward", "backward")
+        for what in ("in", "out")
+        for name in ("fine", "breaks")
+    }

@@ -1,4 +1,5 @@
 """profiling=on: files that open, and rates that it does not disturb."""
+
 import gzip
 import json
 

@@ -1,4 +1,7 @@
-"""Who meets, and what counts: boards of several groups in the threads of one process, hearts that stop, groups that fall behind."""
+"""Who meets, and what counts: boards of several groups in the threads of one process, hearts that stop, groups that
+fall behind.
+"""
+
 import json
 import shutil
 import time

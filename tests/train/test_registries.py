@@ -1,4 +1,5 @@
 """A module of the user's adds parts of all kinds that have a record: those of docs/extend.md."""
+
 import json
 import re
 import subprocess
@@ -15,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with the modules and options of docs/extend.md: each block of code begins with a comment that names its file."""
+    """A folder with the modules and options of docs/extend.md: each block of code begins with a comment that names its
+    file.
+    """
     text = (ROOT / "docs/extend.md").read_text()
     for name, code in re.findall(r"```(?:python|yaml)\n# ([\w/.]+)\n(.*?)```", text, re.S):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -29,12 +32,28 @@ def launch(project, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_one_run_with_a_source_a_tracker_an_optimizer_and_a_rate_of_ones_own(project):
-    run = launch(project, "train.imports=[parts]", "data=lines", "data.path=*.txt", "optimizer=adagrad", "lr_scheduler=steps",
-                 "metrics.trackers=[csv]", "steps=8")
+    run = launch(
+        project,
+        "train.imports=[parts]",
+        "data=lines",
+        "data.path=*.txt",
+        "optimizer=adagrad",
+        "lr_scheduler=steps",
+        "metrics.trackers=[csv]",
+        "steps=8",
+    )
     assert run.returncode == 2 and "data.path=*.txt: no such file" in run.stderr and run.stderr.count("\n") == 1, run.stdout + run.stderr
     (project / "poem.txt").write_text("\n".join(f"The {number}th line of a long poem." for number in range(200)))
-    run = launch(project, "train.imports=[parts]", "data=lines", "data.path=*.txt", "optimizer=adagrad", "lr_scheduler=steps",
-                 "metrics.trackers=[csv]", "steps=8")
+    run = launch(
+        project,
+        "train.imports=[parts]",
+        "data=lines",
+        "data.path=*.txt",
+        "optimizer=adagrad",
+        "lr_scheduler=steps",
+        "metrics.trackers=[csv]",
+        "steps=8",
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     (table,) = project.glob("runs/*/metrics.csv")
     rows = [line.split(",") for line in table.read_text().splitlines()]
@@ -72,11 +91,14 @@ def test_a_number_format_of_ones_own_learns_the_same_on_two_layouts_and_is_not_p
 
 
 def test_without_the_import_the_names_are_refused_in_one_line(project):
-    for arguments, text in ((("data=lines",),
-                             "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]; "),
-                            (("metrics.trackers=[csv]",), "metrics.trackers=[csv]: csv is not one of the choices"),
-                            (("train.imports=[parts]", "optimizer=adagrad", "optimizer.beta1=0.5"),
-                             "optimizer.beta1=0.5: optimizer=adagrad does not read it; adamw or muon would")):
+    for arguments, text in (
+        (("data=lines",), "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]; "),
+        (("metrics.trackers=[csv]",), "metrics.trackers=[csv]: csv is not one of the choices"),
+        (
+            ("train.imports=[parts]", "optimizer=adagrad", "optimizer.beta1=0.5"),
+            "optimizer.beta1=0.5: optimizer=adagrad does not read it; adamw or muon would",
+        ),
+    ):
         run = launch(project, *arguments)
         assert run.returncode == 2 and text in run.stderr and run.stderr.count("\n") == 1, run.stdout + run.stderr
 
@@ -92,9 +114,13 @@ def test_a_name_is_given_once():
 def test_every_record_of_the_package_refers_to_something():
     from titan_hydra.config.registry import DATA_SOURCES, FORMATS, LR_SCHEDULES, PIPELINE_SCHEDULES
 
-    references = [*(kind.build for kind in (*DATA_SOURCES.values(), *OPTIMIZERS.values())), *(kind.open for kind in TRACKERS.values()),
-                  *(kind.factor for kind in LR_SCHEDULES.values()), *(kind.schedule for kind in PIPELINE_SCHEDULES.values()),
-                  *(kind.convert for kind in FORMATS.values())]
+    references = [
+        *(kind.build for kind in (*DATA_SOURCES.values(), *OPTIMIZERS.values())),
+        *(kind.open for kind in TRACKERS.values()),
+        *(kind.factor for kind in LR_SCHEDULES.values()),
+        *(kind.schedule for kind in PIPELINE_SCHEDULES.values()),
+        *(kind.convert for kind in FORMATS.values()),
+    ]
     assert all(callable(resolve(reference)) for reference in references)
     for wrong in ("titan_hydra.nowhere:x", "titan_hydra.cli:nothing"):
         with pytest.raises(ConfigError, match="cannot be imported"):

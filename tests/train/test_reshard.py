@@ -1,7 +1,9 @@
-"""A checkpoint saved on one layout goes on on any other: weights, optimizer and data alike, in training and in validation.
+"""A checkpoint saved on one layout goes on on any other: weights, optimizer and data alike, in training and in
+validation.
 
 The vocabulary is odd, so that no number of ranks shares its rows evenly.
 """
+
 import json
 
 import pytest
@@ -14,8 +16,19 @@ from titan_hydra.verify.matrix import later_wins
 
 from .steps import cut_back, tensors
 
-FOUR = ("debug=tiny", "precision=fp32", "model.n_layers=4", "steps=4", "checkpoint.interval=2", "checkpoint.keep_latest_k=0",
-        "model.vocab_size=4099", "data.global_batch=8", "validation=on", "validation.interval=2", "validation.steps=1")
+FOUR = (
+    "debug=tiny",
+    "precision=fp32",
+    "model.n_layers=4",
+    "steps=4",
+    "checkpoint.interval=2",
+    "checkpoint.keep_latest_k=0",
+    "model.vocab_size=4099",
+    "data.global_batch=8",
+    "validation=on",
+    "validation.interval=2",
+    "validation.steps=1",
+)
 LAYOUTS = {  # in this order each is loaded on the next, in the default suite
     "single": ("parallelism=single", "data.local_batch=8"),
     "fsdp 4": ("parallelism=fsdp", "gpus=4", "data.local_batch=2"),
@@ -28,8 +41,9 @@ LAYOUTS = {  # in this order each is loaded on the next, in the default suite
 }
 NAMES = list(LAYOUTS)
 FEW = {("fsdp 4", "tp 2, fsdp 2"), ("pp 2, fsdp 2", "cp 2"), ("cp 2", "fsdp 2"), ("fsdp 2", "pp 2, tp 2, zbv")}
-PAIRS = [pytest.param(first, then, marks=[] if (first, then) in FEW else pytest.mark.slow)
-         for first in NAMES for then in NAMES if first != then]
+PAIRS = [
+    pytest.param(first, then, marks=[] if (first, then) in FEW else pytest.mark.slow) for first in NAMES for then in NAMES if first != then
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +80,9 @@ WAYS = {  # between split and whole masters, and from one layout to another
 
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_hold_whole_masters(run_job, tmp_path, way):
-    """At a rate of 0 nothing changes a weight: after two steps more each has its bits, in float32, whatever holds it."""
+    """At a rate of 0 nothing changes a weight: after two steps more each has its bits, in float32, whatever holds
+    it.
+    """
     (first, before), (then, after) = WAYS[way]
     run = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[first], *before, "steps=2")), tmp_path / "run")
     (run / "result.json").unlink()

@@ -1,4 +1,7 @@
-"""Saving and resuming: bitwise on the same layout, to 1e-5 on another, every sample once whatever the number of ranks."""
+"""Saving and resuming: bitwise on the same layout, to 1e-5 on another, every sample once whatever the number of
+ranks.
+"""
+
 import copy
 import errno
 import json
@@ -50,11 +53,21 @@ def test_a_resumed_run_goes_on_where_it_stopped(tiny, run_job, tmp_path, optimiz
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_the_checkpoint_of_the_lowest_held_out_loss_is_kept(tiny, run_job, tmp_path, name):
-    """A rate that soon harms the model: the lowest loss is neither the first nor the last, at a step at which no save is due. What was the
-    lowest is still known after a crash, before or after it was saved.
+    """A rate that soon harms the model: the lowest loss is neither the first nor the last, at a step at which no save
+    is due. What was the lowest is still known after a crash, before or after it was saved.
     """
-    words = ("steps=9", "validation=on", "validation.interval=2", "validation.steps=2", "optimizer.lr=0.03", "lr_scheduler=constant",
-             "lr_scheduler.warmup_steps=5", f"checkpoint={name}", "checkpoint.interval=5", "checkpoint.keep_best=true")
+    words = (
+        "steps=9",
+        "validation=on",
+        "validation.interval=2",
+        "validation.steps=2",
+        "optimizer.lr=0.03",
+        "lr_scheduler=constant",
+        "lr_scheduler.warmup_steps=5",
+        f"checkpoint={name}",
+        "checkpoint.interval=5",
+        "checkpoint.keep_best=true",
+    )
     whole = run_job(tiny(*words, "checkpoint.keep_latest_k=0"))
     held_out = losses(whole, "validation_loss")
     best = min(held_out, key=held_out.__getitem__)
@@ -133,10 +146,21 @@ def test_a_full_disk_is_one_clear_line_and_earlier_checkpoints_stay(tiny, run_jo
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_loses_at_most_one_interval(tmp_path):
-    """The whole run, launcher and ranks, is killed five times; the same line goes on each time from the newest complete step."""
+    """The whole run, launcher and ranks, is killed five times; the same line goes on each time from the newest complete
+    step.
+    """
     launch = Path(__file__).parents[2] / "launch.py"
-    line = [sys.executable, str(launch), "debug=tiny", "precision=fp32", "steps=60", "parallelism=fsdp", "gpus=2", "checkpoint.interval=5",
-            "metrics.log_every=1"]
+    line = [
+        sys.executable,
+        str(launch),
+        "debug=tiny",
+        "precision=fp32",
+        "steps=60",
+        "parallelism=fsdp",
+        "gpus=2",
+        "checkpoint.interval=5",
+        "metrics.log_every=1",
+    ]
     undisturbed = subprocess.run([*line, f"paths.runs={tmp_path}/whole"], capture_output=True, text=True, check=False)
     assert undisturbed.returncode == 0, undisturbed.stderr
     expected = losses(next((tmp_path / "whole").glob("*-*")))

@@ -1,4 +1,5 @@
 """`titan sample`: Euler steps from noise to the image, guidance, PNG files."""
+
 import numpy as np
 import pytest
 import torch
@@ -63,7 +64,9 @@ def test_a_run_draws_its_prompts(run_job, tmp_path, capsys):
     assert cli.main(words) == 0 and (tmp_path / "01-a-red-circle.png").read_bytes() == before
     assert cli.main([*words, "--sheet"]) == 0 and (tmp_path / "sheet.png").is_file()
     capsys.readouterr()
-    for more, line in ((["--steps", "0"], "--steps=0: must be at least 1; nearest legal: 1"),
-                       (["--guidance", "nan"], "--guidance=nan: must be a number, and not negative; nearest legal: 0 or 1")):
+    for more, line in (
+        (["--steps", "0"], "--steps=0: must be at least 1; nearest legal: 1"),
+        (["--guidance", "nan"], "--guidance=nan: must be a number, and not negative; nearest legal: 0 or 1"),
+    ):
         assert cli.main([*words, *more]) == 2
         assert capsys.readouterr().err.strip() == line

@@ -1,4 +1,7 @@
-"""`titan score`: the log-probability of each text is that of arithmetic written elsewhere, in float64, however texts are batched or cut."""
+"""`titan score`: the log-probability of each text is that of arithmetic written elsewhere, in float64, however texts
+are batched or cut.
+"""
+
 import csv
 import gzip
 import json
@@ -38,16 +41,20 @@ def run(tmp_path_factory):
 
 
 def losses(weights, ids: list[list[int]]) -> list[list[float]]:
-    """The losses of the tokens of documents but their first ones, in float64: all documents in one row, under a document mask."""
+    """The losses of the tokens of documents but their first ones, in float64: all documents in one row, under a
+    document mask.
+    """
     rows = torch.tensor([[token for document in ids for token in document]])
     documents = torch.tensor([[number for number, document in enumerate(ids) for _ in document]])
     positions = torch.tensor([[place for document in ids for place in range(len(document))]])
     tensors = {"tokens": rows, "documents": documents, "positions": positions}
     batch = Batch(tensors, dict.fromkeys(tensors, Dims()))
     found = reference.forward(weights, batch, MODEL, {})[0].log_softmax(-1)
-    ends = [sum(map(len, ids[:number + 1])) for number in range(len(ids))]
-    return [[-found[begin + place, document[place + 1]].item() for place in range(len(document) - 1)]
-            for begin, document in zip([0, *ends], ids, strict=False)]
+    ends = [sum(map(len, ids[: number + 1])) for number in range(len(ids))]
+    return [
+        [-found[begin + place, document[place + 1]].item() for place in range(len(document) - 1)]
+        for begin, document in zip([0, *ends], ids, strict=False)
+    ]
 
 
 def titan(capsys, *words, status=0):
@@ -111,8 +118,8 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half(run, tmp_path, caps
     ids = WORDS.document(text)
     expected, done, begin = 0.0, 1, 0
     while done < len(ids):
-        window = ids[begin:begin + context + 1]
-        expected += sum(losses(weights, [window])[0][done - begin - 1:])
+        window = ids[begin : begin + context + 1]
+        expected += sum(losses(weights, [window])[0][done - begin - 1 :])
         done = begin + len(window)
         begin = done - 1 - context // 2
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}))
@@ -121,18 +128,26 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half(run, tmp_path, caps
     assert len(ids) > 100 and (row["tokens"], row["nats"]) == (len(ids) - 1, pytest.approx(expected, rel=1e-5))
 
 
-@pytest.mark.parametrize(("name", "content", "words", "message"), [
-    ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', [], "a.jsonl:2: column 'text' holds int, not text"),
-    ("a.jsonl", '{"text": "a"}\nnothing\n', [], "a.jsonl:2: not a JSON line"),
-    ("a.jsonl", '{"body": "a"}\n', [], "no column 'text', but 'body': set data.text_key (--text-key)"),
-    ("a.jsonl.zst", '{"text": "a"}\n', [], "a.jsonl.zst: cannot be read: "),
-    ("a.csv", 'text,b\n"a,3\n', [], "a.csv:2: not CSV"),
-    ("a.jsonl", "\n", [], "a.jsonl: no text in it"),
-    ("a.fasta", ">p\nACD\n", [], "a.fasta ends in none of .txt, .md, .jsonl, .json, .csv, .parquet (also with .gz or .zst behind it); "),
-    ("a.txt", "words", ["--context", "0"], "--context=0: must be at least 1; nearest legal: 1"),
-    ("a.txt", "words", ["--context", "65"], "--context=65: is more than model.max_seq_len; nearest legal: 64"),
-    ("a.txt", "words", ["--step", "7"], "--step=7: run has no such checkpoint; nearest legal: 10"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "words", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', [], "a.jsonl:2: column 'text' holds int, not text"),
+        ("a.jsonl", '{"text": "a"}\nnothing\n', [], "a.jsonl:2: not a JSON line"),
+        ("a.jsonl", '{"body": "a"}\n', [], "no column 'text', but 'body': set data.text_key (--text-key)"),
+        ("a.jsonl.zst", '{"text": "a"}\n', [], "a.jsonl.zst: cannot be read: "),
+        ("a.csv", 'text,b\n"a,3\n', [], "a.csv:2: not CSV"),
+        ("a.jsonl", "\n", [], "a.jsonl: no text in it"),
+        (
+            "a.fasta",
+            ">p\nACD\n",
+            [],
+            "a.fasta ends in none of .txt, .md, .jsonl, .json, .csv, .parquet (also with .gz or .zst behind it); ",
+        ),
+        ("a.txt", "words", ["--context", "0"], "--context=0: must be at least 1; nearest legal: 1"),
+        ("a.txt", "words", ["--context", "65"], "--context=65: is more than model.max_seq_len; nearest legal: 64"),
+        ("a.txt", "words", ["--step", "7"], "--step=7: run has no such checkpoint; nearest legal: 10"),
+    ],
+)
 def test_what_cannot_be_scored_is_one_line(run, tmp_path, capsys, name, content, words, message):
     (tmp_path / name).write_text(content)
     err = titan(capsys, run[0], tmp_path / name, "--out", tmp_path / "out.jsonl", *words, status=2).err

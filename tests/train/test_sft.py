@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: the same on every layout, packed or not, resumed or not; only what the assistant says is learned."""
+"""Supervised fine-tuning: the same on every layout, packed or not, resumed or not; only what the assistant says is
+learned.
+"""
+
 import json
 import os
 import subprocess
@@ -31,17 +34,19 @@ from .steps import cut_back, tensors
 ROOT = Path(__file__).parents[2]
 SMALL = ("data=embedded_chat", "data.seq_len=96", "validation=off", "model.vocab_size=4096")
 LAYOUTS = {
-    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"), "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=4"),
+    "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
+    "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=4"),
     "cp 2": (2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.local_batch=16"),
-    "tp 2": (2, "parallelism=tp", "data.local_batch=16"), "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
+    "tp 2": (2, "parallelism=tp", "data.local_batch=16"),
+    "pp 2": (2, "parallelism=pp", "data.local_batch=16"),
     "pp 2, zbv": (2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=16"),
     "fused loss": (2, "parallelism=fsdp", "data.local_batch=8", "loss=linear_cross_entropy"),
 }
-RECORDING = '''
+RECORDING = """
 from titan_hydra.config.registry import ObjectiveKind, register
 
 register(ObjectiveKind("recording", "recording_on_ranks:Recording", needs=("tokens", "trained", "documents")))
-'''
+"""
 RECORDING_ON_RANKS = '''
 from pathlib import Path
 
@@ -90,14 +95,31 @@ def alone(job, batch):
     return losses
 
 
-@pytest.mark.parametrize("words", [
-    ("parallelism=single", "data.local_batch=8"), ("parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2", "data.local_batch=8"),
-    ("parallelism=pp", "gpus=2", "data.local_batch=8"),
-    ("parallelism=pp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", "gpus=4", "data.local_batch=4"),
-], ids=["one", "cp", "pp", "pp and cp"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallelism=single", "data.local_batch=8"),
+        ("parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2", "data.local_batch=8"),
+        ("parallelism=pp", "gpus=2", "data.local_batch=8"),
+        ("parallelism=pp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", "gpus=4", "data.local_batch=4"),
+    ],
+    ids=["one", "cp", "pp", "pp and cp"],
+)
 def test_packed_is_unpacked_token_by_token(tiny, run_job, recording, tmp_path, words):
-    job = tiny("data=embedded_chat", "train.imports=[recording]", "train.objective=recording", "validation=on", "validation.steps=1",
-               "data.seq_len=128", "steps=1", "optimizer.lr=0", "data.global_batch=8", "model.n_layers=4", f"paths.runs={tmp_path}", *words)
+    job = tiny(
+        "data=embedded_chat",
+        "train.imports=[recording]",
+        "train.objective=recording",
+        "validation=on",
+        "validation.steps=1",
+        "data.seq_len=128",
+        "steps=1",
+        "optimizer.lr=0",
+        "data.global_batch=8",
+        "model.n_layers=4",
+        f"paths.runs={tmp_path}",
+        *words,
+    )
     run_job(job)
     batch = data.build(job, 0, 1, "validation").next()
     cp, last = job.parallelism.cp, (job.parallelism.pp - 1) * job.parallelism.cp
@@ -112,8 +134,18 @@ def test_packed_is_unpacked_token_by_token(tiny, run_job, recording, tmp_path, w
 
 
 def test_a_resumed_run_goes_on_bitwise(tiny, run_job, tmp_path):
-    job = tiny("data=embedded_chat", "validation=off", "data.seq_len=64", "steps=8", "checkpoint.interval=4", "checkpoint.keep_latest_k=0",
-               "data.global_batch=64", "data.local_batch=16", "parallelism=fsdp", "gpus=2")
+    job = tiny(
+        "data=embedded_chat",
+        "validation=off",
+        "data.seq_len=64",
+        "steps=8",
+        "checkpoint.interval=4",
+        "checkpoint.keep_latest_k=0",
+        "data.global_batch=64",
+        "data.local_batch=16",
+        "parallelism=fsdp",
+        "gpus=2",
+    )
     whole = run_job(job)
     same = run_job(job, cut_back(whole, 4, tmp_path / "same"))
     assert run_job.losses(same) == run_job.losses(whole)
@@ -131,9 +163,20 @@ def test_masked_labels_give_no_gradient():
 
 
 def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
-    """After some steps the held-out loss of what the assistant says has fallen far; that of the questions has not, as nobody asked."""
-    words = ("data=embedded_chat", "validation=on", "validation.interval=40", "validation.steps=2", "steps=40", "optimizer.lr=5e-3",
-             "data.global_batch=8", "data.local_batch=8", "data.seq_len=128")
+    """After some steps the held-out loss of what the assistant says has fallen far; that of the questions has not, as
+    nobody asked.
+    """
+    words = (
+        "data=embedded_chat",
+        "validation=on",
+        "validation.interval=40",
+        "validation.steps=2",
+        "steps=40",
+        "optimizer.lr=5e-3",
+        "data.global_batch=8",
+        "data.local_batch=8",
+        "data.seq_len=128",
+    )
     directory = run_job(tiny(*words))
     held_out = run_job.losses(directory, "validation_loss")
     assert held_out[40] < 0.5 * run_job.losses(directory)[1]
@@ -160,8 +203,11 @@ def test_from_the_command_line_to_an_answer(tmp_path, capsys):
 def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):
     (tmp_path / "own.jinja").write_text("own")
     (tmp_path / "env.json").write_text(json.dumps({"folder": str(tmp_path)}))
-    parts = {"a": {"name": "chat", "chat_template": "qwen3", "weight": 1.0}, "b": {"name": "embedded", "weight": 9.0},
-             "c": {"name": "embedded_chat", "chat_template": "own.jinja", "weight": 2.0}}
+    parts = {
+        "a": {"name": "chat", "chat_template": "qwen3", "weight": 1.0},
+        "b": {"name": "embedded", "weight": 9.0},
+        "c": {"name": "embedded_chat", "chat_template": "own.jinja", "weight": 2.0},
+    }
     (tmp_path / "config.json").write_text(json.dumps({"data": {"name": "mixture", "mixture": parts}, "tokenizer": {"name": "embedded"}}))
     assert read_template(tmp_path).source == "own"
 
@@ -170,13 +216,18 @@ def learned(job, batch):
     """The texts that the labels of each conversation ask for."""
     words = tokenizer.load(job.tokenizer)
     labels, documents = batch["labels"], batch["documents"]
-    asked = [labels[row][(documents[row] == document) & (labels[row] != IGNORED)] for row in range(batch.samples)
-             for document in documents[row].unique()]
+    asked = [
+        labels[row][(documents[row] == document) & (labels[row] != IGNORED)]
+        for row in range(batch.samples)
+        for document in documents[row].unique()
+    ]
     return [words.decode(ids.tolist()) for ids in asked if len(ids)]
 
 
 def is_right(job, batch, rows):
-    """Whether exactly the answers are asked for, each with the mark of its end, and each label has the loss it has alone."""
+    """Whether exactly the answers are asked for, each with the mark of its end, and each label has the loss it has
+    alone.
+    """
     answers = {message["content"] + "<|eot_id|>" for row in rows for message in row if message["role"] == "assistant"}
     texts = [part + "<|eot_id|>" for text in learned(job, batch) for part in text.split("<|eot_id|>")[:-1]]
     model = models.build(job.model, job.data.seq_len)

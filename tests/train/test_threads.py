@@ -1,4 +1,7 @@
-"""Every thread that works for a rank has the rank's device, and not device 0, where each would make a context of half a GiB."""
+"""Every thread that works for a rank has the rank's device, and not device 0, where each would make a context of half a
+GiB.
+"""
+
 import threading
 from types import SimpleNamespace
 

@@ -1,4 +1,5 @@
 """Tokenizers, and the `titan tokenizer` command."""
+
 import argparse
 import base64
 import json
@@ -47,7 +48,8 @@ def test_embedded_is_what_the_design_says():
     assert vocabulary_size(EMBEDDED) == 4096
     assert (LOADED.vocab_size, LOADED.bos_id, LOADED.eos_id) == (4096, 3840, 3841)
     assert LOADED.decode([3840, 3841, 3846, 3849, 4095]) == (
-        "<|begin_of_text|><|end_of_text|><|start_header_id|><|eot_id|><|reserved_special_token_250|>")
+        "<|begin_of_text|><|end_of_text|><|start_header_id|><|eot_id|><|reserved_special_token_250|>"
+    )
     text = "The standard library is what every installation of Python brings along.\n"
     assert len(LOADED.encode(text)) < len(text) / 3
 
@@ -58,8 +60,10 @@ def test_a_million_blanks_do_not_end_the_process():
 
 
 def test_imports_bring_in_no_library():
-    check = ("import sys; import titan_hydra.data.tokenizer; import titan_hydra.data.files; import titan_hydra.data; "
-             "assert not {'torch', 'tiktoken', 'tokenizers', 'datasets', 'numpy'} & set(sys.modules)")
+    check = (
+        "import sys; import titan_hydra.data.tokenizer; import titan_hydra.data.files; import titan_hydra.data; "
+        "assert not {'torch', 'tiktoken', 'tokenizers', 'datasets', 'numpy'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
@@ -102,14 +106,18 @@ def test_hf_with_one_token_for_both_separates_documents_once(tmp_path):
     assert loaded.document("a") == [*loaded.encode("a"), 256]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("tiktoken", None, r"tokenizer\.path=null: tokenizer=tiktoken needs the path of a tokenizer\.model"),
-    ("hf", None, r"needs the path of a tokenizer\.json"),
-    ("tiktoken", "", "ranks 256 bytes or more from 0 without gaps, this one 0"),
-    ("tiktoken", "{}", "not a tokenizer.model"),
-    ("tiktoken", "IQ== 0\nIg== 2\n", "without gaps"),
-    ("hf", "IQ== 0\n", r"not a tokenizer\.json"),
-    ("hf", '{"model": {"vocab": {"a": 0}}}', r"not a tokenizer\.json")])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tiktoken", None, r"tokenizer\.path=null: tokenizer=tiktoken needs the path of a tokenizer\.model"),
+        ("hf", None, r"needs the path of a tokenizer\.json"),
+        ("tiktoken", "", "ranks 256 bytes or more from 0 without gaps, this one 0"),
+        ("tiktoken", "{}", "not a tokenizer.model"),
+        ("tiktoken", "IQ== 0\nIg== 2\n", "without gaps"),
+        ("hf", "IQ== 0\n", r"not a tokenizer\.json"),
+        ("hf", '{"model": {"vocab": {"a": 0}}}', r"not a tokenizer\.json"),
+    ],
+)
 def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path, name, content, message):
     path = tmp_path / "file"
     if content is not None:
@@ -154,10 +162,13 @@ def test_tiktoken_encodes_as_the_trained_tokenizer_does():
     learnt = tokenizer_cli._train(corpus, 800)
     bytes_of = tokenizer_cli._bytes_of_ids(learnt)
     ranks = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
-    ours = tiktoken.Encoding("test", pat_str=tokenizer.LLAMA3_SPLIT, mergeable_ranks={token: i for i, token in enumerate(ranks)},
-                             special_tokens={})
-    unusual = ["".join(chr(code) for code in range(start, start + 500) if unicodedata.category(chr(code)) != "Cs")
-               for start in range(0, 0x20000, 500)]
+    ours = tiktoken.Encoding(
+        "test", pat_str=tokenizer.LLAMA3_SPLIT, mergeable_ranks={token: i for i, token in enumerate(ranks)}, special_tokens={}
+    )
+    unusual = [
+        "".join(chr(code) for code in range(start, start + 500) if unicodedata.category(chr(code)) != "Cs")
+        for start in range(0, 0x20000, 500)
+    ]
     for text in [*corpus, *unusual, "aaaa" * 50, "   \n\n\t  x", "it'S we'LL 12345"]:
         assert [bytes_of[id] for id in learnt.encode(text).ids] == [ranks[id] for id in ours.encode_ordinary(text)]
 
@@ -192,8 +203,15 @@ def test_encode_keeps_order_whatever_the_number_of_workers(tmp_path, documents, 
     assert one == two
     assert np.frombuffer(one, np.uint16).tolist() == [token for text in texts for token in LOADED.document(text)]
     header = json.loads((tmp_path / "1.bin.json").read_text())
-    assert header == {"dtype": "uint16", "tokens": len(one) // 2, "documents": 27, "vocab_size": 4096, "bos_id": 3840, "eos_id": 3841,
-                      "tokenizer_sha256": LOADED.sha256}
+    assert header == {
+        "dtype": "uint16",
+        "tokens": len(one) // 2,
+        "documents": 27,
+        "vocab_size": 4096,
+        "bos_id": 3840,
+        "eos_id": 3841,
+        "tokenizer_sha256": LOADED.sha256,
+    }
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -212,13 +230,17 @@ def test_large_vocabularies_take_four_bytes(tmp_path, documents):
     assert np.fromfile(tmp_path / "x.bin", np.uint32)[0] == 70_256
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"files": "nothing.txt"}, "FILES=.*nothing.txt: no such file"),
-    ({"tokenizer": "nothing.model"}, "tokenizer.path=nothing.model: No such file"),
-    ({"out": "/nowhere/x.bin"}, "--out=/nowhere/x.bin: No such file or directory"),
-    ({"workers": 0}, "--workers=0: at least 1"),
-    ({"files": "bad.jsonl"}, r"bad\.jsonl:2: not a JSON line"),
-    ({"files": "blank.jsonl"}, "no text")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": "nothing.txt"}, "FILES=.*nothing.txt: no such file"),
+        ({"tokenizer": "nothing.model"}, "tokenizer.path=nothing.model: No such file"),
+        ({"out": "/nowhere/x.bin"}, "--out=/nowhere/x.bin: No such file or directory"),
+        ({"workers": 0}, "--workers=0: at least 1"),
+        ({"files": "bad.jsonl"}, r"bad\.jsonl:2: not a JSON line"),
+        ({"files": "blank.jsonl"}, "no text"),
+    ],
+)
 def test_encode_fails_in_one_line_and_leaves_nothing(tmp_path, capsys, change, message):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text"\n')
@@ -237,9 +259,11 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_file(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 200_000)
     (tmp_path / "x.bin").write_bytes(b"old")
     done = subprocess.run(
-        [sys.executable, "-m", "titan_hydra.cli", "tokenizer", "encode", "--workers", "1",
-         "--out", tmp_path / "x.bin", tmp_path / "a.txt"], capture_output=True, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+        [sys.executable, "-m", "titan_hydra.cli", "tokenizer", "encode", "--workers", "1", "--out", tmp_path / "x.bin", tmp_path / "a.txt"],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == f"--out={tmp_path / 'x.bin'}: File too large"
     assert (tmp_path / "x.bin").read_bytes() == b"old"

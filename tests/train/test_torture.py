@@ -1,4 +1,7 @@
-"""A few of torture.py's cases, one of each kind, by default; all of them with -m slow. As a program: its ranks are forked from it."""
+"""A few of torture.py's cases, one of each kind, by default; all of them with -m slow. As a program: its ranks are
+forked from it.
+"""
+
 import subprocess
 import sys
 from pathlib import Path

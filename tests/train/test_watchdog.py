@@ -1,4 +1,5 @@
 """The thread beside the training: beats, signals that a blocked main thread does not hear, and ranks that are stuck."""
+
 import json
 import os
 import signal
@@ -50,12 +51,20 @@ def watch(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stuck(tmp_path):
-    """`stuck(library, *more)` starts a rank whose main thread blocks in C: a CDLL lets other threads run, a PyDLL does not."""
+    """`stuck(library, *more)` starts a rank whose main thread blocks in C: a CDLL lets other threads run, a PyDLL does
+    not.
+    """
+
     def start(*arguments):
-        process = subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path), *arguments], stdout=subprocess.PIPE,
-                                   stderr=(tmp_path / "rank_0.log").open("w"), text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", STUCK, str(tmp_path), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / "rank_0.log").open("w"),
+            text=True,
+        )
         assert process.stdout.readline() == "ready\n"
         return process
+
     return start
 
 
@@ -144,10 +153,13 @@ def test_an_error_is_told_where_it_was(tmp_path):
     assert (tmp_path / "stopped").exists()
 
 
-@pytest.mark.parametrize(("library", "status", "says"), [
-    ("CDLL", 77, "step 7, forward, backward: no progress for 1 s"),
-    ("PyDLL", 1, "was stuck, and its watchdog ended it"),
-])
+@pytest.mark.parametrize(
+    ("library", "status", "says"),
+    [
+        ("CDLL", 77, "step 7, forward, backward: no progress for 1 s"),
+        ("PyDLL", 1, "was stuck, and its watchdog ended it"),
+    ],
+)
 def test_a_rank_that_is_stuck_in_c_dies_in_time(stuck, tmp_path, library, status, says):
     assert stuck(library).wait(10) == status
     if library == "PyDLL":  # nobody could write that it ended: its parent saw it

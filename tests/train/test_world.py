@@ -1,4 +1,5 @@
 """The world of a rank: time-outs of all its groups."""
+
 import os
 import pickle
 import platform
@@ -81,7 +82,7 @@ def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
         groups = list(dict.fromkeys([*some, dist.group.WORLD]))  # in the same order on all ranks
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
-        entries = pickle.loads(c10d._dump_fr_trace())["entries"][-len(groups):]
+        entries = pickle.loads(c10d._dump_fr_trace())["entries"][-len(groups) :]
         limits = {entry["process_group"][0]: entry["timeout_ms"] for entry in entries}
         assert len(limits) == len(groups) and limits.pop(own.group_name) == 77_000
         assert set(limits.values()) == {5_000}, limits
@@ -92,24 +93,45 @@ def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
 
 
 def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch):
-    """A group on GPUs has gloo's recorder and NCCL's, each with its own numbers; NCCL's sends and receives cannot be compared."""
+    """A group on GPUs has gloo's recorder and NCCL's, each with its own numbers; NCCL's sends and receives cannot be
+    compared.
+    """
+
     def entry(name, time, p2p=False):
-        return {"process_group": ("0", "default_pg"), "profiling_name": name, "collective_seq_id": 3, "p2p_seq_id": 9, "is_p2p": p2p,
-                "input_sizes": [[2]], "state": "completed", "retired": True, "time_created_ns": time, "frames": []}
+        return {
+            "process_group": ("0", "default_pg"),
+            "profiling_name": name,
+            "collective_seq_id": 3,
+            "p2p_seq_id": 9,
+            "is_p2p": p2p,
+            "input_sizes": [[2]],
+            "state": "completed",
+            "retired": True,
+            "time_created_ns": time,
+            "frames": [],
+        }
 
     recorders = [[entry("gloo:barrier", 2e9)], [entry("nccl:all_reduce", 1e9), entry("nccl:send 0->1", 3e9, p2p=True)]]
-    monkeypatch.setattr(flight, "RECORDERS", [lambda *_, found=found: pickle.dumps({"entries": found, "pg_status": {len(found): 1}})
-                                              for found in recorders])
+    monkeypatch.setattr(
+        flight, "RECORDERS", [lambda *_, found=found: pickle.dumps({"entries": found, "pg_status": {len(found): 1}}) for found in recorders]
+    )
     assert [(one["backend"], one["op"], one["seq"]) for one in flight.collectives()] == [("nccl", "all_reduce", 3), ("gloo", "barrier", 3)]
     assert "{1: 1}" in flight.progress()[0] and "{2: 1}" in flight.progress()[0]
 
 
-@pytest.mark.parametrize("ranks, degrees", [
-    (512, {"dp_shard": 512}), (512, {"pp": 16, "dp_shard": 4, "tp": 8}), (4096, {"dp_replicate": 4, "dp_shard": 128, "cp": 8}),
-    (4096, {"pp": 8, "dp_replicate": 2, "dp_shard": 8, "cp": 4, "tp": 8, "ep": 32}),
-])
+@pytest.mark.parametrize(
+    "ranks, degrees",
+    [
+        (512, {"dp_shard": 512}),
+        (512, {"pp": 16, "dp_shard": 4, "tp": 8}),
+        (4096, {"dp_replicate": 4, "dp_shard": 128, "cp": 8}),
+        (4096, {"pp": 8, "dp_replicate": 2, "dp_shard": 8, "cp": 4, "tp": 8, "ep": 32}),
+    ],
+)
 def test_gloo_connects_thousands_of_ranks_in_two_groups_alone(ranks, degrees, monkeypatch):
-    """A group with gloo costs a rank a socket for each other one: NCCL alone has the groups of the mesh that are not the default one."""
+    """A group with gloo costs a rank a socket for each other one: NCCL alone has the groups of the mesh that are not
+    the default one.
+    """
     made, new_group = [], dist.new_group
 
     def counted(ranks=None, backend=None, **options):
@@ -153,13 +175,15 @@ def test_gloo_connects_few_ranks_where_it_may(on_ranks, monkeypatch, lazy):
         dist.barrier(group)
         dist.all_gather_object([None] * 16, "news", group=group)
         used = sockets() - before
-        assert (made, used) == (16, 16) if not lazy else made <= 2 and used <= 12, (made, used)  # one listens; the barrier is a tree
+        # one listens; the barrier is a tree
+        assert (made, used) == (16, 16) if not lazy else made <= 2 and used <= 12, (made, used)
 
     on_ranks(16, task)
 
 
 def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
     """They do at the first validation, which may come hours after the first step."""
+
     def limits(*words):
         set_to = []
         monkeypatch.setattr(loop, "set_timeout", set_to.append)
@@ -175,7 +199,9 @@ def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
 
 
 def test_a_process_may_train_any_number_of_compiled_models(tmp_path):
-    """A sweep with cluster=inline: torch compiles the same code only eight times, and fails then, as every block is one graph."""
+    """A sweep with cluster=inline: torch compiles the same code only eight times, and fails then, as every block is one
+    graph.
+    """
     code = f"""
 from pathlib import Path
 import torch.distributed as dist
@@ -193,8 +219,10 @@ for cell in range(1, 21):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("device, cores, ranks, words", [
-    ("cuda", 8, 8, "1 core for each rank"), ("cuda", 3, 1, "3 cores for each rank"), ("cuda", 32, 8, None), ("cpu", 8, 8, None)])
+@pytest.mark.parametrize(
+    "device, cores, ranks, words",
+    [("cuda", 8, 8, "1 core for each rank"), ("cuda", 3, 1, "3 cores for each rank"), ("cuda", 32, 8, None), ("cpu", 8, 8, None)],
+)
 def test_a_gpu_with_few_cores_is_noted(monkeypatch, device, cores, ranks, words):
     monkeypatch.setattr(loop.os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -202,10 +230,20 @@ def test_a_gpu_with_few_cores_is_noted(monkeypatch, device, cores, ranks, words)
     assert (words in notes[0] and "cluster.cpus_per_task" in notes[0]) if words else notes == []
 
 
-@pytest.mark.parametrize("name, peak", [("NVIDIA GB300", 2.5e15), ("NVIDIA B300 SXM6 AC", 2.25e15), ("NVIDIA GB200", 2.5e15),
-                                        ("NVIDIA B200", 2.25e15), ("NVIDIA H200", 989e12), ("NVIDIA H20", 148e12),
-                                        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
-                                        ("NVIDIA RTX A6000", 154.85e12), ("NVIDIA X", None)])
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA GB300", 2.5e15),
+        ("NVIDIA B300 SXM6 AC", 2.25e15),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B200", 2.25e15),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
+        ("NVIDIA RTX A6000", 154.85e12),
+        ("NVIDIA X", None),
+    ],
+)
 def test_the_peak_of_a_device(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert metrics.peak_flops(torch.device("cuda")) == peak

@@ -1,12 +1,14 @@
-"""Runs of four ranks (2 x 2: FSDP x TP) killed at the worst moments, their disks filled, their files damaged; then resumed.
+"""Runs of four ranks (2 x 2: FSDP x TP) killed at the worst moments, their disks filled, their files damaged; then
+resumed.
 
     python tests/train/torture.py            all of them; a line each, and the figures of docs/reliability.md
     python tests/train/torture.py 3 17       some, by number
 
-A kill is a SIGKILL that a rank sends from inside a named function: to itself (one), to every rank (all), or to the process group with
-the ranks' parent in it (group). After each: what is on disk is judged from outside, the run is resumed, must start from the newest
-intact step, and every loss must be bitwise that of the run that nobody disturbed.
+A kill is a SIGKILL that a rank sends from inside a named function: to itself (one), to every rank (all), or to the
+process group with the ranks' parent in it (group). After each: what is on disk is judged from outside, the run is
+resumed, must start from the newest intact step, and every loss must be bitwise that of the run that nobody disturbed.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,10 +44,21 @@ from titan_hydra.runs.run import Run
 from titan_hydra.train import loop, trainer
 
 RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves at 3, 6, 9, 12; what happens, happens at 9 or behind it
-OVERRIDES = ("debug=tiny", "precision=fp32", "parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4", f"steps={STEPS}",
-             f"checkpoint.interval={INTERVAL}", "checkpoint.keep_latest_k=2", "metrics.log_every=1", "data.global_batch=4",
-             "data.local_batch=2")
-MOMENTS: dict[str, tuple[object, str, int]] = {  # name: (object, function, which call of it after the save of step 9 has begun)
+OVERRIDES = (
+    "debug=tiny",
+    "precision=fp32",
+    "parallelism=fsdp_tp",
+    "parallelism.tp=2",
+    "gpus=4",
+    f"steps={STEPS}",
+    f"checkpoint.interval={INTERVAL}",
+    "checkpoint.keep_latest_k=2",
+    "metrics.log_every=1",
+    "data.global_batch=4",
+    "data.local_batch=2",
+)
+# name: (object, function, which call of it after the save of step 9 has begun)
+MOMENTS: dict[str, tuple[object, str, int]] = {
     "staging": (_state_dict_stager.StateDictStager, "_stage_untyped_storage", 20),
     "first write": (writer.SummedFile, "write", 1),
     "late write": (writer.SummedFile, "write", 3),
@@ -77,20 +90,27 @@ def cases() -> list[Case]:
     """All of them; the order is the numbering."""
     found = [Case("async", "staging", who, rank) for who, rank in (("one", 0), ("one", 3), ("all", 1), ("group", 2))]
     for mode in ("sync", "async"):
-        found += [Case(mode, moment, who, rank) for moment in ("first write", "late write")
-                  for who, rank in (("one", 0), ("one", 2), ("all", 1), ("group", 3))]
+        found += [
+            Case(mode, moment, who, rank)
+            for moment in ("first write", "late write")
+            for who, rank in (("one", 0), ("one", 2), ("all", 1), ("group", 3))
+        ]
         found += [Case(mode, "own file", "one", 1)]
         found += [Case(mode, moment, who) for moment in ("index", "manifest", "before rename", "after rename") for who in ("one", "group")]
         found += [Case(mode, "purge", "one"), Case(mode, "half purged", "one"), Case(mode, "half purged", "group")]
         found += [Case(mode, "next step", "one", 2), Case(mode, "next step", "group")]
-    found += [Case("sync", damage, file) for damage in ("truncated", "bit flipped", "removed")
-              for file in ("shard", ".metadata", layout.MANIFEST.name, "rank_00001.json")]
+    found += [
+        Case("sync", damage, file)
+        for damage in ("truncated", "bit flipped", "removed")
+        for file in ("shard", ".metadata", layout.MANIFEST.name, "rank_00001.json")
+    ]
     found += [Case("sync", "all damaged", "shard"), Case("sync", "while resuming", "group"), Case("async", "while resuming", "one", 1)]
     found += [Case(mode, what, "disk") for what in ("disk full", "disk full, freed") for mode in ("sync", "async")]
     return found
 
 
-# --- in the ranks -----------------------------------------------------------------------------------------------------------------------
+# --- in the ranks -----------------------------------------------------------------------------------------------------
+
 
 def sabotage(case: Case, rank: int, kill: Callable[[], None]) -> None:
     """Kill at the case's moment: in the case's rank, or in rank 0 where only that one gets there."""
@@ -167,10 +187,13 @@ def be_rank(job: Job, directory: Path, attempt: Path, rank: int, before: Callabl
         os._exit(status)
 
 
-# --- outside ----------------------------------------------------------------------------------------------------------------------------
+# --- outside ----------------------------------------------------------------------------------------------------------
+
 
 def attempt(job: Job, directory: Path, case: Case | None = None, before: Callable[[int], None] | None = None) -> list[int]:
-    """Run all ranks under a parent in a process group of their own. Returns the parent's and the ranks' exit statuses, as far as known."""
+    """Run all ranks under a parent in a process group of their own. Returns the parent's and the ranks' exit statuses,
+    as far as known.
+    """
     number = 1 + sum(1 for _ in (directory / "attempts").glob("*")) if directory.exists() else 1
     place = directory / "attempts" / str(number)
     place.mkdir(parents=True)
@@ -319,7 +342,9 @@ def killed_behind_the_third(job: Job, scratch: Path) -> Path:
 
 
 def disk_full(case: Case, job: Job, directory: Path, expected: dict[int, float]) -> dict:
-    """The run's file system is a small one, and full from step 4 on; in the second kind there is room again at step 8."""
+    """The run's file system is a small one, and full from step 4 on; in the second kind there is room again at step
+    8.
+    """
     began = time.monotonic()
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(directory)], check=True)
@@ -364,8 +389,10 @@ def main(numbers: list[int]) -> int:
                 failed.append(number)
                 print(f"{number:3}  {case!s:36}  BROKEN: {error}", flush=True)
             shutil.rmtree(place, ignore_errors=True)
-    print(f"{len(chosen)} cases, {len(failed)} broken {failed or ''}; steps lost: "
-          + ", ".join(f"{steps} ({count} times)" for steps, count in sorted(lost.items(), key=lambda item: item[0] or 0)))
+    print(
+        f"{len(chosen)} cases, {len(failed)} broken {failed or ''}; steps lost: "
+        + ", ".join(f"{steps} ({count} times)" for steps, count in sorted(lost.items(), key=lambda item: item[0] or 0))
+    )
     return bool(failed)
 
 

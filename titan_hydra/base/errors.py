@@ -1,4 +1,7 @@
-"""The exit statuses of a run, the classes of failure, the errors that carry them, and the line for a file that may not be used."""
+"""The exit statuses of a run, the classes of failure, the errors that carry them, and the line for a file that may not
+be used.
+"""
+
 import grp
 import pwd
 import stat
@@ -6,7 +9,8 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
-LAST_WORDS = "--- this rank ends with exit status"  # printed by a rank before the reason; the launcher stops echoing its log here
+# printed by a rank before the reason; the launcher stops echoing its log here
+LAST_WORDS = "--- this rank ends with exit status"
 
 
 class Exit(IntEnum):
@@ -77,13 +81,17 @@ class CheckpointError(RunError):
 
 
 class Unhealthy(RunError):
-    """A node is not fit for training: a device is in use, computes wrong results, or does not respond. The message names the host."""
+    """A node is not fit for training: a device is in use, computes wrong results, or does not respond. The message
+    names the host.
+    """
 
     status = Exit.UNHEALTHY
 
 
 def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
-    """Return a line that names the file or folder that is closed, its owner and its mode; also `key` if it is in that key's `folder`."""
+    """Return a line that names the file or folder that is closed, its owner and its mode; also `key` if it is in that
+    key's `folder`.
+    """
     path = Path(error.filename or ".").absolute()
     where = f"{key}={folder}: " if key and path.is_relative_to(folder.absolute()) else ""
     for place in (path, *path.parents):

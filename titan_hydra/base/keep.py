@@ -1,4 +1,7 @@
-"""Values that a recomputation by activation checkpointing must not compute again, as another value would be wrong. Imports no torch."""
+"""Values that a recomputation by activation checkpointing must not compute again, as another value would be wrong.
+Imports no torch.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -10,12 +13,16 @@ _kept: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("kept", defau
 
 
 def keep(compute: Callable[..., Any], *args: Any) -> Any:
-    """Return compute(*args). A recomputation by activation checkpointing gets the value of the forward again, without computing it."""
+    """Return compute(*args). A recomputation by activation checkpointing gets the value of the forward again, without
+    computing it.
+    """
     return _kept.get()(lambda: compute(*args))
 
 
 def kept() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Return the contexts of a forward, which records the values of `keep`, and of its recomputation, which returns them in order."""
+    """Return the contexts of a forward, which records the values of `keep`, and of its recomputation, which returns
+    them in order.
+    """
     values: list[Any] = []
 
     def record(compute: Callable[[], Any]) -> Any:

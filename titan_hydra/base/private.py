@@ -1,8 +1,10 @@
-"""Private members of torch, torchao, Hydra, submitit and argparse that this package uses, with the reason; no other file names one.
+"""Private members of torch, torchao, Hydra, submitit and argparse that this package uses, with the reason; no other
+file names one.
 
-`from titan_hydra.base.private import NAME` resolves a name at that moment: a login node imports no torch, a rank only what it uses. For a
-new release of a library, check this file.
+`from titan_hydra.base.private import NAME` resolves a name at that moment: a login node imports no torch, a rank only
+what it uses. For a new release of a library, check this file.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,63 +28,82 @@ if TYPE_CHECKING:
 
 SCHEDULES, RING = "torch.distributed.pipelining.schedules", "torch.distributed.tensor.experimental._context_parallel._attention"
 MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of several, the first that this release has
-    # Hydra: its own command line, parsed before it is; and the two steps of composing that do not depend on the chosen files.
+    # Hydra: its own command line, parsed before it is; and the two steps of composing that do not depend on the chosen
+    # files.
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
     "apply_overrides": "hydra._internal.config_loader_impl:ConfigLoaderImpl._apply_overrides_to_config",
     # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP over that.
     "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",
-    # Process groups: the list of all of them, and a time-out that changes after the first step, which torch 2.15 has in public.
+    # Process groups: the list of all of them, and a time-out that changes after the first step, which torch 2.15 has in
+    # public.
     "process_groups": "torch.distributed.distributed_c10d:_world",
     "set_group_timeout": ("torch.distributed:set_timeout", "torch.distributed.distributed_c10d:_set_pg_timeout"),
     # One kernel for a list of tensors, as torch's own optimizers and clipping use.
-    "foreach_copy": "torch:_foreach_copy_", "foreach_norm": "torch:_foreach_norm", "foreach_div": "torch:_foreach_div_",
+    "foreach_copy": "torch:_foreach_copy_",
+    "foreach_norm": "torch:_foreach_norm",
+    "foreach_div": "torch:_foreach_div_",
     "foreach_add": "torch:_foreach_add_",
     # Pipelines: schedules of one's own (csv), their actions, and the order without the backward for a validation.
-    "Action": f"{SCHEDULES}:_Action", "ComputationType": f"{SCHEDULES}:_ComputationType",
-    "PipelineSchedule": f"{SCHEDULES}:_PipelineSchedule", "PipelineScheduleRuntime": f"{SCHEDULES}:_PipelineScheduleRuntime",
+    "Action": f"{SCHEDULES}:_Action",
+    "ComputationType": f"{SCHEDULES}:_ComputationType",
+    "PipelineSchedule": f"{SCHEDULES}:_PipelineSchedule",
+    "PipelineScheduleRuntime": f"{SCHEDULES}:_PipelineScheduleRuntime",
     "load_csv": f"{SCHEDULES}:_PipelineScheduleRuntime._load_csv",
     # Ring attention is torch's own, and has no public switch but a context manager that cannot span a step.
-    "ring_options": f"{RING}:_cp_options", "ring_kernels": f"{RING}:custom_ops", "set_rotate_method": f"{RING}:set_rotate_method",
+    "ring_options": f"{RING}:_cp_options",
+    "ring_kernels": f"{RING}:custom_ops",
+    "set_rotate_method": f"{RING}:set_rotate_method",
     "enable_ring_dispatcher": f"{RING}:_enable_context_parallel_dispatcher",
     "disable_ring_dispatcher": f"{RING}:_disable_context_parallel_dispatcher",
     # ... on CPUs: the kernels' operators, how DTensor learns of one, and the ring's two loops.
-    "ring_forward": f"{RING}:_templated_ring_attention", "ring_backward": f"{RING}:_templated_ring_attention_backward",
+    "ring_forward": f"{RING}:_templated_ring_attention",
+    "ring_backward": f"{RING}:_templated_ring_attention_backward",
     "flash_on_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flash_on_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
-    # Documents: the kernels behind scaled_dot_product_attention, which takes no offsets, and cannot be called below autograd.
+    # Documents: the kernels behind scaled_dot_product_attention, which takes no offsets, and cannot be called below
+    # autograd.
     "flash_attention": "torch:ops.aten._flash_attention_forward.default",
     "flash_attention_backward": "torch:ops.aten._flash_attention_backward.default",
-    "OpOverload": "torch._ops:OpOverload", "OpSchema": "torch.distributed.tensor._op_schema:OpSchema",
+    "OpOverload": "torch._ops:OpOverload",
+    "OpSchema": "torch.distributed.tensor._op_schema:OpSchema",
     "OpStrategy": "torch.distributed.tensor._op_schema:OpStrategy",
     "RuntimeSchemaInfo": "torch.distributed.tensor._op_schema:RuntimeSchemaInfo",
     "op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher",
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
-    # Ulysses: the all-to-all that has a gradient and that a compiler can trace. Experts: the one without, which activation checkpointing
-    # can save as it writes into nothing; autograd's leaks there (TorchTitan #1467).
+    # Ulysses: the all-to-all that has a gradient and that a compiler can trace. Experts: the one without, which
+    # activation checkpointing can save as it writes into nothing; autograd's leaks there (TorchTitan #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
     # Activation checkpointing: the compiler's memory budget, and the names of all operators, for a suggestion.
-    "functorch_config": "torch._functorch.config", "operator_names": "torch._C:_dispatch_get_all_op_names",
+    "functorch_config": "torch._functorch.config",
+    "operator_names": "torch._C:_dispatch_get_all_op_names",
     # MXFP8: torchao's matmul with both backward matmuls; 0.17 has it elsewhere.
-    "mxfp8_matmul": ("torchao.prototype.moe_training.mxfp8_linear:_to_mxfp8_then_scaled_mm",
-                     "torchao.prototype.mx_formats.mx_linear:_to_mxfp8_then_scaled_mm"),
+    "mxfp8_matmul": (
+        "torchao.prototype.moe_training.mxfp8_linear:_to_mxfp8_then_scaled_mm",
+        "torchao.prototype.mx_formats.mx_linear:_to_mxfp8_then_scaled_mm",
+    ),
     # Float8: the matmul with a scale for each row of both matrices.
     "scaled_mm": "torch:_scaled_mm",
     # Muon: the two steps of torch's own, for matrices that are sharded.
-    "muon_adjust_lr": "torch.optim._muon:_adjust_lr", "muon_orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
-    # A checkpoint's index is a pickle: these are among the classes that it consists of. set_element puts a value into a nested dict.
+    "muon_adjust_lr": "torch.optim._muon:_adjust_lr",
+    "muon_orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
+    # A checkpoint's index is a pickle: these are among the classes that it consists of. set_element puts a value into a
+    # nested dict.
     "MemoryFormat": "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
-    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo", "get_layout": "torch.serialization:_get_layout",
+    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "get_layout": "torch.serialization:_get_layout",
     "set_element": "torch.distributed.checkpoint._nested_dict:set_element",
-    # Debugging: whether a forward is a recomputation inside a backward; CUDA's history of allocations, which has no public name.
+    # Debugging: whether a forward is a recomputation inside a backward; CUDA's history of allocations, which has no
+    # public name.
     "current_graph_task": "torch._C:_current_graph_task_id",
-    "record_memory_history": "torch.cuda.memory:_record_memory_history", "memory_snapshot": "torch.cuda.memory:_snapshot",
+    "record_memory_history": "torch.cuda.memory:_record_memory_history",
+    "memory_snapshot": "torch.cuda.memory:_snapshot",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
     # ... and its allocator's settings, after the process has started.
     "set_allocator": "torch:_C._accelerator_setAllocatorSettings",
@@ -90,7 +111,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
     # Its tracker: a mode that sees every operator, and the tensors in nested arguments.
-    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode", "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "tree_leaves": "torch.utils._pytree:tree_leaves",
 }
 
 
@@ -118,7 +140,9 @@ def flight_recorders() -> list[Callable[[bool, bool, bool], bytes]]:
 
 
 def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the function that exchanges tensors between pipeline stages, once: torch's recorder sees only collectives over gloo."""
+    """Wrap the function that exchanges tensors between pipeline stages, once: torch's recorder sees only collectives
+    over gloo.
+    """
     from torch.distributed.pipelining import schedules
 
     if not hasattr(schedules._batch_p2p, "wrapped"):
@@ -127,7 +151,9 @@ def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def settle_shapes(schedule: Any) -> None:
-    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads it, and fake tensors hold nothing."""
+    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads it, and fake tensors
+    hold nothing.
+    """
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
 
@@ -139,7 +165,9 @@ def settle_shapes(schedule: Any) -> None:
 
 
 def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
-    """Return what FSDP2 takes as the place of a parameter that is sharded over a mesh of its own; None if this torch has one for all."""
+    """Return what FSDP2 takes as the place of a parameter that is sharded over a mesh of its own; None if this torch
+    has one for all.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
     if not hasattr(fsdp, "ShardPlacementResult"):
@@ -149,9 +177,12 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
 
 
 def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
-    """Make FSDP2 leave a module's gradients in a dtype of their own, not in that of the weights, which it learns at the first forward."""
+    """Make FSDP2 leave a module's gradients in a dtype of their own, not in that of the weights, which it learns at the
+    first forward.
+    """
     state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # of torch 2.13, and of torch 2.11
+    # of torch 2.13, and of torch 2.11
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is None:
             continue
 
@@ -163,7 +194,9 @@ def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
 
 
 def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], None]:
-    """Change the function in which DTensor runs an operator at its global shape to learn a result's shape. Returns how to undo it."""
+    """Change the function in which DTensor runs an operator at its global shape to learn a result's shape. Returns how
+    to undo it.
+    """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     original = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -172,7 +205,9 @@ def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], Non
 
 
 def forget_forward(stage: Any, microbatch: int) -> None:
-    """Drop what torch's pipeline stage keeps of a forward that no backward follows. torch 2.15 keeps it under another name."""
+    """Drop what torch's pipeline stage keeps of a forward that no backward follows. torch 2.15 keeps it under another
+    name.
+    """
     if hasattr(stage, "fwd_cache"):
         stage.fwd_cache[microbatch] = ((), [])
         return
@@ -182,8 +217,9 @@ def forget_forward(stage: Any, microbatch: int) -> None:
 
 
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the compiler call a function once, while it traces, and take the result for a constant. As torch.compiler.assume_constant_result,
-    which imports the compiler: a second of each start, where nothing is compiled.
+    """Let the compiler call a function once, while it traces, and take the result for a constant. As
+    torch.compiler.assume_constant_result, which imports the compiler: a second of each start, where nothing is
+    compiled.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -197,8 +233,8 @@ def set_async_tp(on: bool) -> None:
 
 
 def share_memory(group_name: Any) -> None:
-    """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. In a release that calls the function
-    deprecated every group already can.
+    """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. In a release that
+    calls the function deprecated every group already can.
     """
     from torch.distributed import _symmetric_memory as memory
 
@@ -207,8 +243,9 @@ def share_memory(group_name: Any) -> None:
 
 
 def join_collectives(size: int) -> None:
-    """Let the compiler join the gathers and the reductions of a graph into messages of up to `size` MiB, and start each before the compute
-    that needs it, without more memory at the peak. 0: neither. The passes are those that torch's configuration recommends.
+    """Let the compiler join the gathers and the reductions of a graph into messages of up to `size` MiB, and start each
+    before the compute that needs it, without more memory at the peak. 0: neither. The passes are those that torch's
+    configuration recommends.
     """
     import torch._inductor.config as inductor
 
@@ -227,7 +264,9 @@ def _same(size: int, index: int) -> int:
 
 
 def scales_gradients(optimizer: Optimizer) -> bool:
-    """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused ones do for GradScaler."""
+    """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused ones do for
+    GradScaler.
+    """
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -237,7 +276,9 @@ def without_wrapper(local: Tensor) -> Tensor | None:
 
 
 def keep_staged(stager: DefaultStager) -> None:
-    """Let a checkpoint's stager copy into the same memory at every save: torch 2.11 gives it back after each, and would pin it anew."""
+    """Let a checkpoint's stager copy into the same memory at every save: torch 2.11 gives it back after each, and would
+    pin it anew.
+    """
     stager._state_dict_stager.close = lambda: None
 
 

@@ -1,11 +1,15 @@
-"""Recognize secrets (WANDB_API_KEY, HF_TOKEN, passwords) by name, by value and by form, so that no file of a run holds one."""
+"""Recognize secrets (WANDB_API_KEY, HF_TOKEN, passwords) by name, by value and by form, so that no file of a run holds
+one.
+"""
+
 import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}  # parts of a secret's name
+# parts of a secret's name
+SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}
 LAST = {"PASS", "PWD"}  # secret only as the last of several parts
 PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # ambiguous in code
 SHORTEST = 8  # characters; a shorter value would match ordinary text
@@ -13,16 +17,22 @@ SHAPES = re.compile(  # what the issuers make recognizable, passwords in address
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}"
     r"|\bA[KS]IA[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\bwandb_v1_\w{20,}|\beyJ[\w-]{8,}\.[\w-]{4,}\.[\w-]*"
     r"|(?<=://)[^\s/:@'\"${<]*:(?![${<])[^\s/@'\"]+(?=@)|\b[0-9a-f]{32,}(?=@)|(?i:authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token)\s+)[^\s\"'{]+"
-    r"|(?i:\bbearer)\s+(?=[^\s\"']*\d)[\w.~+/=-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----(.*?-----END [A-Z ]*PRIVATE KEY-----)?", re.S)
+    r"|(?i:\bbearer)\s+(?=[^\s\"']*\d)[\w.~+/=-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----(.*?-----END [A-Z ]*PRIVATE KEY-----)?",
+    re.S,
+)
 ASSIGNED = re.compile(  # NAME = "value", NAME: value, NAME=value, x["NAME"] = "value"
-    r"""(?P<name>\b\w+)(?P<is>["']?\]?\s*[:=]\s*)(?:(?P<quote>["'])(?P<quoted>[^"'\n]{6,})(?P=quote)|(?P<bare>[\w+/=.~-]{6,})(?=\s|$|[,;)}\]]))""")
-NAMED = re.compile(r"""(?P<name>\b[A-Za-z_]\w*)(?P<is>["']?\]?\s*[:=!]=?\s*|["']\s*,\s*(?=["']))""")  # the same in code, and in arguments
+    r"""(?P<name>\b\w+)(?P<is>["']?\]?\s*[:=]\s*)(?:(?P<quote>["'])(?P<quoted>[^"'\n]{6,})(?P=quote)|(?P<bare>[\w+/=.~-]{6,})(?=\s|$|[,;)}\]]))"""
+)
+# the same in code, and in arguments
+NAMED = re.compile(r"""(?P<name>\b[A-Za-z_]\w*)(?P<is>["']?\]?\s*[:=!]=?\s*|["']\s*,\s*(?=["']))""")
 LITERAL = re.compile(r"""(?P<quote>["'])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)""")
 
 
 @lru_cache(4096)  # each value of a config is searched for the values of the whole environment
 def sureness(name: str) -> int:
-    """Rate whether a variable of this name holds a secret: 0 no, 1 perhaps, 2 surely. HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
+    """Rate whether a variable of this name holds a secret: 0 no, 1 perhaps, 2 surely. HF_TOKEN does,
+    TOKENIZERS_PARALLELISM does not.
+    """
     whole = (re.sub("(?<=[a-z])(?=[A-Z])", "_", name) if name[:1].islower() else name).upper()
     parts = whole.split("_")
     sure = SURE & set(parts) or (len(parts) > 1 and parts[-1] in LAST) or re.search("PASSWORD|AUTH_CONFIG", whole)
@@ -30,10 +40,11 @@ def sureness(name: str) -> int:
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:
-    """Remove secrets from a text: values from the environment, known formats, and literals assigned to a name like a secret's.
+    """Remove secrets from a text: values from the environment, known formats, and literals assigned to a name like a
+    secret's.
 
-    In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign to such a name lose all
-    literals.
+    In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign to
+    such a name lose all literals.
     """
     secrets = {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
     for value in sorted(secrets, key=len, reverse=True):
@@ -58,7 +69,9 @@ def _mixed(value: str) -> bool:
 
 
 def _without_values(lines: list[str]) -> Iterator[str]:
-    """Yield lines of code without the literals in lines that assign to a secret's name, and without those that continue such a line."""
+    """Yield lines of code without the literals in lines that assign to a secret's name, and without those that continue
+    such a line.
+    """
     sure, block = 0, False  # state of a line that continues on the next: an open expression, or a text of several lines
     for line in lines:
         if block:
@@ -72,7 +85,7 @@ def _without_values(lines: list[str]) -> Iterator[str]:
         if named and (bare := re.match(r"[\w+/=~-]+(?=\s|$|[,;)}\]])", rest)):
             shell = named[0]["is"] == "=" and named[0]["name"].isupper()
             if shell or (_mixed(bare[0]) and (sure == 2 or len(bare[0]) >= SHORTEST)):
-                rest = "[redacted]" + rest[bare.end():]
+                rest = "[redacted]" + rest[bare.end() :]
         text = any(line.count(quotes) % 2 for quotes in ('"""', "'''")) or rest.endswith("\\")
         block = bool(named) and (text or rest.strip() in ("|", "|-", ">", ">-"))
         yield line[:begin] + ("[redacted]" if named and text else rest)

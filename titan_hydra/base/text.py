@@ -1,4 +1,5 @@
 """Tables for the terminal. rich needs half a second for 500 rows, longer than reading the runs takes."""
+
 import os
 import re
 import shutil
@@ -11,16 +12,23 @@ NARROWEST = 12  # characters to which a column may be truncated
 
 
 def printable(text: str) -> str:
-    """Drop the control characters of a text but for tabs and line ends: an escape sequence could clear the reader's screen."""
+    """Drop the control characters of a text but for tabs and line ends: an escape sequence could clear the reader's
+    screen.
+    """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str] = (), gives: Sequence[str] = (),
-          colours: Sequence[dict[str, str]] = ()) -> list[str]:
+def table(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Collection[str] = (),
+    gives: Sequence[str] = (),
+    colours: Sequence[dict[str, str]] = (),
+) -> list[str]:
     """Format a line for the titles and one for each row; the columns in `right` are aligned right.
 
-    On a terminal the columns in `gives` are truncated, in this order, until the lines fit; `colours` gives, for each row, the colour of
-    some columns.
+    On a terminal the columns in `gives` are truncated, in this order, until the lines fit; `colours` gives, for each
+    row, the colour of some columns.
     """
     texts = [[*titles], *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
@@ -34,7 +42,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collec
     for line, colour in zip(texts, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(texts) - 1))], strict=True):
         parts = []
         for title, text, width in zip(titles, line, widths, strict=True):
-            text = text if len(text) <= width else text[:width - 1] + "\N{HORIZONTAL ELLIPSIS}"
+            text = text if len(text) <= width else text[: width - 1] + "\N{HORIZONTAL ELLIPSIS}"
             text = text.rjust(width) if title in right else text.ljust(width)
             parts.append(text if plain or title not in colour else f"\x1b[{COLOURS[colour[title]]}m{text}\x1b[0m")
         lines.append(GAP.join(parts).rstrip())

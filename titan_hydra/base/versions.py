@@ -1,4 +1,5 @@
 """The versions of what a run depends on."""
+
 import contextlib
 import functools
 import platform
@@ -9,7 +10,9 @@ from titan_hydra import __version__
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that affect results or speed. The result is cached: do not change it."""
+    """Return the versions of the installed packages that affect results or speed. The result is cached: do not change
+    it.
+    """
     found = {"python": platform.python_version(), "titan_hydra": __version__}
     for package in ("torch", "torchao", "triton", "numpy", "tiktoken", "datasets"):
         with contextlib.suppress(metadata.PackageNotFoundError):

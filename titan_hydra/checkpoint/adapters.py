@@ -1,4 +1,7 @@
-"""Export the adapters of a run alone, as Hugging Face's PEFT has them: adapter_model.safetensors and adapter_config.json."""
+"""Export the adapters of a run alone, as Hugging Face's PEFT has them: adapter_model.safetensors and
+adapter_config.json.
+"""
+
 from pathlib import Path
 
 import torch
@@ -13,7 +16,9 @@ from .reader import Merged
 
 
 def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Path | None = None) -> int:
-    """Write the adapters of a checkpoint or run. Returns how many linears have one. Raises ConfigError if it has none."""
+    """Write the adapters of a checkpoint or run. Returns how many linears have one. Raises ConfigError if it has
+    none.
+    """
     checkpoint = find_checkpoint(source)
     config, reader = read_model_config(checkpoint, config_file), reader_of(checkpoint, config_file)
     if not isinstance(reader, Merged):
@@ -25,12 +30,23 @@ def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Pat
         if found := reader.adapter(name):
             theirs = hf.name(name).removesuffix(".weight")
             targets.add(theirs.rpartition(".")[2])
-            tensors |= {f"base_model.model.{theirs}.{part}.weight": found[ours].to(dtype)
-                        for part, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b"))}
+            tensors |= {
+                f"base_model.model.{theirs}.{part}.weight": found[ours].to(dtype)
+                for part, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b"))
+            }
     make_target(target)
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": section["initial_load_path"], "r": adapter["rank"],
-             "lora_alpha": adapter["alpha"], "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-             "target_modules": sorted(targets)}
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": section["initial_load_path"],
+        "r": adapter["rank"],
+        "lora_alpha": adapter["alpha"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(targets),
+    }
     write_content(target / "adapter_config.json", about)
     return len(tensors) // 2

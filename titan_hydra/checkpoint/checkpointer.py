@@ -1,8 +1,9 @@
 """When a checkpoint is written, what happens when that fails, and which one a run resumes from.
 
-A failed save is tried again one step later, while training continues. If two saves in a row that were due have failed with their second
-tries, the run stops: no more than two intervals are then lost. Rules: docs/reliability.md.
+A failed save is tried again one step later, while training continues. If two saves in a row that were due have failed
+with their second tries, the run stops: no more than two intervals are then lost. Rules: docs/reliability.md.
 """
+
 import json
 import shutil
 import sys
@@ -58,13 +59,16 @@ class PendingSave:
 
 @dataclass
 class Checkpointer:
-    """Saves and loads a model, its optimizers and each rank's data state. All ranks must call the same methods in the same order."""
+    """Saves and loads a model, its optimizers and each rank's data state. All ranks must call the same methods in the
+    same order.
+    """
 
     config: Checkpoint
     run: Run
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of the replica groups' last exchange
+    # this rank's outer state of the replica groups' last exchange
+    outer: dict[str, torch.Tensor] = field(default_factory=dict)
     report: Callable[..., None] = lambda event, step, **values: None  # Metrics.event
     pending: PendingSave | None = None
     failures: int = 0  # in a row
@@ -77,7 +81,8 @@ class Checkpointer:
     def __post_init__(self) -> None:
         self.clock = time.monotonic()
         self.on = self.config.name != "off"
-        # A separate group, so that a saving thread cannot interleave with the step's collectives; gloo, as the data are on the host.
+        # A separate group, so that a saving thread cannot interleave with the step's collectives; gloo, as the data are
+        # on the host.
         self.group = dist.new_group(backend="gloo", timeout=LONGEST) if self.on else None
         self.stager = self._new_stager() if self.config.name in ("async", "async_pinned") else None
 
@@ -98,11 +103,11 @@ class Checkpointer:
         """The folder of the steps."""
         return layout.CHECKPOINTS.of(self.run.directory)
 
-    # --- in the loop ------------------------------------------------------------------------------------------------------------
+    # --- in the loop --------------------------------------------------------------------------------------------------
 
     def votes(self) -> list[float]:
-        """Return this rank's two flags for the per-step all-reduce: a time-based save is due (rank 0 only); the pending save has finished
-        on this rank.
+        """Return this rank's two flags for the per-step all-reduce: a time-based save is due (rank 0 only); the pending
+        save has finished on this rank.
         """
         minutes = self.config.interval_minutes
         late = self.run.rank == 0 and minutes is not None and time.monotonic() - self.clock >= 60 * minutes
@@ -119,10 +124,9 @@ class Checkpointer:
         self.pending.held += held
         return held
 
-    def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool,
-                   held_out: float = inf) -> None:
-        """Save if one is due; at the end of the run wait until it is complete. `votes` are the sums over all ranks; `held_out` is the
-        held-out loss, if it was measured at this step.
+    def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool, held_out: float = inf) -> None:
+        """Save if one is due; at the end of the run wait until it is complete. `votes` are the sums over all ranks;
+        `held_out` is the held-out loss, if it was measured at this step.
         """
         if not self.on:
             return
@@ -152,8 +156,15 @@ class Checkpointer:
         self.finish_pending()
         began, self.clock = time.perf_counter(), time.monotonic()
         own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
-        writer = Writer(checkpoints.step_folder(self.folder, step), step, self.run.world_size, own, self._purge, not self.read_back,
-                        held_out if isfinite(held_out) else None)
+        writer = Writer(
+            checkpoints.step_folder(self.folder, step),
+            step,
+            self.run.world_size,
+            own,
+            self._purge,
+            not self.read_back,
+            held_out if isfinite(held_out) else None,
+        )
         self.pending = PendingSave(step, writer, began, held_out=held_out)
         self._start(self.pending, self._content(PARTS, self.model))
         self.pending.held += time.perf_counter() - began
@@ -165,16 +176,18 @@ class Checkpointer:
         if self.stager is None:
             pending.written = Future()
             try:
-                pending.written.set_result(dcp.save(content, storage_writer=pending.writer, planner=SavePlanner(),
-                                                    process_group=self.group))
+                pending.written.set_result(
+                    dcp.save(content, storage_writer=pending.writer, planner=SavePlanner(), process_group=self.group)
+                )
             except (Exception, CheckpointException) as error:
                 pending.written.set_exception(error)
             pending.seconds = time.perf_counter() - pending.began
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
-        response: Any = dcp.async_save(content, storage_writer=pending.writer, planner=SavePlanner(), process_group=self.group,
-                                       async_stager=self.stager)
+        response: Any = dcp.async_save(
+            content, storage_writer=pending.writer, planner=SavePlanner(), process_group=self.group, async_stager=self.stager
+        )
         pending.staged, pending.written = response.staging_completion, response.upload_completion
         pending.written.add_done_callback(lambda _: setattr(pending, "seconds", time.perf_counter() - pending.began))
 
@@ -192,14 +205,16 @@ class Checkpointer:
             seconds = pending.seconds or time.perf_counter() - pending.began
             self.report("checkpoint", pending.step, seconds=seconds, seconds_held=pending.held)
             return
-        if not isinstance(failure, CheckpointException):  # local, as a lost peer: other ranks have not seen it, so no retry can be agreed
+        # local, as a lost peer: other ranks have not seen it, so no retry can be agreed
+        if not isinstance(failure, CheckpointException):
             raise failure
         if self.run.rank == 0:
             pending.writer.abandon()
         self.failures += 1
         self.again = self.failures % 2 == 1
         self.reason = reason_of(failure)
-        if any(isinstance(error, CheckpointError) for error, _ in failure.failures.values()):  # of the writer's check: no try would help
+        # of the writer's check: no try would help
+        if any(isinstance(error, CheckpointError) for error, _ in failure.failures.values()):
             raise CheckpointError(self._lost(pending.step))
         self.report("checkpoint_failed", pending.step, reason=self.reason, failures=self.failures, seconds_held=pending.held)
         if self.run.rank == 0:
@@ -210,8 +225,9 @@ class Checkpointer:
 
     def _lost(self, step: int) -> str:
         kept = checkpoints.newest(self.folder)
-        return (f"the checkpoint of step {step} could not be written to {self.folder}: {self.reason}; "
-                + (f"the newest complete one is {kept.name}" if kept else "there is no earlier one"))
+        return f"the checkpoint of step {step} could not be written to {self.folder}: {self.reason}; " + (
+            f"the newest complete one is {kept.name}" if kept else "there is no earlier one"
+        )
 
     def _purge(self) -> None:
         """Delete steps that need not be kept. Called on rank 0 when a step is complete."""
@@ -223,10 +239,12 @@ class Checkpointer:
             self.stager.close()
         self.bin.wait()
 
-    # --- at the start and the end -------------------------------------------------------------------------------------------------
+    # --- at the start and the end -------------------------------------------------------------------------------------
 
     def resume(self) -> tuple[int, dict[str, Any] | None]:
-        """Load the newest complete and intact step. Returns its number and the merged data state; (0, None) if there is none."""
+        """Load the newest complete and intact step. Returns its number and the merged data state; (0, None) if there is
+        none.
+        """
         if not self.on:
             return 0, None
         if self.run.rank == 0:
@@ -241,9 +259,12 @@ class Checkpointer:
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
     def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
-        """Start from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's weights."""
+        """Start from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's
+        weights.
+        """
         found = [initial.find(path)]
-        dist.broadcast_object_list(found, src=0, group=self.group)  # the other run may be writing its next step just now
+        # the other run may be writing its next step just now
+        dist.broadcast_object_list(found, src=0, group=self.group)
         source, left_out = found[0], set(self.config.exclude_from_loading)
         if initial.is_hf(source):
             initial.load_hf(self.base, model, source)
@@ -256,7 +277,8 @@ class Checkpointer:
 
     def save_weights(self, path: Path, model: Model, dtype: str) -> None:
         """Write `model.*` only, with the model's configuration, in the number format `dtype`; complete or absent."""
-        buffers = {clean_name(name) for name, _ in self.model.named_buffers()}  # they accumulate values too small for 16 bits
+        # they accumulate values too small for 16 bits
+        buffers = {clean_name(name) for name, _ in self.model.named_buffers()}
         content = self._content({MODEL}, self.model)
         dtypes = {f"{MODEL}.{name}": getattr(torch, dtype) for name in content[MODEL] if name not in buffers}
         own = (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
@@ -289,11 +311,16 @@ class Checkpointer:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 
     def _newest_intact(self) -> Path | None:
-        """Return the step to resume from, or None. Damaged ones are moved aside. Raises CheckpointError if all are damaged."""
+        """Return the step to resume from, or None. Damaged ones are moved aside. Raises CheckpointError if all are
+        damaged.
+        """
         set_aside = any(self.folder.glob(f"*{checkpoints.DAMAGED}"))
         best = checkpoints.best(self.folder) if self.config.keep_best else None
-        names: list[Any] = [[path.name for path in reversed(checkpoints.complete(self.folder))], set_aside,
-                            checkpoints.held_out_loss(best) if best else inf]
+        names: list[Any] = [
+            [path.name for path in reversed(checkpoints.complete(self.folder))],
+            set_aside,
+            checkpoints.held_out_loss(best) if best else inf,
+        ]
         dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
         self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
@@ -306,8 +333,10 @@ class Checkpointer:
             damaged.append((path, problems))
         words = "; ".join(f"{path.name}: {', '.join(problems)}" for path, problems in damaged)
         if found is None and (damaged or names[1]):
-            raise CheckpointError(f"no checkpoint in {self.folder} is intact ({words or 'all are set aside as damaged'}); "
-                                  "launch.force=true starts again from scratch")
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is intact ({words or 'all are set aside as damaged'}); "
+                "launch.force=true starts again from scratch"
+            )
         if damaged and self.run.rank == 0:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:

@@ -1,9 +1,11 @@
-"""Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start from.
+"""Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start
+from.
 
-Both directions stream: an export holds one file's tensors in memory, an import one tensor (a block's experts are one tensor). The file
-that marks completeness is written last (config.json of an export, `.metadata` of a checkpoint), so an interrupted folder is never taken for
-a complete one.
+Both directions stream: an export holds one file's tensors in memory, an import one tensor (a block's experts are one
+tensor). The file that marks completeness is written last (config.json of an export, `.metadata` of a checkpoint), so an
+interrupted folder is never taken for a complete one.
 """
+
 from __future__ import annotations
 
 import os
@@ -40,10 +42,15 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def export_hf(source: Path, target: Path, dtype: torch.dtype | None = None, max_shard_gb: float = 5.0, config_file: Path | None = None,
-              ) -> tuple[list[str], torch.dtype]:
-    """Write the model of a checkpoint or run in its family's Hugging Face format, in `dtype`, or as each tensor is stored. Returns the
-    names of the weight files, and the dtype of most weights.
+def export_hf(
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_gb: float = 5.0,
+    config_file: Path | None = None,
+) -> tuple[list[str], torch.dtype]:
+    """Write the model of a checkpoint or run in its family's Hugging Face format, in `dtype`, or as each tensor is
+    stored. Returns the names of the weight files, and the dtype of most weights.
     """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
@@ -61,8 +68,9 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype | None = None, max_
     files = [_shard_name(hf.files, i, len(shards)) for i in range(len(shards))]
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
-        tensors = {theirs: part for name in names
-                   for theirs, part in hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name])).items()}
+        tensors = {
+            theirs: part for name in names for theirs, part in hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name])).items()
+        }
         weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
         mode = (target / file).stat().st_mode  # the umask's; safetensors would make the file readable only to its owner
@@ -78,7 +86,9 @@ def export_hf(source: Path, target: Path, dtype: torch.dtype | None = None, max_
 
 
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
-    """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a warning."""
+    """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a
+    warning.
+    """
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
         if _with_template(find_section("data", checkpoint, config_file)[1]):
@@ -91,8 +101,8 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, imports: Sequence[str] = ()) -> None:
-    """Write a Hugging Face folder as a checkpoint of `model.*` only, with the model section as its config.json; `imports` are the user's
-    modules, which may bring the family.
+    """Write a Hugging Face folder as a checkpoint of `model.*` only, with the model section as its config.json;
+    `imports` are the user's modules, which may bring the family.
     """
     require_user_modules(list(imports))
     if not source.is_dir():
@@ -102,8 +112,10 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
     stored = folder.dtypes(model)
     if missing := model.keys() - stored.keys():
         raise ConfigError(f"{source}: has no {folder.hf.name(min(missing))}, which its config.json asks for")
-    state = {PREFIX + name: torch.empty(tensor.shape, dtype=in_dtype(tensor, dtype or stored[name]), device="meta")
-             for name, tensor in model.items()}
+    state = {
+        PREFIX + name: torch.empty(tensor.shape, dtype=in_dtype(tensor, dtype or stored[name]), device="meta")
+        for name, tensor in model.items()
+    }
 
     def read(key: str) -> Tensor:
         return folder.tensor(key.removeprefix(PREFIX), state[key].shape, state[key].dtype)
@@ -116,7 +128,9 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return `source` if it is a complete checkpoint, else the newest of that run (or checkpoints folder). Raises ConfigError."""
+    """Return `source` if it is a complete checkpoint, else the newest of that run (or checkpoints folder). Raises
+    ConfigError.
+    """
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     found = initial.complete_at(source)
@@ -126,7 +140,9 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
-    """Read the model section of the config.json of a checkpoint, and import the modules that its family may come from."""
+    """Read the model section of the config.json of a checkpoint, and import the modules that its family may come
+    from.
+    """
     candidates = [config_file] if config_file else config_files(checkpoint)
     file = next((file for file in candidates if file.is_file()), None)
     if file is None:
@@ -140,7 +156,8 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
 
 
 def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> Tokenizer:
-    """Read the tokenizer section of the run that wrote a checkpoint. Its path is resolved against the folder in which the run was started.
+    """Read the tokenizer section of the run that wrote a checkpoint. Its path is resolved against the folder in which
+    the run was started.
 
     Raises ConfigError if no config.json names a tokenizer.
     """
@@ -160,22 +177,25 @@ def _as_started(config_file: Path, path: str) -> str:
 
 
 def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
-    """Return what reads the weights of a checkpoint; adapters are merged into the weights that the run has started from."""
+    """Return what reads the weights of a checkpoint; adapters are merged into the weights that the run has started
+    from.
+    """
     _, adapter = find_section("adapter", checkpoint, config_file)
     if adapter.get("name", "none") == "none":
         return Reader(checkpoint)
     file, section = find_section("checkpoint", checkpoint, config_file)
     if not section.get("initial_load_path"):
-        raise ConfigError(f"{file}: checkpoint.initial_load_path=null: the adapters belong to weights that were drawn from the seed and "
-                          "not saved")
+        raise ConfigError(
+            f"{file}: checkpoint.initial_load_path=null: the adapters belong to weights that were drawn from the seed and not saved"
+        )
     base = initial.find(_as_started(file, section["initial_load_path"]))
     beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
     return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
 
 
 def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
-    """Load the chat template of the run that wrote a checkpoint; of a mixture, that of the heaviest source with one. Raises ConfigError if
-    there is none.
+    """Load the chat template of the run that wrote a checkpoint; of a mixture, that of the heaviest source with one.
+    Raises ConfigError if there is none.
     """
     from titan_hydra.data import template
 
@@ -201,8 +221,8 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
 
 
 def config_files(checkpoint: Path) -> list[Path]:
-    """Return where the config.json of a checkpoint may be: in it (an import), one folder up (the run of an export), or two (the run of a
-    step).
+    """Return where the config.json of a checkpoint may be: in it (an import), one folder up (the run of an export), or
+    two (the run of a step).
     """
     return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 
@@ -219,8 +239,11 @@ class LazySavePlanner(dcp.DefaultSavePlanner):
 
 
 def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint: Path) -> None:
-    stored = {key.removeprefix(PREFIX): entry.size for key, entry in metadata.state_dict_metadata.items()
-              if key.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)}
+    stored = {
+        key.removeprefix(PREFIX): entry.size
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
     for name in shapes | stored:
         if shapes.get(name) != stored.get(name):
             has, needs = (tuple(found[name]) if name in found else "nothing" for found in (stored, shapes))

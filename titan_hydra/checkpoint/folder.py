@@ -1,8 +1,11 @@
-"""Read a Hugging Face folder (safetensors) as the tensors of a model: any part of one at a time, from wherever it lies there.
+"""Read a Hugging Face folder (safetensors) as the tensors of a model: any part of one at a time, from wherever it lies
+there.
 
-A stack of experts may be a tensor for each expert, or packed as transformers 5 has it in memory: the first and third matrices of all
-experts in one tensor. Weights in float8 are multiplied by the scales of their blocks, which lie beside them.
+A stack of experts may be a tensor for each expert, or packed as transformers 5 has it in memory: the first and third
+matrices of all experts in one tensor. Weights in float8 are multiplied by the scales of their blocks, which lie beside
+them.
 """
+
 from __future__ import annotations
 
 import json
@@ -22,14 +25,16 @@ from titan_hydra.models.hf import HuggingFace
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCALE = "_scale_inv"  # the name of a float8 weight's scales: its own and this
 PACKED = {  # of an expert's matrix: the tensor of all experts, which part of its rows, of how many
-    "gate_proj.weight": ("gate_up_proj", 0, 2), "up_proj.weight": ("gate_up_proj", 1, 2), "down_proj.weight": ("down_proj", 0, 1),
+    "gate_proj.weight": ("gate_up_proj", 0, 2),
+    "up_proj.weight": ("gate_up_proj", 1, 2),
+    "down_proj.weight": ("down_proj", 0, 1),
 }
 UNUSED = ("rotary_emb.inv_freq", SCALE)  # tensors beside the weights
 
 
 class Folder:
-    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` reads them; without it, the family whose
-    model_type config.json names. Raises ConfigError for what cannot be read.
+    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` reads them; without it,
+    the family whose model_type config.json names. Raises ConfigError for what cannot be read.
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
@@ -42,14 +47,15 @@ class Folder:
         except KeyError as error:
             raise ConfigError(f"{config_file}: lacks {error}") from error
         self.hf = self.hf.of(self.config)
-        layers = self.config.n_layers  # after them stand the blocks that predict further tokens, which the model does not have
+        # after them stand the blocks that predict further tokens, which the model does not have
+        layers = self.config.n_layers
         self.unused = tuple(f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0))
         self.block = block_of(content.get("quantization_config"), config_file)
         self.files = weight_files(source, self.hf.files)
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
-        """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if one is not there or has
-        another shape, or if the folder has weights that the model has no place for.
+        """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if one is
+        not there or has another shape, or if the folder has weights that the model has no place for.
         """
         found, seen = {}, set()
         for fqn, tensor in state.items():
@@ -67,7 +73,9 @@ class Folder:
         return self.hf.name(fqn).format(0) in self.files
 
     def shapes(self, fqn: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the names of the tensors that hold the tensor `fqn` of that shape, or parts of it, and their shapes."""
+        """Return the names of the tensors that hold the tensor `fqn` of that shape, or parts of it, and their
+        shapes.
+        """
         name = self.hf.name(fqn)
         if packed := self._packed(name):
             theirs, _, parts = packed
@@ -83,7 +91,9 @@ class Folder:
         return found
 
     def read(self, fqn: str, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
-        """Read the part of the tensor `fqn` of that shape that begins at `offsets` into `target`, in its dtype and on its device."""
+        """Read the part of the tensor `fqn` of that shape that begins at `offsets` into `target`, in its dtype and on
+        its device.
+        """
         name = self.hf.name(fqn)
         if target.numel() == 0:
             return
@@ -97,7 +107,9 @@ class Folder:
             target.copy_(self._part(name, offsets, target.shape))
 
     def _packed(self, name: str) -> tuple[str, int, int] | None:
-        """Return the tensor in which a stack of experts lies packed and, as PACKED, where in it; None if it does not."""
+        """Return the tensor in which a stack of experts lies packed and, as PACKED, where in it; None if it does
+        not.
+        """
         experts, _, kind = name.partition("{}.")
         if kind not in PACKED or experts + PACKED[kind][0] not in self.files:
             return None
@@ -124,8 +136,9 @@ class Folder:
         if (stored := entry.get_dtype()) in DTYPES:
             return DTYPES[stored]
         if stored != "F8_E4M3" or self.block is None:
-            raise ConfigError(f"{self.files[name]}: {name} is {stored}; legal: {', '.join(DTYPES)}, "
-                              "or F8_E4M3 with quantization_config.weight_block_size")
+            raise ConfigError(
+                f"{self.files[name]}: {name} is {stored}; legal: {', '.join(DTYPES)}, or F8_E4M3 with quantization_config.weight_block_size"
+            )
         blocks = (1,) * (len(shape) - 2) + self.block
         needed = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
         if (found := tuple(self._entry(name + SCALE).get_shape())) != needed:
@@ -149,7 +162,9 @@ class Folder:
 
 
 def side_of(content: dict, file: Path) -> HuggingFace:
-    """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family has it."""
+    """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family
+    has it.
+    """
     sides = [side for family in families().values() if (side := family.part("hf"))]
     kind = content.get("model_type") or content.get("_class_name")
     found = next((side for side in sides if side.model_type == kind), None)
@@ -159,15 +174,16 @@ def side_of(content: dict, file: Path) -> HuggingFace:
 
 
 def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
-    """Return the rows and columns of a block of float8 weights that have a scale; None if weights are plain. Raises ConfigError for other
-    number formats.
+    """Return the rows and columns of a block of float8 weights that have a scale; None if weights are plain. Raises
+    ConfigError for other number formats.
     """
     if not quantization:
         return None
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or not block:
-        raise ConfigError(f"{file}: quantization_config.quant_method={method}, weight_block_size={block}: "
-                          "only fp8 in blocks can be converted")
+        raise ConfigError(
+            f"{file}: quantization_config.quant_method={method}, weight_block_size={block}: only fp8 in blocks can be converted"
+        )
     return tuple(block)
 
 

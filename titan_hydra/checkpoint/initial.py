@@ -1,4 +1,7 @@
-"""Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into this rank's shards."""
+"""Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into
+this rank's shards.
+"""
+
 from pathlib import Path
 
 import torch
@@ -27,7 +30,9 @@ def find(path: str) -> Path:
 
 
 def complete_at(place: Path) -> Path | None:
-    """Return the complete checkpoint at a path: itself, or the newest step of a run or of a checkpoints folder; None if there is none."""
+    """Return the complete checkpoint at a path: itself, or the newest step of a run or of a checkpoints folder; None if
+    there is none.
+    """
     return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
 
 
@@ -38,7 +43,9 @@ def is_hf(source: Path) -> bool:
 
 @torch.no_grad()
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
-    """Read the weights of a Hugging Face folder: each rank its own slices, one tensor at a time, converted while reading."""
+    """Read the weights of a Hugging Face folder: each rank its own slices, one tensor at a time, converted while
+    reading.
+    """
     state_of_all = meta_state(config)
     try:
         folder = Folder(source, hf_of(config))

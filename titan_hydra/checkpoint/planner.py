@@ -1,6 +1,8 @@
-"""Plans of what DCP writes and reads. A checkpoint's weights are float32, also where a rank holds their halves: each is joined on the host
-as it is written and halved as it is read, so that no second copy of the weights is ever on the device.
+"""Plans of what DCP writes and reads. A checkpoint's weights are float32, also where a rank holds their halves: each is
+joined on the host as it is written and halved as it is read, so that no second copy of the weights is ever on the
+device.
 """
+
 import dataclasses
 import io
 from collections.abc import Mapping
@@ -52,7 +54,9 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into the tensors of a content; values that are not tensors (learning rates, flags) are read without running code."""
+    """Reads into the tensors of a content; values that are not tensors (learning rates, flags) are read without running
+    code.
+    """
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         """Take a content, into whose tensors it reads."""
@@ -69,8 +73,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Halve a piece that has been read."""
         if read_item.dest_index.fqn in self.lower:
-            upper, lower = (self.transform_tensor(read_item, half) for half in (
-                self.lookup_tensor(read_item.dest_index), self.lower[read_item.dest_index.fqn]))
+            upper, lower = (
+                self.transform_tensor(read_item, half)
+                for half in (self.lookup_tensor(read_item.dest_index), self.lower[read_item.dest_index.fqn])
+            )
             halve_into(tensor, upper, lower)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -1,4 +1,5 @@
 """Read single tensors of a checkpoint, or of adapters merged into the weights beside which they were trained."""
+
 import pickle
 from pathlib import Path
 
@@ -48,8 +49,11 @@ class Merged:
     def adapter(self, weight: str) -> dict[str, Tensor]:
         """Return the matrices lora_a and lora_b beside a weight; {} if it has none."""
         stem, stored = weight.removesuffix("weight"), self.adapters.metadata.state_dict_metadata
-        return {part: self.adapters.tensor(stem + part, entry.size, torch.float32)
-                for part in ("lora_a", "lora_b") if isinstance(entry := stored.get(f"{PREFIX}{stem}{part}"), TensorStorageMetadata)}
+        return {
+            part: self.adapters.tensor(stem + part, entry.size, torch.float32)
+            for part in ("lora_a", "lora_b")
+            if isinstance(entry := stored.get(f"{PREFIX}{stem}{part}"), TensorStorageMetadata)
+        }
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole parameter, merge it, and convert it to `dtype`."""

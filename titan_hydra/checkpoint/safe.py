@@ -1,7 +1,8 @@
-"""Read a checkpoint without running code from it. DCP stores its index, `.metadata`, as a pickle, and reads values that are not tensors
-with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything else is read with
-weights_only=True.
+"""Read a checkpoint without running code from it. DCP stores its index, `.metadata`, as a pickle, and reads values that
+are not tensors with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything
+else is read with weights_only=True.
 """
+
 import pickle
 import warnings
 from pathlib import Path
@@ -19,16 +20,27 @@ from .planner import LoadPlanner
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, where one process is intended
 
-CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (
-    metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
-    metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, MemoryFormat, StorageInfo,
-)}
+CLASSES = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        metadata.Metadata,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        MemoryFormat,
+        StorageInfo,
+    )
+}
 CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): get_layout}
 CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def member(kind: Any, name: Any) -> Any:
-    """Return a memory format by its name: Python 3.11.0 to 3.11.3 pickle a member of an Enum as getattr(Enum, name) (cpython#105332).
+    """Return a memory format by its name: Python 3.11.0 to 3.11.3 pickle a member of an Enum as getattr(Enum, name)
+    (cpython#105332).
 
     Raises UnpicklingError for anything else that getattr could give.
     """
@@ -39,8 +51,11 @@ def member(kind: Any, name: Any) -> Any:
 
 CLASSES["builtins", "getattr"] = member
 # The path of the checkpoint when written, which is never read: any path becomes a text.
-CLASSES |= {(module, name): lambda *parts: "/".join(map(str, parts))
-            for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+CLASSES |= {
+    (module, name): lambda *parts: "/".join(map(str, parts))
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "WindowsPath")
+}
 
 
 class Unpickler(pickle.Unpickler):
@@ -82,7 +97,9 @@ def read_index(path: Path) -> Metadata:
 
 
 def check_readable(path: Path) -> None:
-    """Read a checkpoint's index and one tensor, that in the fewest parts, as a resumption would. Raises CheckpointError."""
+    """Read a checkpoint's index and one tensor, that in the fewest parts, as a resumption would. Raises
+    CheckpointError.
+    """
     reader = SafeReader(path)
     tensors = {name: entry for name, entry in reader.index.state_dict_metadata.items() if isinstance(entry, metadata.TensorStorageMetadata)}
     name = min(tensors, key=lambda name: (len(tensors[name].chunks), tensors[name].size.numel()))

@@ -1,6 +1,7 @@
-"""The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank a `rank_R.json` with
-the states of its data streams and its random generators.
+"""The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank
+a `rank_R.json` with the states of its data streams and its random generators.
 """
+
 import base64
 import json
 from pathlib import Path
@@ -63,7 +64,9 @@ def rank_file(rank: int) -> str:
 
 
 def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """Return the merged data states of all ranks, and restore this rank's random state if the number of ranks is unchanged."""
+    """Return the merged data states of all ranks, and restore this rank's random state if the number of ranks is
+    unchanged.
+    """
     states = [json.loads(file.read_text()) for file in sorted(path.glob(f"rank_{'[0-9]' * 5}.json"))]
     if not states:
         raise CheckpointError(f"{path} has no rank_*.json: no state of the data to continue from")

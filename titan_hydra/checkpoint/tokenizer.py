@@ -1,8 +1,10 @@
-"""Export a job's tokenizer as Hugging Face's files: tokenizer.json and tokenizer_config.json, with the same ids for the same text.
+"""Export a job's tokenizer as Hugging Face's files: tokenizer.json and tokenizer_config.json, with the same ids for the
+same text.
 
-Two things follow Hugging Face: a text begins with begin-of-text, as documents here do, and names of special tokens in a text become the
-tokens.
+Two things follow Hugging Face: a text begins with begin-of-text, as documents here do, and names of special tokens in a
+text become the tokens.
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
-    """Write a tokenizer's two files into a folder. Returns the token ids for config.json. Raises ConfigError if there is none."""
+    """Write a tokenizer's two files into a folder. Returns the token ids for config.json. Raises ConfigError if there
+    is none.
+    """
     ours = tokenizer.load(config)
     theirs = _read(config)
     if ours.bos_id is not None and theirs.encode("").ids[:1] != [ours.bos_id]:
@@ -27,8 +31,14 @@ def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> 
     theirs.save(str(folder / "tokenizer.json"))
     beside = read_json(tokenizer_file(config).with_name("tokenizer_config.json")) if config.name == "hf" else None
     bos = {} if ours.bos_id is None else {"bos_token": theirs.id_to_token(ours.bos_id)}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **(beside or {}), **bos,
-             "eos_token": theirs.id_to_token(ours.eos_id), "model_max_length": max_length}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **(beside or {}),
+        **bos,
+        "eos_token": theirs.id_to_token(ours.eos_id),
+        "model_max_length": max_length,
+    }
     write_content(folder / "tokenizer_config.json", about)
     return {"bos_token_id": ours.bos_id, "eos_token_id": ours.eos_id}
 
@@ -43,25 +53,32 @@ def _read(config: schema.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
-    """Build the tokenizer of a tokenizer.model. tiktoken merges the neighbours whose joint bytes have the lowest rank, however they were
-    formed, so every way to cut a token into two tokens is a merge, ordered by the token's rank.
+    """Build the tokenizer of a tokenizer.model. tiktoken merges the neighbours whose joint bytes have the lowest rank,
+    however they were formed, so every way to cut a token into two tokens is a merge, ordered by the token's rank.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = _letters()
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    merges = [(names[token[:cut]], names[token[cut:]]) for token in sorted(ranks, key=ranks.__getitem__)
-              for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks]
+    merges = [
+        (names[token[:cut]], names[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
     made = Tokenizer(models.BPE({names[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True))
-    made.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(tokenizer.LLAMA3_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(tokenizer.LLAMA3_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in tokenizer.LLAMA3_SPECIALS])
     return made
 
 
 def _letters() -> list[str]:
-    """Return the character of each byte in a byte-level vocabulary: itself if it is printable Latin-1, else one from 256 on (GPT-2)."""
+    """Return the character of each byte in a byte-level vocabulary: itself if it is printable Latin-1, else one from
+    256 on (GPT-2).
+    """
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]

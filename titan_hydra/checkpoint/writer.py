@@ -1,7 +1,10 @@
-"""Write one step: DCP's writer, which also computes checksums, adds the rank's own file and the manifest, and renames the folder.
+"""Write one step: DCP's writer, which also computes checksums, adds the rank's own file and the manifest, and renames
+the folder.
 
-All of it happens inside DCP's two collectives (plan, write), in the thread in which DCP saves: DCP reports a failure on one rank to all.
+All of it happens inside DCP's two collectives (plan, write), in the thread in which DCP saves: DCP reports a failure on
+one rank to all.
 """
+
 import errno
 import io
 import math
@@ -31,12 +34,20 @@ SPARE = 2**20  # bytes that a save needs beside its tensors: the index, the rank
 class Writer(dcp.FileSystemWriter):
     """Writes a step beside its final path, `path`, and renames it when every rank has written its part.
 
-    `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete. `check`: some of it is read
-    back before. `held_out` is the held-out loss of the weights, if it was measured.
+    `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete. `check`:
+    some of it is read back before. `held_out` is the held-out loss of the weights, if it was measured.
     """
 
-    def __init__(self, path: Path, step: int, world_size: int, own: tuple[str, str] | None = None,
-                 done: Callable[[], None] = lambda: None, check: bool = True, held_out: float | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        world_size: int,
+        own: tuple[str, str] | None = None,
+        done: Callable[[], None] = lambda: None,
+        check: bool = True,
+        held_out: float | None = None,
+    ) -> None:
         self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
         self.set_device = device_setter()
@@ -81,8 +92,8 @@ class Writer(dcp.FileSystemWriter):
                 os.fsync(stream.fileno())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write index and manifest on rank 0 after all ranks have written, and rename the folder. Raises CheckpointError if it cannot be
-        read back.
+        """Write index and manifest on rank 0 after all ranks have written, and rename the folder. Raises
+        CheckpointError if it cannot be read back.
         """
         sums = {}
         for part in results:
@@ -97,7 +108,9 @@ class Writer(dcp.FileSystemWriter):
         self.done()
 
     def commit(self) -> None:
-        """Rename the step to its final name. A damaged step of that name is moved aside: a rename never replaces a folder with files."""
+        """Rename the step to its final name. A damaged step of that name is moved aside: a rename never replaces a
+        folder with files.
+        """
         if self.final.exists():
             self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}{checkpoints.DELETING}"))
         self.writing.rename(self.final)
@@ -145,7 +158,9 @@ class SummedFile(io.FileIO):
         return written
 
     def close(self) -> None:
-        """Sync the file before closing: torch's own sync of the index comes before the buffer above this file is flushed."""
+        """Sync the file before closing: torch's own sync of the index comes before the buffer above this file is
+        flushed.
+        """
         try:
             if not self.closed:
                 os.fsync(self.fileno())

@@ -1,1 +1,3 @@
-"""One file for each word of `titan`: `add_arguments` declares its options, `main` runs it and returns the exit status."""
+"""One file for each word of `titan`: `add_arguments` declares its options, `main` runs it and returns the exit
+status.
+"""

@@ -1,4 +1,5 @@
 """Fit the rates of a hardware file to measured runs: `titan plan --calibrate`, and the rounds of `titan tune`."""
+
 from __future__ import annotations
 
 import re
@@ -69,7 +70,15 @@ def show_fit(found: plan.Fit, start: Hardware) -> None:
     """Print the rates before and after, and how far each run is off."""
     rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.told]
     print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")
-    rows = [(run.name, f"{run.step_seconds:.3f}", f"{plan.seconds(run, start):.3f}", f"{plan.seconds(run, found.hardware):.3f}",
-             f"{found.residual(run):+.1%}") for run in found.runs]
+    rows = [
+        (
+            run.name,
+            f"{run.step_seconds:.3f}",
+            f"{plan.seconds(run, start):.3f}",
+            f"{plan.seconds(run, found.hardware):.3f}",
+            f"{found.residual(run):+.1%}",
+        )
+        for run in found.runs
+    ]
     titles = ("run", "seconds a step", f"by {start.name}", "fitted", "residual")
     print("", *table(titles, rows, titles[1:], ("run",)), *found.notes, sep="\n")

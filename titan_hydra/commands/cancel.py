@@ -1,8 +1,10 @@
-"""`titan cancel`: stop runs that are running or queued. Ranks save and stop at the end of their step; SLURM jobs are cancelled by one
-scancel.
+"""`titan cancel`: stop runs that are running or queued. Ranks save and stop at the end of their step; SLURM jobs are
+cancelled by one scancel.
 
-Each stopped attempt gets a file `cancelled` with the user and the time; with it a job's batch script does not requeue the job.
+Each stopped attempt gets a file `cancelled` with the user and the time; with it a job's batch script does not requeue
+the job.
 """
+
 import argparse
 import getpass
 import os
@@ -43,8 +45,10 @@ def main(args: argparse.Namespace) -> int:
     if not args.yes and not asked(f"cancel {many}? [y/N] "):
         print("nothing was cancelled")
         return Exit.DONE
-    faults = [*cancel_slurm([row for row in live if _on_slurm(row)]),
-              *cancel_local([row for row in live if not _on_slurm(row)], whole=len(selection.cells) > 1)]
+    faults = [
+        *cancel_slurm([row for row in live if _on_slurm(row)]),
+        *cancel_local([row for row in live if not _on_slurm(row)], whole=len(selection.cells) > 1),
+    ]
     for fault in faults:
         print(fault, file=sys.stderr)
     return Exit.BUG if faults or not queue.answers else Exit.DONE
@@ -81,8 +85,10 @@ def cancel_slurm(rows: list[RunRow]) -> Iterable[str]:
         elif any(state.job is None for _, _, state in live):
             yield f"{row.cell}: is being submitted right now; try again"
         elif others := sharing(owner, row, rows) if owner.get("packed") else []:
-            yield (f"{row.cell}: shares the packed job {row.state.job.id} with {counted(len(others), 'other cell')} "
-                   f"({', '.join(others[:3])}); cancel the whole sweep, or scancel {row.state.job.id}")
+            yield (
+                f"{row.cell}: shares the packed job {row.state.job.id} with {counted(len(others), 'other cell')} "
+                f"({', '.join(others[:3])}); cancel the whole sweep, or scancel {row.state.job.id}"
+            )
         else:
             cells.append(row.directory)
             for home, attempt, state in live:
@@ -102,7 +108,9 @@ def cancel_slurm(rows: list[RunRow]) -> Iterable[str]:
 
 
 def ranges(jobs: list[str]) -> list[str]:
-    """Return job ids as SLURM abbreviates them: 7_[0-2,5] for the tasks of an array, 7-9 for jobs with successive numbers."""
+    """Return job ids as SLURM abbreviates them: 7_[0-2,5] for the tasks of an array, 7-9 for jobs with successive
+    numbers.
+    """
     arrays: dict[str, set[int]] = {}
     for job in jobs:
         array, _, task = job.rpartition("_")
@@ -130,7 +138,9 @@ def sharing(owner: dict, row: RunRow, rows: list[RunRow]) -> list[str]:
 
 
 def cancel_local(rows: list[RunRow], whole: bool) -> Iterable[str]:
-    """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launcher is asked, so that it starts no further cell."""
+    """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launcher is asked, so that it starts no further
+    cell.
+    """
     told = set()
     for row in rows:
         attempt = layout.ATTEMPT.of(row.directory, row.state.attempt)

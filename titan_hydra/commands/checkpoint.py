@@ -1,4 +1,5 @@
 """`titan checkpoint`: list, verify and prune the checkpoints of a run. Reads files only and imports no torch."""
+
 import argparse
 from datetime import datetime
 from math import inf
@@ -10,14 +11,20 @@ from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.rundir import host_of_running, newest_attempt
 from titan_hydra.runs.view import add_runs, choose_one
 
-LEFT_BEHIND = {checkpoints.WRITING: "being written, or left by a kill", checkpoints.DAMAGED: "set aside as damaged",
-               checkpoints.DELETING: "being deleted"}
+LEFT_BEHIND = {
+    checkpoints.WRITING: "being written, or left by a kill",
+    checkpoints.DAMAGED: "set aside as damaged",
+    checkpoints.DELETING: "being deleted",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune")
-    for name, text in (("ls", "list the steps of a run"), ("verify", "compare every byte with what was written; status 1 if not the same"),
-                       ("prune", "delete what need not be kept, what is damaged, and what a kill has left")):
+    for name, text in (
+        ("ls", "list the steps of a run"),
+        ("verify", "compare every byte with what was written; status 1 if not the same"),
+        ("prune", "delete what need not be kept, what is damaged, and what a kill has left"),
+    ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("run", help="run directory, start of a run's hash" + ", or one step's folder" * (name == "verify"))
         add_runs(command)

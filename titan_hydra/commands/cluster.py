@@ -1,4 +1,7 @@
-"""`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM of this login node, from sinfo's list of GPU partitions."""
+"""`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM of this login node, from sinfo's list of GPU
+partitions.
+"""
+
 import argparse
 import re
 import shlex
@@ -15,7 +18,8 @@ from titan_hydra.launch.limits import limits_of
 from titan_hydra.runs import slurm
 
 FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
-DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}  # GiB by the GPU's name
+# GiB by the GPU's name
+DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}
 FILE = """\
 # {cluster}, partition {partition}: {nodes} node{s} of {gpus} {kind} GPU{p}, as sinfo had it; see docs/slurm.md.
 name: {name}
@@ -47,8 +51,12 @@ class Partition:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="init")
-    init = commands.add_parser("init", prog="titan cluster init", help="write conf/cluster/NAME.yaml from sinfo",
-                               description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.")
+    init = commands.add_parser(
+        "init",
+        prog="titan cluster init",
+        help="write conf/cluster/NAME.yaml from sinfo",
+        description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.",
+    )
     init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: SLURM's name of the cluster)")
     init.add_argument("--partition", help="which one (default: SLURM's default partition, else the one with most GPUs)")
     conf = Path("conf") if Path("conf").is_dir() else CONF  # that of the project in the current folder
@@ -94,12 +102,22 @@ def partitions(listing: str) -> Iterable[Partition]:
         name, gres, nodes, cores, memory, limit = (part.strip() for part in line.split("|"))
         kind, gpus = gpus_of(gres)
         if gpus:
-            yield Partition(name.rstrip("*"), name.endswith("*"), int(nodes), kind, gpus, int(cores.rstrip("+")), int(memory.rstrip("+")),
-                            slurm.minutes_of(limit))
+            yield Partition(
+                name.rstrip("*"),
+                name.endswith("*"),
+                int(nodes),
+                kind,
+                gpus,
+                int(cores.rstrip("+")),
+                int(memory.rstrip("+")),
+                slurm.minutes_of(limit),
+            )
 
 
 def gpus_of(gres: str) -> tuple[str, int]:
-    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100; `gpu:8` has no kind."""
+    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100; `gpu:8` has no
+    kind.
+    """
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
     kinds = {kind for kind, _ in found if kind}
     return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in found)
@@ -122,7 +140,9 @@ def hardware(kind: str) -> str:
 
 
 def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
-    """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind of node."""
+    """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind
+    of node.
+    """
     if not found:
         raise ConfigError("sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand")
     names = dict.fromkeys(partition.name for partition in found)
@@ -133,11 +153,21 @@ def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
 
 
 def file_text(partition: Partition, name: str, cluster: str) -> str:
-    """Return the text of the file: a node's cores and 95 % of its memory divided evenly among its GPUs, and the smallest time limit."""
+    """Return the text of the file: a node's cores and 95 % of its memory divided evenly among its GPUs, and the
+    smallest time limit.
+    """
     return FILE.format(
-        cluster=cluster, name=name, partition=partition.name, nodes=partition.nodes, s="" if partition.nodes == 1 else "s",
-        kind=partition.kind, gpus=partition.gpus, p="" if partition.gpus == 1 else "s",
-        device_memory=device_memory(partition.kind) or "null", cores=max(partition.cores // partition.gpus, 1),
+        cluster=cluster,
+        name=name,
+        partition=partition.name,
+        nodes=partition.nodes,
+        s="" if partition.nodes == 1 else "s",
+        kind=partition.kind,
+        gpus=partition.gpus,
+        p="" if partition.gpus == 1 else "s",
+        device_memory=device_memory(partition.kind) or "null",
+        cores=max(partition.cores // partition.gpus, 1),
         hardware=hardware(partition.kind),
-        memory=int(0.95 * partition.memory_mib / partition.gpus), minutes="null" if partition.minutes is None else partition.minutes,
+        memory=int(0.95 * partition.memory_mib / partition.gpus),
+        minutes="null" if partition.minutes is None else partition.minutes,
     ).replace("  GPU", " GPU")

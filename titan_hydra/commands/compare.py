@@ -1,4 +1,5 @@
 """`titan compare`: find the first step at which two runs differ and, if activations were traced, the first module."""
+
 import argparse
 import math
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _directory_of(target: str, runs: Path) -> Path:
-    """Return the directory of the run that `target` selects. Raises ConfigError for a sweep, and for a run without losses."""
+    """Return the directory of the run that `target` selects. Raises ConfigError for a sweep, and for a run without
+    losses.
+    """
     directory = choose_one(target, runs).directory
     if not layout.METRICS.of(directory).exists():
         raise ConfigError(f"{target}: {directory} has no {layout.METRICS.name} yet")
@@ -52,7 +55,9 @@ def configurations(a: Path, b: Path) -> Iterator[str]:
 
 
 def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
-    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by the tolerance."""
+    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by the
+    tolerance.
+    """
     first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     if not steps:

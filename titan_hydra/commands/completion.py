@@ -1,7 +1,9 @@
-"""`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and hashes.
+"""`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and
+hashes.
 
 The script calls `titan completion --words ...` at each Tab, so it never goes stale.
 """
+
 import argparse
 import importlib
 from collections.abc import Iterable

@@ -1,4 +1,5 @@
 """`titan convert`: convert checkpoints to and from Hugging Face's format."""
+
 import argparse
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""`titan data`: show what a run would learn of packed rows; let a reference score pairs of answers; encode captioned images."""
+"""`titan data`: show what a run would learn of packed rows; let a reference score pairs of answers; encode captioned
+images.
+"""
+
 import argparse
 import os
 import sys
@@ -47,8 +50,13 @@ def _add_images(images: argparse.ArgumentParser) -> None:
     """Add the options of `titan data encode-images`."""
     images.add_argument("lines", type=Path, metavar="FILE", help='.jsonl: {"image": path beside it, "caption": text} on each line')
     images.add_argument("target", type=Path, metavar="FOLDER", help="folder to write; new or empty")
-    images.add_argument("--encoders", type=Path, required=True, metavar="FOLDER", help="text_encoder, text_encoder_2, vae, tokenizer, "
-                        "tokenizer_2, as Hugging Face has them for FLUX")
+    images.add_argument(
+        "--encoders",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="text_encoder, text_encoder_2, vae, tokenizer, tokenizer_2, as Hugging Face has them for FLUX",
+    )
     images.add_argument("--size", type=int, default=256, metavar="N", help="pixels along each side; the middle of an image is scaled (256)")
     images.add_argument("--text-len", type=int, default=256, metavar="N", help="tokens of a caption: model.text_len (256)")
     images.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="number format (bfloat16)")
@@ -83,11 +91,14 @@ def encode_images(args: argparse.Namespace) -> int:
 
     from titan_hydra.train.encode import encode_files
 
-    described = encode_files(args.lines, args.target, args.encoders, args.size, args.text_len, getattr(torch, args.dtype), args.batch,
-                             args.per_file, print)
+    described = encode_files(
+        args.lines, args.target, args.encoders, args.size, args.text_len, getattr(torch, args.dtype), args.batch, args.per_file, print
+    )
     side = described["shapes"]["mean"][-1] // 2
-    print(f"{args.target}: {sum(described['images']):,} images; train with data=encoded_images data.path={args.target} "
-          f"model.text_len={args.text_len} data.seq_len={args.text_len + side * side}")
+    print(
+        f"{args.target}: {sum(described['images']):,} images; train with data=encoded_images data.path={args.target} "
+        f"model.text_len={args.text_len} data.seq_len={args.text_len + side * side}"
+    )
     return Exit.DONE
 
 
@@ -152,7 +163,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
         shortest = min((len(one.tokens) for one in turns), default=0)
         raise ConfigError(f"data.seq_len={data.seq_len}: none of the {rows} is left, the shortest has {shortest} tokens")
     tokens, trained = (sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True))
-    windows = [short[begin:begin + WINDOW] for begin in range(0, len(short), WINDOW)]
+    windows = [short[begin : begin + WINDOW] for begin in range(0, len(short), WINDOW)]
     packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
     unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
     yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{share_of_unknown(unknown, tokens)}"
@@ -168,6 +179,8 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
 def histogram(title: str, what: str, values: np.ndarray) -> list[str]:
     """Return the lines of a histogram in ten steps."""
     counts, edges = np.histogram(values, bins=10)
-    rows = [(f"{edges[place]:,.0f} to {edges[place + 1]:,.0f}", f"{count:,}", "#" * -(-BAR * count // counts.max()))
-            for place, count in enumerate(counts)]
+    rows = [
+        (f"{edges[place]:,.0f} to {edges[place + 1]:,.0f}", f"{count:,}", "#" * -(-BAR * count // counts.max()))
+        for place, count in enumerate(counts)
+    ]
     return table((title, what, ""), rows, (title, what))

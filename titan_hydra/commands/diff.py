@@ -1,4 +1,5 @@
 """`titan diff A B`: print the differences of two runs in configuration, code and versions, and results."""
+
 import argparse
 import re
 from collections.abc import Iterable
@@ -15,10 +16,15 @@ from titan_hydra.runs.records import dotted_config
 from titan_hydra.runs.view import add_runs, choose_one
 
 UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # by a key's name
-UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"  # by its help's first words
+# by its help's first words
+UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
 RESULTS = (  # key of result.json, what it is called, its form
-    ("steps", "steps", ",.0f"), ("final_loss", "loss", ".4f"), ("validation_loss", "validation loss", ".4f"),
-    ("tokens_per_second", "tokens/s per device", ",.0f"), ("memory_gib", "memory, GiB", ".1f"), ("mfu", "MFU", ".3f"),
+    ("steps", "steps", ",.0f"),
+    ("final_loss", "loss", ".4f"),
+    ("validation_loss", "validation loss", ".4f"),
+    ("tokens_per_second", "tokens/s per device", ",.0f"),
+    ("memory_gib", "memory, GiB", ".1f"),
+    ("mfu", "MFU", ".3f"),
     ("seconds", "time, s", ",.0f"),
 )
 LIVE = {"final_loss": "loss", "steps": "step"}  # what a key of result.json is called in metrics.jsonl

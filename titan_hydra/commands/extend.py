@@ -1,8 +1,10 @@
 """`titan extend`: a new run that continues from a run's checkpoint, up to another number of steps.
 
-It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result equals a run with the new
-number from the start: with lr_scheduler=wsd one from before the decay, with a constant rate the last.
+It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result
+equals a run with the new number from the start: with lr_scheduler=wsd one from before the decay, with a constant rate
+the last.
 """
+
 import argparse
 import dataclasses
 import sys
@@ -23,8 +25,13 @@ from titan_hydra.runs.view import add_runs, choose_one
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
-    parser.add_argument("values", nargs="+", metavar="steps=N", help="the number of steps, counted from the first run's start; after it "
-                        "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry")
+    parser.add_argument(
+        "values",
+        nargs="+",
+        metavar="steps=N",
+        help="the number of steps, counted from the first run's start; after it "
+        "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry",
+    )
     parser.add_argument("--step", type=int, metavar="S", help="continue from this checkpoint, even if the rate had decayed before it")
     add_runs(parser)
 
@@ -40,8 +47,10 @@ def main(args: argparse.Namespace) -> int:
     if new.steps == old.steps:
         raise ConfigError(str(Fault("steps", new.steps, "is what the run has")))
     if old.fault_tolerance.name != "off":
-        raise ConfigError(f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: the "
-                          "state that its replica groups share is not copied")
+        raise ConfigError(
+            f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: the "
+            "state that its replica groups share is not copied"
+        )
     step, note = origin(run.directory, old, new, args.step)
     new.checkpoint.initial_load_path, new.checkpoint.exclude_from_loading = str(step), []
     if faults := check(new):
@@ -67,8 +76,10 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
             raise ConfigError(str(Fault("--step", wanted, "there is no such checkpoint", legal=tuple(early))))
         return steps[wanted], f"; {part}: it does not learn what a run of {new.steps} steps learns" * (wanted > same)
     if not (fits := [step for step in early if step <= same]):
-        raise ConfigError(f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
-                          f"--step {max(early)} continues from there nevertheless. checkpoint.keep_every=N keeps earlier ones")
+        raise ConfigError(
+            f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
+            f"--step {max(early)} continues from there nevertheless. checkpoint.keep_every=N keeps earlier ones"
+        )
     return steps[max(fits)], ""
 
 
@@ -77,13 +88,14 @@ def same_rates(old: Job, new: Job) -> int:
     from titan_hydra.train.optimizer import lr_factor as factor
 
     last = min(old.steps, new.steps)
-    differ = (step for step in range(1, last + 1)
-              if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler))
+    differ = (step for step in range(1, last + 1) if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler))
     return next(differ, last + 1) - 1
 
 
 def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
-    """Return the overrides that start the same run with `python launch.py`: the first run's, with the new values in place of the old."""
+    """Return the overrides that start the same run with `python launch.py`: the first run's, with the new values in
+    place of the old.
+    """
     after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]
     keys = {override.partition("=")[0] for override in after}
     return [override for override in before if override.partition("=")[0] not in keys] + after

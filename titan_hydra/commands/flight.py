@@ -1,4 +1,5 @@
 """`titan flight`: after or during a hang, print which rank the others wait for, and in which operation."""
+
 import argparse
 
 from titan_hydra.base.errors import ConfigError, Exit
@@ -20,8 +21,11 @@ def main(args: argparse.Namespace) -> int:
     attempt = layout.ATTEMPT.of(directory, args.attempt or newest_attempt(directory))
     groups = {0: attempt, **layout.REPLICA.all(attempt)}
     # On SLURM a group is a job of its own, with its own attempts.
-    groups |= {group: layout.ATTEMPT.of(home, args.attempt or newest) for group, home in layout.REPLICA.all(directory).items()
-               if (newest := newest_attempt(home))}
+    groups |= {
+        group: layout.ATTEMPT.of(home, args.attempt or newest)
+        for group, home in layout.REPLICA.all(directory).items()
+        if (newest := newest_attempt(home))
+    }
     said = {group: found.text for group, folder in groups.items() if (found := verdict(folder))}
     if not said:
         raise ConfigError(f"{attempt}: no rank has written its flight recorder; kill -USR1 PID makes a rank do so")

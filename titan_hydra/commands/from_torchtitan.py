@@ -1,9 +1,10 @@
-"""`titan from-torchtitan FILE.toml`: print the command line that trains what one of TorchTitan's files trains, and the keys without a
-counterpart.
+"""`titan from-torchtitan FILE.toml`: print the command line that trains what one of TorchTitan's files trains, and the
+keys without a counterpart.
 
-The table of keys is assets/torchtitan.yaml. A file omits TorchTitan's defaults, which may differ from those here: defaults are therefore
-translated too, and values that launch.py uses anyway are left out.
+The table of keys is assets/torchtitan.yaml. A file omits TorchTitan's defaults, which may differ from those here:
+defaults are therefore translated too, and values that launch.py uses anyway are left out.
 """
+
 import argparse
 import re
 import shlex
@@ -23,18 +24,37 @@ from titan_hydra.runs.records import flat
 
 TABLE = yaml.safe_load((ASSETS / "torchtitan.yaml").read_text())
 MISSING, NEEDLESS = "not there", "not needed"
-WITHOUT = {name: (default, kind, reason) for section, kind in (("missing", MISSING), ("needless", NEEDLESS))
-           for reason, keys in TABLE[section].items() for name, default in keys.items()}
-DEFAULTS = {**{name: row[0] for name, row in TABLE["values"].items()}, **TABLE["choices"],
-            **{name: row[0] for name, row in WITHOUT.items()}}
+WITHOUT = {
+    name: (default, kind, reason)
+    for section, kind in (("missing", MISSING), ("needless", NEEDLESS))
+    for reason, keys in TABLE[section].items()
+    for name, default in keys.items()
+}
+DEFAULTS = {
+    **{name: row[0] for name, row in TABLE["values"].items()},
+    **TABLE["choices"],
+    **{name: row[0] for name, row in WITHOUT.items()},
+}
 NONE = {"model_part": "list of lists", "ratio": "number", "steps": "number", "per_stage": "number", "factor": "number", "seed": "number"}
-KINDS = {name: {bool: "bool", int: "number", float: "number", str: "text", list: "list"}.get(
-    type(default), next((kind for end, kind in NONE.items() if name.endswith(end)), "text")) for name, default in DEFAULTS.items()}
+KINDS = {
+    name: {bool: "bool", int: "number", float: "number", str: "text", list: "list"}.get(
+        type(default), next((kind for end, kind in NONE.items() if name.endswith(end)), "text")
+    )
+    for name, default in DEFAULTS.items()
+}
 MODELS = {"debugmodel": "llama3_debug", "8B": "llama3_8b", "70B": "llama3_70b", "405B": "llama3_405b"}
 SCHEDULES = {
-    "gpipe": "gpipe", "1f1b": "1f1b", "loopedbfs": "looped_bfs", "interleaved1f1b": "interleaved_1f1b", "zbvzerobubble": "zbv",
-    "interleavedzerobubble": "interleaved_zb", "dualpipev": "dualpipe_v", "pipelineschedulesingle": "csv",
-    "pipelineschedulemulti": "csv", "_pipelinescheduleruntime": "csv"}
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "loopedbfs": "looped_bfs",
+    "interleaved1f1b": "interleaved_1f1b",
+    "zbvzerobubble": "zbv",
+    "interleavedzerobubble": "interleaved_zb",
+    "dualpipev": "dualpipe_v",
+    "pipelineschedulesingle": "csv",
+    "pipelineschedulemulti": "csv",
+    "_pipelinescheduleruntime": "csv",
+}
 
 
 class Without(NamedTuple):
@@ -68,7 +88,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read_toml(content: dict) -> dict[str, Any]:
-    """Return the values of a file by TorchTitan's present dotted names, comma-separated strings as lists where the key is one.
+    """Return the values of a file by TorchTitan's present dotted names, comma-separated strings as lists where the key
+    is one.
 
     Raises ConfigError for a key that TorchTitan never had, and for a value of the wrong type.
     """
@@ -98,7 +119,9 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
-    """Return the overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that is not here."""
+    """Return the overrides of launch.py, and the given values that they leave out. Raises ConfigError for a model that
+    is not here.
+    """
     values = DEFAULTS | given
     without = [Without(name, kind, reason) for name, (default, kind, reason) in WITHOUT.items() if values[name] != default]
     plain = {key: here[0] if here and values[name] == default else values[name] for name, (default, key, *here) in TABLE["values"].items()}
@@ -116,7 +139,9 @@ def translate(given: dict[str, Any]) -> tuple[list[str], list[Without]]:
 
 
 def options(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
-    """Yield the options chosen from groups with the values that belong to them, and a `Without` for what cannot be translated."""
+    """Yield the options chosen from groups with the values that belong to them, and a `Without` for what cannot be
+    translated.
+    """
     yield from _model(of)
     yield from _data(of)
     yield from _layout(of)
@@ -128,8 +153,9 @@ def options(of: dict[str, Any], given: dict[str, Any]) -> Iterator[tuple[str, An
 def _model(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
     flavor, _, attention = of["model.flavor"].partition("_")
     if of["model.name"] != "llama3" or flavor not in MODELS:
-        raise ConfigError(f"model.name={of['model.name']} model.flavor={of['model.flavor']}: no such model here; there are llama3's "
-                          + ", ".join(MODELS))
+        raise ConfigError(
+            f"model.name={of['model.name']} model.flavor={of['model.flavor']}: no such model here; there are llama3's " + ", ".join(MODELS)
+        )
     yield "model", MODELS[flavor]
     if attention:
         yield "data.document_mask", True
@@ -167,9 +193,16 @@ def _data(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
 
 
 def _layout(of: dict[str, Any]) -> Iterator[tuple[str, Any] | Without]:
-    degree = {short: of[f"parallelism.{long}_degree"] for short, long in (
-        ("replicate", "data_parallel_replicate"), ("shard", "data_parallel_shard"), ("tp", "tensor_parallel"),
-        ("cp", "context_parallel"), ("pp", "pipeline_parallel"))}
+    degree = {
+        short: of[f"parallelism.{long}_degree"]
+        for short, long in (
+            ("replicate", "data_parallel_replicate"),
+            ("shard", "data_parallel_shard"),
+            ("tp", "tensor_parallel"),
+            ("cp", "context_parallel"),
+            ("pp", "pipeline_parallel"),
+        )
+    }
     data = ("fsdp" if degree["replicate"] == 1 else "hsdp") if degree["shard"] != 1 else "ddp" if degree["replicate"] != 1 else ""
     name = "_".join(filter(None, [data, *(short for short in ("tp", "cp", "pp") if degree[short] > 1)])) or "single"
     yield "parallelism", name if (CONF / f"parallelism/{name}.yaml").exists() else data or "single"

@@ -1,4 +1,5 @@
 """`titan generate`: continue a text with the model of a run or checkpoint."""
+
 import argparse
 import math
 
@@ -11,8 +12,11 @@ from .model import add_model, checkpoint_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a question: it goes through the run's chat template, and the "
-                        "answer alone is printed")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a question: it goes through the run's chat template, and the answer alone is printed",
+    )
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="end after N tokens, if the text does not before (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (1)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (0)")

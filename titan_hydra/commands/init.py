@@ -1,4 +1,7 @@
-"""`titan init DIR`: write a small project that uses the installed package: launch.py, options, a model, a sweep, and a test."""
+"""`titan init DIR`: write a small project that uses the installed package: launch.py, options, a model, a sweep, and a
+test.
+"""
+
 import argparse
 import shutil
 from pathlib import Path
@@ -15,13 +18,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the project and print what to type next. Raises ConfigError for a folder that is not empty or cannot be written."""
+    """Write the project and print what to type next. Raises ConfigError for a folder that is not empty or cannot be
+    written.
+    """
     folder = args.folder.expanduser()
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(f"{folder}: is not empty; titan init writes a new folder")
-        written = [write_copy(file, folder / file.relative_to(PROJECT)) for file in sorted(PROJECT.rglob("*"))
-                   if file.is_file() and "__pycache__" not in file.parts]
+        written = [
+            write_copy(file, folder / file.relative_to(PROJECT))
+            for file in sorted(PROJECT.rglob("*"))
+            if file.is_file() and "__pycache__" not in file.parts
+        ]
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}") from error
     print(*written, sep="\n")
@@ -30,7 +38,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_copy(source: Path, target: Path) -> Path:
-    """Copy the content of a file, but not its mode, so that umask and the group of the folder above decide. Returns `target`."""
+    """Copy the content of a file, but not its mode, so that umask and the group of the folder above decide. Returns
+    `target`.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     return target

@@ -1,4 +1,5 @@
 """`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue."""
+
 import argparse
 import sys
 import time
@@ -45,7 +46,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _number(text: str) -> int:
-    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not a non-negative whole number."""
+    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not a non-negative whole
+    number.
+    """
     if not text.isdigit():
         raise ValueError
     return int(text)

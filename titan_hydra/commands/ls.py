@@ -1,4 +1,5 @@
 """`titan ls`: list all sweeps of a folder of runs, and the runs outside them, one line each, the newest first."""
+
 import argparse
 import time
 from collections import Counter
@@ -44,8 +45,9 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
     directories = list(dict.fromkeys([*find.all_runs(runs), *swept]))
     states = dict(zip(directories, rundir.inspect_all(directories), strict=True))
     damaged = State("damaged", damage=f"{layout.SWEEP.name} cannot be read")
-    found = [(find.written(folder), folder.name, [states[cell.directory] for cell in cells] or [damaged])
-             for folder, cells in sweeps.items()]
+    found = [
+        (find.written(folder), folder.name, [states[cell.directory] for cell in cells] or [damaged]) for folder, cells in sweeps.items()
+    ]
     for directory in directories:
         if directory not in set(swept):
             owner = {} if states[directory].damage else layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))

@@ -1,4 +1,5 @@
 """Shared by the commands that compute with one model in this process: options for the model and its number format."""
+
 import argparse
 from pathlib import Path
 
@@ -7,9 +8,14 @@ from titan_hydra.runs.view import add_runs, place_of
 
 
 def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
-    """Add the arguments that say which model is loaded, and in which number format. `further` names another kind of RUN that is taken."""
-    parser.add_argument("cell", metavar="RUN", help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder"
-                        + f", or {further}" * bool(further))
+    """Add the arguments that say which model is loaded, and in which number format. `further` names another kind of RUN
+    that is taken.
+    """
+    parser.add_argument(
+        "cell",
+        metavar="RUN",
+        help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder" + f", or {further}" * bool(further),
+    )
     add_step(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
     add_runs(parser)

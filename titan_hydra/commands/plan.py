@@ -1,4 +1,5 @@
 """`titan plan`: predict the memory and the speed of a job's layouts, on devices that need not exist here."""
+
 from __future__ import annotations
 
 import argparse
@@ -27,16 +28,28 @@ BAR = 40  # characters of the longest bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan plan`."""
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py, and hardware=NAME; the global batch "
-                        "stays fixed, without one it is data.local_batch on every GPU")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="the job, as for launch.py, and hardware=NAME; the global batch stays fixed, without one it is data.local_batch on every GPU",
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="how many devices (or gpus=N)")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     parser.add_argument("--cell", action="store_true", help="answer for the one layout of the line instead of searching")
     parser.add_argument("--why", metavar="LAYOUT", help="the rule that drops a layout (overrides in quotes), or the terms of its estimate")
-    parser.add_argument("--prove", type=int, metavar="N", help="step a rank of each of the N best in the fake world, and print beside "
-                        "the formulas what it holds and sends")
-    parser.add_argument("--calibrate", nargs="+", metavar="RUN", help="instead, fit the rates of hardware=NAME to runs or sweeps that have "
-                        "finished, and print how far each is off")
+    parser.add_argument(
+        "--prove",
+        type=int,
+        metavar="N",
+        help="step a rank of each of the N best in the fake world, and print beside the formulas what it holds and sends",
+    )
+    parser.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="RUN",
+        help="instead, fit the rates of hardware=NAME to runs or sweeps that have finished, and print how far each is off",
+    )
     parser.add_argument("--into", metavar="NAME", help="with --calibrate: write them to conf/hardware/NAME.yaml")
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -76,13 +89,21 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
         node, batch = job.hardware.gpus_per_node, prepared(job, gpus).data.global_batch
         if node and gpus > node and gpus % node:
             raise ConfigError(str(Fault("--gpus", gpus, f"not whole nodes of {node}", legal=multiples_around(gpus, node))))
-        raise ConfigError(str(Fault("--gpus", gpus, f"no layout obeys the rules: the global batch {batch} and the model cannot be split "
-                                    "over them")))
+        raise ConfigError(
+            str(Fault("--gpus", gpus, f"no layout obeys the rules: the global batch {batch} and the model cannot be split over them"))
+        )
     proofs = [proof(row.prediction.job) for row in rows[: args.prove or 0]]
     if args.json:
         counted = [{"counted": one} for one in proofs] + [{}] * (len(rows) - len(proofs))
-        print(json.dumps([{"overrides": row.overrides, "front": row.front} | predict.as_json(row.prediction) | more
-                          for row, more in zip(rows, counted, strict=True)], indent=2))
+        print(
+            json.dumps(
+                [
+                    {"overrides": row.overrides, "front": row.front} | predict.as_json(row.prediction) | more
+                    for row, more in zip(rows, counted, strict=True)
+                ],
+                indent=2,
+            )
+        )
     else:
         show(rows, points)
         show_proofs(proofs)
@@ -92,8 +113,8 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
 
 
 def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
-    """Predict the layout of the command line. Raises ConfigError for broken rules; those about techniques that torch cannot combine are
-    only printed.
+    """Predict the layout of the command line. Raises ConfigError for broken rules; those about techniques that torch
+    cannot combine are only printed.
     """
     job = freeze(predict.on_nodes(job, gpus))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
@@ -126,13 +147,27 @@ def show(rows: list[Row], points: int) -> None:
         dp = f"{layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 else layout.dp_shard
         order = f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if layout.pp > 1 else "-"
         spare = FITS * found.capacity_gib - found.peak.gib
-        cells.append((f"{number}{'*' * row.front}", dp, *(getattr(layout, name) for name in degrees), order, job.ac.name,
-                      job.data.local_batch, f"{found.speed.tokens_per_second:,.0f}", f"{found.peak.gib:.1f}", found.fits, f"{spare:+.1f}",
-                      f"{found.speed.limit}; {found.peak.largest.name}"))
+        cells.append(
+            (
+                f"{number}{'*' * row.front}",
+                dp,
+                *(getattr(layout, name) for name in degrees),
+                order,
+                job.ac.name,
+                job.data.local_batch,
+                f"{found.speed.tokens_per_second:,.0f}",
+                f"{found.peak.gib:.1f}",
+                found.fits,
+                f"{spare:+.1f}",
+                f"{found.speed.limit}; {found.peak.largest.name}",
+            )
+        )
     first = rows[0].prediction
     world = world_size(first.job)
-    print(f"{points:,} legal points on {world:,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB, global batch "
-          f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}")
+    print(
+        f"{points:,} legal points on {world:,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB, global batch "
+        f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}"
+    )
     print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
     print("* no faster layout takes less memory. `limited by`: what takes most time, after matmuls and attention; what takes most memory\n")
     for number, row in enumerate(rows, start=1):
@@ -142,14 +177,21 @@ def show(rows: list[Row], points: int) -> None:
 
 
 def proof(job: Job) -> dict:
-    """Count the bytes of a job's fullest rank in the fake world, which runs eager, and return the formulas' bytes for the same."""
+    """Count the bytes of a job's fullest rank in the fake world, which runs eager, and return the formulas' bytes for
+    the same.
+    """
     from titan_hydra.verify.count import count_rank, eager
 
     job = eager(job)
     peak = memory.peak(job)
     counted = count_rank(job, peak.rank)
-    return {"rank": peak.rank, "live": counted.live, "live_by_formula": peak.live, "sent": counted.messages,
-            "sent_by_formula": messages.of_step(shape_of(job), peak.pipeline_rank)}
+    return {
+        "rank": peak.rank,
+        "live": counted.live,
+        "live_by_formula": peak.live,
+        "sent": counted.messages,
+        "sent_by_formula": messages.of_step(shape_of(job), peak.pipeline_rank),
+    }
 
 
 def show_proofs(proofs: list[dict]) -> None:
@@ -160,8 +202,14 @@ def show_proofs(proofs: list[dict]) -> None:
     rows = []
     for number, one in enumerate(proofs, start=1):
         pairs = [(one["live"], one["live_by_formula"]), *((one["sent"].get(name), one["sent_by_formula"].get(name)) for name in dimensions)]
-        rows.append((number, one["rank"], *("-" if b is None else f"{a / memory.GIB:,.2f} / {b / memory.GIB:,.2f}" for a, b in pairs),
-                     f"{one['live_by_formula'] / one['live'] - 1:+.1%}"))
+        rows.append(
+            (
+                number,
+                one["rank"],
+                *("-" if b is None else f"{a / memory.GIB:,.2f} / {b / memory.GIB:,.2f}" for a, b in pairs),
+                f"{one['live_by_formula'] / one['live'] - 1:+.1%}",
+            )
+        )
     titles = ("", "rank", "live GiB", *(f"{name} GiB" for name in dimensions), "live off by")
     print("\ncounted in the fake world / by formula, eager and without a number format: live memory, then bytes sent in a step")
     print(*table(titles, rows, titles[1:]), sep="\n")
@@ -190,7 +238,9 @@ def halves(gpus: int) -> list[int]:
 
 
 def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
-    """Draw the memory of each layout, stacked by term, and the speed of the fastest against the number of GPUs; print the files."""
+    """Draw the memory of each layout, stacked by term, and the speed of the fastest against the number of GPUs; print
+    the files.
+    """
     import matplotlib
 
     from titan_hydra.report.plots import figure
@@ -213,8 +263,10 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
         axes.axvspan(FITS * capacity, REFUSED * capacity, color=LIGHT["rule"], alpha=0.5, zorder=0)
         axes.axvline(capacity, color="black", linewidth=1)
         drawn.suptitle(f"{what}: predicted memory of a device", x=0.01, ha="left", fontsize=11, fontweight="bold")
-        axes.set_yticks(range(len(rows)), [f"{number}: {row.overrides.split(' ac=')[0].replace('parallelism.', '')}"[:48]
-                                           for number, row in enumerate(rows, start=1)])
+        axes.set_yticks(
+            range(len(rows)),
+            [f"{number}: {row.overrides.split(' ac=')[0].replace('parallelism.', '')}"[:48] for number, row in enumerate(rows, start=1)],
+        )
         axes.invert_yaxis()
         axes.set_xlabel("GiB; the line is a device's memory; a layout fits below the band and is refused beyond it", loc="right")
         drawn.legend(loc="outside lower center", ncols=3)

@@ -1,4 +1,5 @@
 """`titan report`: print or write the table of a sweep, for a terminal or a paper, and its plots and page."""
+
 import argparse
 import sys
 from pathlib import Path
@@ -18,8 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", metavar="CELL", help="cell to compare with; else the sweep's own, else its first")
     parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells though they differ in these keys")
     parser.add_argument("--over", metavar="KEY", help="average cells that differ in this key alone, as seed, with standard errors")
-    parser.add_argument("--predicted", action="store_true", help="what titan plan expects of each run beside it, and which are more than "
-                        "20 %% slower")
+    parser.add_argument(
+        "--predicted", action="store_true", help="what titan plan expects of each run beside it, and which are more than 20 %% slower"
+    )
     for name, (file, _) in TEXTS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
     parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")

@@ -1,8 +1,9 @@
 """`titan retry`: run failed cells again, from their frozen configuration, through the same code as launch.py.
 
-A cell that ran out of memory, or whose loss was not finite, would fail again: it is printed with a suggested change instead, unless
---as-is.
+A cell that ran out of memory, or whose loss was not finite, would fail again: it is printed with a suggested change
+instead, unless --as-is.
 """
+
 import argparse
 import dataclasses
 from itertools import groupby
@@ -20,17 +21,32 @@ from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.view import RunRow, add_target, choose, look
 
 ONLY = {  # --only: the classes of failure that a word stands for
-    "failed": tuple(Kind), "oom": (Kind.OUT_OF_MEMORY,), "node": (Kind.NODE, Kind.HANG), "hang": (Kind.HANG,), "nan": (Kind.NOT_FINITE,),
-    "time": (Kind.TIME_LIMIT,), "disk": (Kind.DISK,), "preempted": (Kind.PREEMPTED,), "killed": (Kind.KILLED,), "bug": (Kind.BUG,),
-    "config": (Kind.CONFIG,), "unknown": (Kind.UNKNOWN,), "interrupted": (),
+    "failed": tuple(Kind),
+    "oom": (Kind.OUT_OF_MEMORY,),
+    "node": (Kind.NODE, Kind.HANG),
+    "hang": (Kind.HANG,),
+    "nan": (Kind.NOT_FINITE,),
+    "time": (Kind.TIME_LIMIT,),
+    "disk": (Kind.DISK,),
+    "preempted": (Kind.PREEMPTED,),
+    "killed": (Kind.KILLED,),
+    "bug": (Kind.BUG,),
+    "config": (Kind.CONFIG,),
+    "unknown": (Kind.UNKNOWN,),
+    "interrupted": (),
 }
 WOULD_FAIL_AGAIN = (Kind.OUT_OF_MEMORY, Kind.NOT_FINITE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    parser.add_argument("--only", action="append", choices=ONLY, metavar="CLASS", help="which cells, may be given several times: "
-                        f"{', '.join(ONLY)} (default: failed)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=ONLY,
+        metavar="CLASS",
+        help=f"which cells, may be given several times: {', '.join(ONLY)} (default: failed)",
+    )
     parser.add_argument("--as-is", action="store_true", help="also cells that ran out of memory or whose loss was not finite")
 
 
@@ -49,8 +65,10 @@ def main(args: argparse.Namespace) -> int:
         return Exit.DONE
     for row, _ in again:
         print(f"{row.hash}  {row.cell}: {row.state.failure.line if row.state.failure else row.state.kind}")
-    cells = [Cell(number, cell.overrides, _job_of(cell.directory, args.runs), cell.directory, len(again))
-             for number, (_, cell) in enumerate(again, 1)]
+    cells = [
+        Cell(number, cell.overrides, _job_of(cell.directory, args.runs), cell.directory, len(again))
+        for number, (_, cell) in enumerate(again, 1)
+    ]
     clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # a folder of runs may have several
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)
@@ -79,7 +97,8 @@ def cluster_of(cell: Cell) -> str:
 
 
 def _job_of(directory: Path, runs: Path) -> Job:
-    """Return the job of a run, without the launch options of its first start (force, retry, a limit): those were for that start only.
+    """Return the job of a run, without the launch options of its first start (force, retry, a limit): those were for
+    that start only.
 
     Raises ConfigError if the user's modules were edited since.
     """

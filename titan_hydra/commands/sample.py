@@ -1,4 +1,5 @@
 """`titan sample`: draw images with the model of a run or checkpoint."""
+
 import argparse
 import math
 import re
@@ -21,10 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sheet", action="store_true", help="write all images side by side, as FOLDER/sheet.png")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="Euler steps from noise to image (50)")
     parser.add_argument("--guidance", type=float, default=1.0, metavar="G", help="above 1: follow the prompt more than the model would (1)")
-    parser.add_argument("--shift", type=float, default=0.0, metavar="MU", help="above 0: more of the steps where there is much noise; "
-                        "FLUX.1-dev is made for 0.5 at 256 pixels and 1.15 at 1024 (0)")
-    parser.add_argument("--encoders", metavar="FOLDER", help="text encoders and autoencoder, for a run on encoded images; those of "
-                        "data=synthetic_images need none")
+    parser.add_argument(
+        "--shift",
+        type=float,
+        default=0.0,
+        metavar="MU",
+        help="above 0: more of the steps where there is much noise; FLUX.1-dev is made for 0.5 at 256 pixels and 1.15 at 1024 (0)",
+    )
+    parser.add_argument(
+        "--encoders",
+        metavar="FOLDER",
+        help="text encoders and autoencoder, for a run on encoded images; those of data=synthetic_images need none",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
 
 
@@ -52,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 def png(image: np.ndarray) -> bytes:
     """Return an image [height, width, 3] of bytes as a PNG file."""
+
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 

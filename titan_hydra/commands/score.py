@@ -1,4 +1,5 @@
 """`titan score`: the log-probability that the model of a run, checkpoint or export gives each text of a file."""
+
 import argparse
 import contextlib
 import json
@@ -17,12 +18,21 @@ from .model import add_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `titan score`."""
     add_model(parser, "a folder of `titan convert --to hf`")
-    parser.add_argument("texts", type=Path, metavar="FILE", help=".jsonl, .csv, .parquet or .md as data.path takes them, packed too; of a "
-                        ".txt file each line is a text")
+    parser.add_argument(
+        "texts",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl, .csv, .parquet or .md as data.path takes them, packed too; of a .txt file each line is a text",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="jsonl to write: row, nats and tokens of each text (printed)")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="name of the column that holds the text (text)")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens that a text is read in at a time; a longer one is read in windows "
-                        "that overlap by half (the run's data.seq_len; of an export, model.max_seq_len)")
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens that a text is read in at a time; a longer one is read in windows "
+        "that overlap by half (the run's data.seq_len; of an export, model.max_seq_len)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -42,8 +52,10 @@ def main(args: argparse.Namespace) -> int:
                 out = opened.enter_context(open_new(args.out))
             print(json.dumps(found), file=out)
             texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]
-    print(f"{args.out or args.texts}: {counted(texts, 'text')}, {tokens:,} tokens, {nats / tokens:.4f} nats per token",
-          file=sys.stdout if args.out else sys.stderr)
+    print(
+        f"{args.out or args.texts}: {counted(texts, 'text')}, {tokens:,} tokens, {nats / tokens:.4f} nats per token",
+        file=sys.stdout if args.out else sys.stderr,
+    )
     return Exit.DONE
 
 

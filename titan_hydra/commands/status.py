@@ -1,4 +1,5 @@
 """`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next."""
+
 import argparse
 import json
 import sys
@@ -14,10 +15,20 @@ from titan_hydra.runs.find import Selection, all_runs, runs_option
 from titan_hydra.runs.slurm import Queue
 from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
 
-COLOURS = {"done": "green", "running": "cyan", "queued": "yellow", "failed": "red", "interrupted": "magenta", "not submitted": "magenta",
-           "damaged": "red", "unknown": "dim", "new": "dim"}
+COLOURS = {
+    "done": "green",
+    "running": "cyan",
+    "queued": "yellow",
+    "failed": "red",
+    "interrupted": "magenta",
+    "not submitted": "magenta",
+    "damaged": "red",
+    "unknown": "dim",
+    "new": "dim",
+}
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
-SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")  # with too few lines
+# with too few lines
+SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
 REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # of so many the reason is shown
@@ -82,18 +93,27 @@ def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
     """Return the rows that fit the screen, the most urgent states first, and a line that counts the others."""
     if len(rows) <= max(lines, 3):
         return rows, []
-    kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[:max(lines, 3)]
+    kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[: max(lines, 3)]
     return [row for row in rows if row in kept], [f"... and {len(rows) - len(kept)} more"]
 
 
 def _table(rows: list[RunRow]) -> list[str]:
     """Format one line for each run."""
     titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
-    cells = [[
-        row.cell if len(row.cell) <= NAME else f"{row.cell[:NAME - 1]}\N{HORIZONTAL ELLIPSIS}",
-        row.hash, row.state.kind, f"{'-' if row.step is None else row.step}/{row.steps}" if row.steps else "-",
-        _number(row.tokens_per_second, ",.0f"), _number(row.loss, ".4f"), row.where or "-", _clock(row.seconds), _note(row),
-    ] for row in rows]
+    cells = [
+        [
+            row.cell if len(row.cell) <= NAME else f"{row.cell[: NAME - 1]}\N{HORIZONTAL ELLIPSIS}",
+            row.hash,
+            row.state.kind,
+            f"{'-' if row.step is None else row.step}/{row.steps}" if row.steps else "-",
+            _number(row.tokens_per_second, ",.0f"),
+            _number(row.loss, ".4f"),
+            row.where or "-",
+            _clock(row.seconds),
+            _note(row),
+        ]
+        for row in rows
+    ]
     colours = [{"state": COLOURS[row.state.kind]} | ({"": "red"} if row.silent else {}) for row in rows]
     return layout(titles, cells, {"step", "tokens/s", "loss", "time"}, ("cell", "where", ""), colours)
 
@@ -184,15 +204,36 @@ def _as_json(row: RunRow) -> dict:
     """Return a row with everything that is known, unrounded."""
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
-        "cell": row.cell, "hash": row.hash, "directory": str(row.directory), "state": state.kind, "damage": state.damage or None,
+        "cell": row.cell,
+        "hash": row.hash,
+        "directory": str(row.directory),
+        "state": state.kind,
+        "damage": state.damage or None,
         "refused": state.refused or None,
         "attempt": state.attempt,
-        "step": row.step, "steps": row.steps, "tokens_per_second": row.tokens_per_second, "loss": row.loss, "where": row.where,
-        "seconds": row.seconds, "to_go_seconds": row.to_go, "silent_seconds": row.silent, "phase": row.phase, "cancelled_by": row.cancelled,
+        "step": row.step,
+        "steps": row.steps,
+        "tokens_per_second": row.tokens_per_second,
+        "loss": row.loss,
+        "where": row.where,
+        "seconds": row.seconds,
+        "to_go_seconds": row.to_go,
+        "silent_seconds": row.silent,
+        "phase": row.phase,
+        "cancelled_by": row.cancelled,
         "job": {"id": job.id, "state": job.state, "reason": job.reason, "start": job.start} if job else None,
         "groups": [{"state": group.kind, "attempt": group.attempt, "job": group.job and group.job.id} for group in state.groups],
-        "failure": {"kind": str(failure.kind), "rank": failure.rank, "status": int(failure.status), "line": failure.line,
-                    "host": failure.host, "hint": failure.hint, "log": str(failure.log) if failure.log else None} if failure else None,
+        "failure": {
+            "kind": str(failure.kind),
+            "rank": failure.rank,
+            "status": int(failure.status),
+            "line": failure.line,
+            "host": failure.host,
+            "hint": failure.hint,
+            "log": str(failure.log) if failure.log else None,
+        }
+        if failure
+        else None,
     }
 
 

@@ -1,4 +1,7 @@
-"""`titan sync`: send the offline files that wandb left in run directories to its server. For a machine with network access."""
+"""`titan sync`: send the offline files that wandb left in run directories to its server. For a machine with network
+access.
+"""
+
 import argparse
 import contextlib
 import subprocess
@@ -46,7 +49,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def unreachable() -> str:
-    """Return why wandb's server does not answer; "" if it does. Checked first, as wandb itself would wait for it without limit."""
+    """Return why wandb's server does not answer; "" if it does. Checked first, as wandb itself would wait for it
+    without limit.
+    """
     import wandb
 
     address = wandb.setup().settings.base_url

@@ -1,4 +1,5 @@
 """`titan tokenizer`: train a tokenizer on text, or encode text into a .bin that data=tokens maps into memory."""
+
 import argparse
 import base64
 import json
@@ -39,13 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     encode.add_argument("--out", type=Path, required=True, help="the .bin to write; its description is OUT.json")
     encode.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (default: %(default)s)")
     for command, count in ((train, "*"), (encode, "+")):
-        command.add_argument("files", nargs=count, help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz, .zst too; globs and folders allowed"
-                             + ("; none: the embedded corpus" if command is train else ""))
+        command.add_argument(
+            "files",
+            nargs=count,
+            help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz, .zst too; globs and folders allowed"
+            + ("; none: the embedded corpus" if command is train else ""),
+        )
         command.add_argument("--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the subcommand. Raises ConfigError for everything that the user can fix, a full disk and a killed worker included."""
+    """Run the subcommand. Raises ConfigError for everything that the user can fix, a full disk and a killed worker
+    included.
+    """
     try:
         return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
     except OSError as error:
@@ -71,8 +78,10 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     for text in sample:
         if [bytes_of[id] for id in trained.encode(text).ids] != [tokens[id] for id in ours.encode(text)]:
             raise RuntimeError(f"tiktoken does not encode as the trained tokenizer does: {text[:80]!r}")
-    print(f"{args.out}: {len(tokens)} ranks + {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens = {args.vocab}; "
-          f"tiktoken and tokenizers agree on {len(sample)} documents")
+    print(
+        f"{args.out}: {len(tokens)} ranks + {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens = {args.vocab}; "
+        f"tiktoken and tokenizers agree on {len(sample)} documents"
+    )
     return Exit.DONE
 
 
@@ -100,9 +109,22 @@ def encode(args: argparse.Namespace) -> int:
         partial.replace(args.out)
     finally:
         partial.unlink(missing_ok=True)
-    _write(header, json.dumps({
-        "dtype": dtype, "tokens": tokens, "documents": documents, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id,
-        "eos_id": tokenizer.eos_id, "tokenizer_sha256": tokenizer.sha256}, indent=2).encode() + b"\n")
+    _write(
+        header,
+        json.dumps(
+            {
+                "dtype": dtype,
+                "tokens": tokens,
+                "documents": documents,
+                "vocab_size": tokenizer.vocab_size,
+                "bos_id": tokenizer.bos_id,
+                "eos_id": tokenizer.eos_id,
+                "tokenizer_sha256": tokenizer.sha256,
+            },
+            indent=2,
+        ).encode()
+        + b"\n",
+    )
     print(f"{args.out}: {documents} documents, {tokens} tokens{share_of_unknown(unknown, tokens)}, {dtype}")
     return Exit.DONE
 
@@ -121,12 +143,16 @@ def _train(texts: Iterable[str], size: int):
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(tokenizers_of_jobs.LLAMA3_SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(tokenizers_of_jobs.LLAMA3_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty()))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty())
+    )
     return tokenizer
 
 
@@ -137,7 +163,9 @@ def _bytes_of_ids(trained) -> dict[int, bytes]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte-level alphabet: printable Latin-1 characters stand for themselves, those from 256 on for the other bytes."""
+    """Return the byte-level alphabet: printable Latin-1 characters stand for themselves, those from 256 on for the
+    other bytes.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -150,7 +178,9 @@ def _tokenizer_config(name: str) -> schema.Tokenizer:
 
 
 def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the tokens and the number of documents of each batch, in order, never more than a few batches ahead of the writer."""
+    """Yield the tokens and the number of documents of each batch, in order, never more than a few batches ahead of the
+    writer.
+    """
     if workers == 1:
         _start_worker(config, dtype)
         yield from map(_encode_batch, _batches(texts))
@@ -170,7 +200,9 @@ def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str,
 
 
 def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
-    """Load the tokenizer in a worker, which ignores Ctrl-C (the writing process handles it) and ends when that process has ended."""
+    """Load the tokenizer in a worker, which ignores Ctrl-C (the writing process handles it) and ends when that process
+    has ended.
+    """
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -1,4 +1,5 @@
 """`titan track`: copy the records of finished runs to a tracker, with the classes that track running ones."""
+
 import argparse
 import shlex
 import shutil
@@ -17,15 +18,26 @@ from titan_hydra.runs.view import add_runs, choose
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a sweep, a cell, a run directory, a folder of runs, or the start of a hash")
-    parser.add_argument("--to", required=True, choices=sorted(TRACKERS), help="tensorboard: event files in the run directory; "
-                        "wandb: offline files there, which titan sync sends; either replaces those that are there")
-    parser.add_argument("values", nargs="*", metavar="KEY=VALUE", help="other values for this copy: metrics.wandb_project=mine, "
-                        "metrics.wandb_tags=[a,b], notes='...'")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=sorted(TRACKERS),
+        help="tensorboard: event files in the run directory; "
+        "wandb: offline files there, which titan sync sends; either replaces those that are there",
+    )
+    parser.add_argument(
+        "values",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="other values for this copy: metrics.wandb_project=mine, metrics.wandb_tags=[a,b], notes='...'",
+    )
     add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy the selected runs. Returns 0 if the tracker took all, 1 if it failed, 2 for a run that cannot be copied or a wrong value."""
+    """Copy the selected runs. Returns 0 if the tracker took all, 1 if it failed, 2 for a run that cannot be copied or a
+    wrong value.
+    """
     directories = [cell.directory for cell in choose(args.target, args.runs).cells]
     errors = [error for directory in directories if (error := copy(directory, args.values, args.to))]
     if len(errors) < len(directories):

@@ -1,7 +1,10 @@
-"""`titan tune`: plan, run the best layouts for a few steps, calibrate, and plan again, until prediction and measurement agree.
+"""`titan tune`: plan, run the best layouts for a few steps, calibrate, and plan again, until prediction and measurement
+agree.
 
-The runs are an ordinary sweep, started through the same code as launch.py, so that the same command goes on where it stopped.
+The runs are an ordinary sweep, started through the same code as launch.py, so that the same command goes on where it
+stopped.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,15 +30,24 @@ from . import calibrate
 
 ROUNDS = 4  # of planning and running, at most
 LAYOUT = {  # the keys that a layout sets
-    "parallelism", *(f"parallelism.{name}" for name in DEGREES), "gpus", "ac", "ac.name", "data.local_batch", "data.global_batch",
-    "pp_schedule", "pp_schedule.stages_per_rank", "pp_schedule.microbatches",
+    "parallelism",
+    *(f"parallelism.{name}" for name in DEGREES),
+    "gpus",
+    "ac",
+    "ac.name",
+    "data.local_batch",
+    "data.global_batch",
+    "pp_schedule",
+    "pp_schedule.stages_per_rank",
+    "pp_schedule.microbatches",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan tune`."""
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py, with hardware=NAME and "
-                        "data.global_batch")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py, with hardware=NAME and data.global_batch"
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="how many devices, or ranks on this machine's CPU (or gpus=N)")
     parser.add_argument("--top", type=int, default=4, metavar="K", help="how many of the best layouts run (default: 4)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each run (default: 20)")
@@ -44,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run rounds of planning, running and calibrating. Returns the exit status of the first run that did not end well, or 0."""
+    """Run rounds of planning, running and calibrating. Returns the exit status of the first run that did not end well,
+    or 0.
+    """
     for name, least, reason in (("top", 2, "nothing is compared"), ("steps", 3, "the first ones are not measured")):
         if getattr(args, name) < least:
             raise ConfigError(str(Fault(f"--{name}", getattr(args, name), reason, legal=(least,))))
@@ -64,7 +78,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tune(job: Job, args: argparse.Namespace) -> int:
-    """Plan, run and calibrate until the layout that is predicted to be the fastest is the fastest measured, or nothing new is planned."""
+    """Plan, run and calibrate until the layout that is predicted to be the fastest is the fastest measured, or nothing
+    new is planned.
+    """
     hardware, layouts = job.hardware, list[str]()
     planned = _best(on(job, hardware), args)
     if len(planned) < 2:
@@ -101,14 +117,18 @@ def _best(job: Job, args: argparse.Namespace) -> list[str]:
 
 
 def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Compose the run of a layout: the command line without its own degrees, the layout, a few steps and no checkpoints."""
+    """Compose the run of a layout: the command line without its own degrees, the layout, a few steps and no
+    checkpoints.
+    """
     own = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
     overrides = [*own, *degrees.split(" "), f"steps={args.steps}", "checkpoint=off", "validation=off", "sweep.name=tune"]
     return own_composer(args.config_dir)(overrides), overrides
 
 
 def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
-    """Print each layout's measured time beside the predicted ones, the fastest first, and whether both agree on the fastest."""
+    """Print each layout's measured time beside the predicted ones, the fastest first, and whether both agree on the
+    fastest.
+    """
     fit = dataclasses.replace(fit, runs=tuple(sorted(fit.runs, key=lambda run: run.step_seconds)))
     print()
     calibrate.show_fit(fit, start)
@@ -117,7 +137,9 @@ def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
 
 
 def _keep(fit: Fit, composed: list[tuple], into: str | None) -> None:
-    """Write the rates beside the sweep's manifest, where `titan report --predicted` finds them, and to a hardware file if one is named."""
+    """Write the rates beside the sweep's manifest, where `titan report --predicted` finds them, and to a hardware file
+    if one is named.
+    """
     runs = Path(composed[0][0].paths.runs).expanduser().absolute()
     newest = find.readable(runs)[0]
     layout.RATES.write(newest, vars(fit.hardware))

@@ -1,4 +1,7 @@
-"""`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes docs/acceptance.md."""
+"""`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes
+docs/acceptance.md.
+"""
+
 import argparse
 import os
 from datetime import date
@@ -16,8 +19,12 @@ STEPS_OF_RANDOM = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every case and its reference: proves the layouts of a model "
-                        "of your own, such as model=qwen3_debug")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="for every case and its reference: proves the layouts of a model of your own, such as model=qwen3_debug",
+    )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
@@ -25,8 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the random jobs (default: 0)")
     docs = CONF.parent / "docs"  # of a checkout
-    parser.add_argument("--write", type=Path, metavar="FILE", default=(docs if docs.is_dir() else Path()) / "acceptance.md",
-                        help="where the table is written when the whole matrix ran (default: docs/acceptance.md)")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        default=(docs if docs.is_dir() else Path()) / "acceptance.md",
+        help="where the table is written when the whole matrix ran (default: docs/acceptance.md)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -54,8 +66,15 @@ def main(args: argparse.Namespace) -> int:
             return Exit.CONFIG
     header = ("case", "ranks", "loss", "norm", "gradient", "weights", "band", "start", "copies", "rounded", "passed")
     rows = [
-        (o.case.name, str(o.case.ranks), *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
-         f"{o.band:.2f}" if o.band else "", *map(str, (o.start, o.drift, o.rounded)), "yes" if o.passed else "NO") for o in outcomes
+        (
+            o.case.name,
+            str(o.case.ranks),
+            *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
+            f"{o.band:.2f}" if o.band else "",
+            *map(str, (o.start, o.drift, o.rounded)),
+            "yes" if o.passed else "NO",
+        )
+        for o in outcomes
     ]
     colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
     print("Largest relative differences from the reference:", *table(header, rows, header[1:-1], ("case",), colours), sep="\n")
@@ -83,13 +102,15 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
     from titan_hydra.verify.judge import DRAWS, MULTIPLE, TIGHT
 
     lines = [
-        "# Acceptance", "",
+        "# Acceptance",
+        "",
         f"Largest relative differences of each layout from the same job in one process, over {steps} steps: loss, gradient norm, the",
         "gradient of the worst parameter at the first step, and the worst parameter after the last, less what rounding explains,",
         "relative to how far it has moved.",
         "`start` counts initial tensors that differ in any bit, `copies` parts of weights whose copies on several ranks differ in any bit",
         "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
-        "overrides and upper bounds stand in [matrix.py](../titan_hydra/verify/matrix.py).", "",
+        "overrides and upper bounds stand in [matrix.py](../titan_hydra/verify/matrix.py).",
+        "",
         "How far rounding takes a run in these steps depends on the processor, so it is measured where it runs. A loss or norm within",
         f"{TIGHT['loss']:.0e}, a gradient within {TIGHT['gradients']:.0e} and a parameter within {TIGHT['weights']:.0e} pass at once. "
         f"If one is farther, the reference is run again, at most {len(DRAWS)} times:",
@@ -98,8 +119,13 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         f"{MULTIPLE['weights']:.0f} times what it differs by in the farthest of these runs, loss and norm by {MULTIPLE['loss']:.0f} times. "
         "No more runs are made than are needed.",
         "`band` is the largest difference relative to that: above 1 a case has not passed. It is empty where no band was needed, and where",
-        "the reference rounds in another way (another number format, or float64): there the fixed upper bounds judge alone.", "",
-        f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".", "",
-        "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "",
+        "the reference rounds in another way (another number format, or float64): there the fixed upper bounds judge alone.",
+        "",
+        f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
     ]
     path.write_text("\n".join(lines))

@@ -1,4 +1,7 @@
-"""What a job is: the typed schema, its loading, the identity hash. Imports no torch, and nothing that stands above job/."""
+"""What a job is: the typed schema, its loading, the identity hash. Imports no torch, and nothing that stands above
+job/.
+"""
+
 from .explain import explain
 from .fault import Fault
 from .load import from_dict, identity, read, to_dict

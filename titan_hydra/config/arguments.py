@@ -1,4 +1,5 @@
 """Parse the arguments of launch.py before Hydra does: flags may stand anywhere, and each mistake is one line."""
+
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which
 
 
 def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides and the flags. Hydra's parser needs the overrides adjacent. Raises ConfigError with a line for each mistake."""
+    """Return the overrides and the flags. Hydra's parser needs the overrides adjacent. Raises ConfigError with a line
+    for each mistake.
+    """
     from titan_hydra.base.private import get_args_parser
 
     parser = get_args_parser()

@@ -1,8 +1,11 @@
-"""Which of torch's attention kernels may compute a call: one answer for models, rings, the checks of a cell and its predictions.
+"""Which of torch's attention kernels may compute a call: one answer for models, rings, the checks of a cell and its
+predictions.
 
-torch has checks of its own (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and takes the first kernel that passes them. Here stand
-those that decide how a call is prepared, and the calls that torch would compute wrongly, each with its issue.
+torch has checks of its own (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and takes the first kernel that
+passes them. Here stand those that decide how a call is prepared, and the calls that torch would compute wrongly, each
+with its issue.
 """
+
 from typing import NamedTuple
 
 from titan_hydra.base.errors import ConfigError
@@ -10,7 +13,8 @@ from titan_hydra.base.errors import ConfigError
 from .fault import Fault
 from .schema import Job
 
-KERNELS = ("cudnn", "flash", "efficient", "math")  # the order of auto: on an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash
+# the order of auto: on an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash
+KERNELS = ("cudnn", "flash", "efficient", "math")
 HALF = ("bfloat16", "float16")
 
 
@@ -23,7 +27,9 @@ class Machine(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the choice of a kernel depends on. Without `machine`, as on a login node, nothing is refused for what the machine is."""
+    """What the choice of a kernel depends on. Without `machine`, as on a login node, nothing is refused for what the
+    machine is.
+    """
 
     device: str
     dtype: str = "bfloat16"
@@ -38,7 +44,9 @@ class Call(NamedTuple):
 
 
 def kernels(asked: str, call: Call) -> list[str]:
-    """Return the kernels that may compute a call, fastest first. `asked` is what model.attention says. Raises ConfigError if none may."""
+    """Return the kernels that may compute a call, fastest first. `asked` is what model.attention says. Raises
+    ConfigError if none may.
+    """
     found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if refusal(kernel, call) is None]
     if not found:
         raise ConfigError(str(kernel_fault(asked, call)))
@@ -46,7 +54,9 @@ def kernels(asked: str, call: Call) -> list[str]:
 
 
 def kernel_fault(asked: str, *calls: Call) -> Fault | None:
-    """Return the fault of model.attention if no kernel that it allows may compute any of the calls; its reason is that of the last one."""
+    """Return the fault of model.attention if no kernel that it allows may compute any of the calls; its reason is that
+    of the last one.
+    """
     legal = [kernel for kernel in KERNELS if any(refusal(kernel, call) is None for call in calls)]
     if legal if asked == "auto" else asked in legal:
         return None
@@ -73,9 +83,11 @@ def refusal(kernel: str, call: Call) -> str | None:
 
 
 def _of_cudnn(call: Call) -> str | None:
-    """Return why cuDNN may not compute a call on CUDA. What torch itself refuses is here too: a kernel that is asked for must be one line.
+    """Return why cuDNN may not compute a call on CUDA. What torch itself refuses is here too: a kernel that is asked
+    for must be one line.
 
-    Not here: single queries, for which cuDNN is wrong on B200 before 9.24.1 (pytorch #193893); no call of this package has one.
+    Not here: single queries, for which cuDNN is wrong on B200 before 9.24.1 (pytorch #193893); no call of this package
+    has one.
     """
     widths, machine = (call.width, call.value_width), call.machine
     if call.dtype not in HALF:
@@ -86,7 +98,8 @@ def _of_cudnn(call: Call) -> str | None:
         return "is refused by debug.deterministic=true, as its backward is not deterministic"
     if call.masked:
         return "may compute gradients that are not finite under a mask (pytorch #196678)"
-    if any(width % 8 for width in widths) or (max(widths) > 128 and widths != (192, 128)):  # 256 is later torch's, and not proven
+    # 256 is later torch's, and not proven
+    if any(width % 8 for width in widths) or (max(widths) > 128 and widths != (192, 128)):
         return f"takes no heads of {call.width} with values of {call.value_width}, but up to 128 in steps of 8"
     if machine is None:
         return None
@@ -103,7 +116,8 @@ def _of_cudnn(call: Call) -> str | None:
 
 
 def takes_offsets(asked: str, call: Call) -> bool:
-    """Whether attention within packed documents is flash's on their offsets (kernels/documents.py); otherwise it needs a mask of all pairs.
+    """Whether attention within packed documents is flash's on their offsets (kernels/documents.py); otherwise it needs
+    a mask of all pairs.
     """
     return asked in ("auto", "flash") and (call.device != "cuda" or (refusal("flash", call) is None and call.width % 8 == 0))
 

@@ -1,4 +1,5 @@
 """Compose the cells of a command line: the same result as Hydra's own composition, in milliseconds a cell."""
+
 from __future__ import annotations
 
 import functools
@@ -23,7 +24,9 @@ PLAIN = (None, [])  # a file of conf/ without a package of its own and without a
 
 
 class Composition(NamedTuple):
-    """A configuration as Hydra composes it. It is cached and shared: copy it by unpickling `pickled`, do not change it."""
+    """A configuration as Hydra composes it. It is cached and shared: copy it by unpickling `pickled`, do not change
+    it.
+    """
 
     config: DictConfig
     choices: dict[str, str | None]  # the option of each group
@@ -33,9 +36,10 @@ class Composition(NamedTuple):
 class Composer:
     """Compose cells with the same result as Hydra: `Composer(loader)(overrides)`.
 
-    Hydra takes a fifth of a second for each cell, because it merges 30 files. The merged files depend only on the chosen options, so they
-    are cached and Hydra's own function applies the values to a copy. Where several groups vary, not every combination is composed: an
-    option that sets keys of its own group and nothing else gives the same section whatever the other options are.
+    Hydra takes a fifth of a second for each cell, because it merges 30 files. The merged files depend only on the
+    chosen options, so they are cached and Hydra's own function applies the values to a copy. Where several groups vary,
+    not every combination is composed: an option that sets keys of its own group and nothing else gives the same section
+    whatever the other options are.
     """
 
     def __init__(self, loader: ConfigLoader, config_name: str = "config") -> None:
@@ -55,7 +59,8 @@ class Composer:
 
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
-        elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)  # may add groups: leave all to Hydra
+        # may add groups: leave all to Hydra
+        elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)
         values = [] if elsewhere else [override for override in parsed if self._is_value(override)]
         config = self._with_options([override for override in parsed if override not in values])
         try:
@@ -65,18 +70,20 @@ class Composer:
         return config
 
     def _is_value(self, override: Override) -> bool:
-        """Whether an override sets the value of a key. If not, it chooses an option of a group or belongs to Hydra itself."""
+        """Whether an override sets the value of a key. If not, it chooses an option of a group or belongs to Hydra
+        itself.
+        """
         if override.is_hydra_override():
             return False
-        return isinstance(override.value(), dict) or not any(
-            source.is_group(override.key_or_group) for source in self.loader.get_sources())
+        return isinstance(override.value(), dict) or not any(source.is_group(override.key_or_group) for source in self.loader.get_sources())
 
     def _with_options(self, overrides: list[Override]) -> DictConfig:
         """Compose the configuration with these options. The result is a copy that the caller may change."""
         from hydra.core.override_parser.types import OverrideType
         from omegaconf import OmegaConf
 
-        changes = {override.get_key_element(): override for override in overrides if override.type is OverrideType.CHANGE}  # the last ones
+        # the last ones
+        changes = {override.get_key_element(): override for override in overrides if override.type is OverrideType.CHANGE}
         overrides = [override for override in overrides if changes.get(override.get_key_element(), override) is override]
         plain = {override.key_or_group: override for override in overrides if self._is_plain(override)}
         others = [override for override in overrides if not self._is_plain(override)]
@@ -91,7 +98,9 @@ class Composer:
         return config
 
     def _by_hydra(self, overrides: list[Override]) -> Composition:
-        """Compose the overrides with Hydra, without its own `hydra` section. Each list of overrides is composed once."""
+        """Compose the overrides with Hydra, without its own `hydra` section. Each list of overrides is composed
+        once.
+        """
         from hydra.types import RunMode
         from omegaconf import open_dict
 
@@ -105,7 +114,9 @@ class Composer:
         return self.composed[lines]
 
     def _is_plain(self, override: Override) -> bool:
-        """Whether an override only chooses an option, in a top-level group, whose file sets keys of that group alone."""
+        """Whether an override only chooses an option, in a top-level group, whose file sets keys of that group
+        alone.
+        """
         group, name = override.key_or_group, override.value()
         if override.is_add() or override.is_force_add() or override.is_delete() or override.package or override.is_hydra_override():
             return False
@@ -114,8 +125,8 @@ class Composer:
     def _are_independent(self, groups: Iterable[str], others: list[Override]) -> bool:
         """Whether choices in `groups` can be composed one at a time.
 
-        Two conditions: with `others` applied, the current option of each group sets keys of that group alone, and no defaults list refers
-        to a choice (`${...}`).
+        Two conditions: with `others` applied, the current option of each group sets keys of that group alone, and no
+        defaults list refers to a choice (`${...}`).
         """
         from hydra.types import RunMode
 
@@ -155,7 +166,9 @@ class Cells:
     config: DictConfig  # what all cells share, with Hydra's own section
 
     def sweep(self, arguments: list[str]) -> None:
-        """Compose all cells. Raises what Hydra raises for the first cell that does not compose, and ConfigError if there is no cell."""
+        """Compose all cells. Raises what Hydra raises for the first cell that does not compose, and ConfigError if
+        there is no cell.
+        """
         from hydra.core.hydra_config import HydraConfig
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from omegaconf import OmegaConf
@@ -167,12 +180,15 @@ class Cells:
         compose, others = composer_of(self.loader, hydra.job.config_name), OmegaConf.to_container(hydra.overrides.hydra)
         for overrides in with_count(cells, "composed"):
             config = compose([*others, *overrides])
-            OmegaConf.copy_cache(from_config=self.config, to_config=config)  # resolvers such as ${now:} give all cells the same time
+            # resolvers such as ${now:} give all cells the same time
+            OmegaConf.copy_cache(from_config=self.config, to_config=config)
             self.collect(config, overrides)
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
-    """List the overrides of each cell: every combination of the values. Raises ConfigError if there are none or more than MOST_CELLS."""
+    """List the overrides of each cell: every combination of the values. Raises ConfigError if there are none or more
+    than MOST_CELLS.
+    """
     choices: dict[str, list[str]] = {}
     for override in overrides:
         key = override.get_key_element()

@@ -1,4 +1,7 @@
-"""Change values of an existing job, typed as on the command line of launch.py. Only values: an option would have to be composed."""
+"""Change values of an existing job, typed as on the command line of launch.py. Only values: an option would have to be
+composed.
+"""
+
 import copy
 from collections.abc import Container, Iterable
 from functools import reduce
@@ -24,9 +27,17 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
     for text in values:
         key, value = _typed(text, job)
         if known_keys()[key].metadata["identity"] and key not in experiment:
-            raise ConfigError(str(Fault(key, text.partition("=")[2], "is part of the experiment, which stays the same; another one goes on "
-                                        f"from its newest checkpoint with the run's own line and {text} checkpoint.initial_load_path=RUN "
-                                        "checkpoint.exclude_from_loading=[] (docs/reliability.md)")))
+            raise ConfigError(
+                str(
+                    Fault(
+                        key,
+                        text.partition("=")[2],
+                        "is part of the experiment, which stays the same; another one goes on "
+                        f"from its newest checkpoint with the run's own line and {text} checkpoint.initial_load_path=RUN "
+                        "checkpoint.exclude_from_loading=[] (docs/reliability.md)",
+                    )
+                )
+            )
         *path, name = key.split(".")
         setattr(reduce(getattr, path, job), name, value)
     if faults := list(values_are_what_the_schema_takes(job)):

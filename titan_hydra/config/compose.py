@@ -1,4 +1,5 @@
 """Register the schema with Hydra, and compose one job for programs other than launch.py."""
+
 from __future__ import annotations
 
 import functools
@@ -34,15 +35,19 @@ def register_schema() -> None:
         return Cells(hydra_context.config_loader, task_function, config)
 
     schema = OmegaConf.structured(Job)
-    OmegaConf.set_struct(schema.model, False)  # a family's own keys are typed by `read`, once the user's modules are imported
+    # a family's own keys are typed by `read`, once the user's modules are imported
+    OmegaConf.set_struct(schema.model, False)
     ConfigStore.instance().store(name="schema", node=schema)
     plugins: Any = Plugins.instance()
-    plugins.instantiate_sweeper = sweeper  # Hydra would take a sweeper of our own from a package called hydra_plugins only
+    # Hydra would take a sweeper of our own from a package called hydra_plugins only
+    plugins.instantiate_sweeper = sweeper
 
 
 @functools.cache
 def own_composer(config_dir: Path | None = None) -> Composer:
-    """Return the composer of the package's conf/ and, behind it, of a folder with further options, as --config-dir has for launch.py."""
+    """Return the composer of the package's conf/ and, behind it, of a folder with further options, as --config-dir has
+    for launch.py.
+    """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -67,7 +72,9 @@ def compose_job(*overrides: str, config_dir: Path | None = None) -> Job:
 
 
 def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
-    """Compose and type one job without freezing or checking it. Raises ConfigError for keys and options that do not exist."""
+    """Compose and type one job without freezing or checking it. Raises ConfigError for keys and options that do not
+    exist.
+    """
     if config_dir and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     if lines := mistakes(overrides, [CONF, *([config_dir] if config_dir else [])]):

@@ -1,8 +1,10 @@
-"""Describe the configuration: docs/configuration.md and the text of `python launch.py --help`, made from the schema and conf/.
+"""Describe the configuration: docs/configuration.md and the text of `python launch.py --help`, made from the schema and
+conf/.
 
     python -m titan_hydra.config.describe                          # print the page
     python -m titan_hydra.config.describe docs/configuration.md    # write it
 """
+
 import argparse
 import dataclasses
 import re
@@ -24,6 +26,7 @@ GROUPS_OF_RECIPES = {  # groups without keys of their own: their options set key
     "experiment": "whole recipes: each sets keys of many groups",
     "sweeps": "named sweeps, chosen with a plus (+sweeps=NAME): a list of cells and what they share",
 }
+
 
 def main() -> None:
     """Print the page, or write it to the file that was given."""
@@ -53,7 +56,9 @@ def _group_items(group: str) -> list[str]:
 
 
 def help_text(words: Sequence[str] = ()) -> str:
-    """Return the help of all groups, options and keys, one or two screens long; with `words`, only their entries of the page."""
+    """Return the help of all groups, options and keys, one or two screens long; with `words`, only their entries of the
+    page.
+    """
     if words:
         from .overrides import unknown_key
 
@@ -71,7 +76,9 @@ def help_text(words: Sequence[str] = ()) -> str:
 
 
 def groups() -> list[str]:
-    """List the groups: sections of the schema in its order, also those without a folder in conf/, then the recipes and the sweeps."""
+    """List the groups: sections of the schema in its order, also those without a folder in conf/, then the recipes and
+    the sweeps.
+    """
     return [key for key, spec in KEYS.items() if "." not in key and _is_group(spec)] + [*GROUPS_OF_RECIPES]
 
 
@@ -97,7 +104,9 @@ def option_files(group: str) -> list[Path]:
 
 
 def when(file: Path) -> str:
-    """Return the comment line of an option file: when to choose it. Skips Hydra's `# @package` line. "" if there is none."""
+    """Return the comment line of an option file: when to choose it. Skips Hydra's `# @package` line. "" if there is
+    none.
+    """
     comments = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#") and "@package" not in line]
     return comments[0].lstrip("# ") if comments else ""
 
@@ -182,7 +191,9 @@ def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
 
 
 def _sentence(text: str) -> str:
-    """Capitalize a text and end it with a full stop. One that begins with a name (`linear_cross_entropy: ...`) keeps its letter."""
+    """Capitalize a text and end it with a full stop. One that begins with a name (`linear_cross_entropy: ...`) keeps
+    its letter.
+    """
     start = text if re.match(r"\w*_|[\w=]+(, \w+)*:", text) else text[0].upper() + text[1:]
     return start + "." * (text[-1] not in ".?!")
 

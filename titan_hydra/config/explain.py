@@ -1,4 +1,5 @@
 """Explain exceptions of Hydra and OmegaConf in one line each."""
+
 import re
 import traceback
 from collections.abc import Callable
@@ -6,12 +7,15 @@ from collections.abc import Callable
 from .fault import shown
 from .overrides import unknown_key
 
-THEIRS = ("hydra", "omegaconf", "antlr4", "yaml")  # packages whose exceptions are about what was typed, or stands in conf/
+# packages whose exceptions are about what was typed, or stands in conf/
+THEIRS = ("hydra", "omegaconf", "antlr4", "yaml")
 OURS = ("titan_hydra", "__main__")
 
 
 def explain(error: BaseException) -> str | None:
-    """Return an exception of Hydra, OmegaConf or YAML as one line about the command line; None if another program raised it."""
+    """Return an exception of Hydra, OmegaConf or YAML as one line about the command line; None if another program
+    raised it.
+    """
     if not _theirs(error):
         return None
     chain = [error]
@@ -35,13 +39,19 @@ def _theirs(error: BaseException) -> bool:
 
 
 PATTERNS: list[tuple[str, Callable[..., str]]] = [
-    (r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
-     lambda file, key: f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma"),
-    (r"Ambiguous value for argument '([^\n]+)'\n",
-     lambda override: f"{override}: several values need -m, or brackets where they are a list"),
+    (
+        r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
+        lambda file, key: f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma",
+    ),
+    (
+        r"Ambiguous value for argument '([^\n]+)'\n",
+        lambda override: f"{override}: several values need -m, or brackets where they are a list",
+    ),
     (r"Sweep parameters '([^\n]+)' requires --multirun", lambda override: f"{override}: several values need -m"),
-    (r"In '([^']+)': \w+ raised while composing config:\n([^\n]+)(?:\n\s+full_key: ([^\n]+))?",
-     lambda file, reason, key: f"{file}.yaml: {f'{key}: ' if key else ''}{reason}"),
+    (
+        r"In '([^']+)': \w+ raised while composing config:\n([^\n]+)(?:\n\s+full_key: ([^\n]+))?",
+        lambda file, reason, key: f"{file}.yaml: {f'{key}: ' if key else ''}{reason}",
+    ),
     (r"Could not override '([^']+)'", unknown_key),
     (r"Error merging override ([^\n]+)\n([^\n]+)", lambda override, reason: f"{override}: {reason}"),
     (r"Interpolation key '([^']+)' not found", lambda key: f"${{{key}}}: an interpolation names a key that does not exist"),

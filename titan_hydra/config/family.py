@@ -1,7 +1,10 @@
-"""Model families by name: the record of what each is made of, and the registry that `model.family` picks from. Imports no torch.
+"""Model families by name: the record of what each is made of, and the registry that `model.family` picks from. Imports
+no torch.
 
-The package's own families stand in folders of titan_hydra/models and register themselves as those of a user's module (`train.imports`) do.
+The package's own families stand in folders of titan_hydra/models and register themselves as those of a user's module
+(`train.imports`) do.
 """
+
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,8 +30,8 @@ def decoder_blocks(module: Any) -> Mapping[str, Any]:
 
 
 def decoder_flops(config: Model, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of forward and backward for one token, counted as TorchTitan does: 6 per weight, 12 * layers * heads * head width *
-    seq_len for attention.
+    """Return the FLOPs of forward and backward for one token, counted as TorchTitan does: 6 per weight, 12 * layers *
+    heads * head width * seq_len for attention.
 
     An embedding is a look-up and costs nothing, unless it is also the head. No causal discount, no recomputation.
     """
@@ -37,7 +40,9 @@ def decoder_flops(config: Model, seq_len: int, parameters: int) -> int:
 
 
 def decoder_parameters(config: Model) -> int:
-    """Return the number of parameters of a decoder with gated feed-forwards and two norms a block; a tied weight counts once."""
+    """Return the number of parameters of a decoder with gated feed-forwards and two norms a block; a tied weight counts
+    once.
+    """
     attention = 2 * config.dim * config.head_width * (config.n_heads + config.n_kv_heads)
     block = attention + 3 * config.dim * config.ffn_width + 2 * config.dim
     return config.n_layers * block + config.dim + config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
@@ -45,8 +50,8 @@ def decoder_parameters(config: Model) -> int:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a block, as its widths. Under tensor parallelism a rank has part of the outputs if it is a column linear, else part of
-    the inputs, or, if it is `whole`, all.
+    """A linear of a block, as its widths. Under tensor parallelism a rank has part of the outputs if it is a column
+    linear, else part of the inputs, or, if it is `whole`, all.
     """
 
     name: str
@@ -66,18 +71,26 @@ class Linear:
 
 
 def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ...]:
-    """Return the linears of a decoder's block in running order: attention with grouped queries, then a gated feed-forward, whose width is
-    the model's unless given.
+    """Return the linears of a decoder's block in running order: attention with grouped queries, then a gated
+    feed-forward, whose width is the model's unless given.
     """
     width = config.ffn_width if width is None else width
     queries, keys = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
-    return (Linear("wq", config.dim, queries), Linear("wk", config.dim, keys), Linear("wv", config.dim, keys),
-            Linear("wo", queries, config.dim, column=False), Linear("w1", config.dim, width),
-            Linear("w3", config.dim, width), Linear("w2", width, config.dim, column=False))
+    return (
+        Linear("wq", config.dim, queries),
+        Linear("wk", config.dim, keys),
+        Linear("wv", config.dim, keys),
+        Linear("wo", queries, config.dim, column=False),
+        Linear("w1", config.dim, width),
+        Linear("w3", config.dim, width),
+        Linear("w2", width, config.dim, column=False),
+    )
 
 
 def place_in_order(name: str, modules: list[str]) -> int | None:
-    """Return the place in the running order of the module that a parameter or a part belongs to, by name; None if it is in none of them."""
+    """Return the place in the running order of the module that a parameter or a part belongs to, by name; None if it is
+    in none of them.
+    """
     return next((place for place, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
 
 
@@ -88,7 +101,8 @@ def places_of_blocks(modules: list[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family is made of. A part that needs torch may be given as "package.module:name" and is then imported where it is used.
+    """What a model family is made of. A part that needs torch may be given as "package.module:name" and is then
+    imported where it is used.
 
     All but the first three have defaults: those of a decoder with the modules tok_embeddings, layers, norm and output.
     """
@@ -96,12 +110,16 @@ class Family:
     name: str  # what model.family says
     config: type[Model]  # its keys
     model: Callable[..., Any] | str  # (config, seq_len): the module, whole
-    sharding: Callable[..., Any] | str | None = None  # (Parallelism, Norm, Linears): its Plan; None: tensor parallelism is refused
+    # (Parallelism, Norm, Linears): its Plan; None: tensor parallelism is refused
+    sharding: Callable[..., Any] | str | None = None
     hf: Any = None  # models.hf.HuggingFace: names there and its config.json; None: conversion is refused
     modules: Callable[[Any], list[str]] = decoder_modules  # (config): names in running order; "layers.3" is block 3
-    blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks  # (module or stage): what FSDP, checkpointing and compile wrap, by number
-    parameters: Callable[[Any], int] | None = None  # (config): their number, where it is wanted without torch; None: not known
-    flops: Callable[[Any, int, int], int] | None = decoder_flops  # (config, seq_len, parameters): of a token, forward and backward
+    # (module or stage): what FSDP, checkpointing and compile wrap, by number
+    blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks
+    # (config): their number, where it is wanted without torch; None: not known
+    parameters: Callable[[Any], int] | None = None
+    # (config, seq_len, parameters): of a token, forward and backward
+    flops: Callable[[Any, int, int], int] | None = decoder_flops
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): of a block, for predictions and adapters
     takes: str = "tokens"  # what its objectives make of samples: tokens or latents
     pipeline: bool = True  # a stage passes one tensor to the next; False: pipeline parallelism is refused
@@ -119,8 +137,14 @@ def families() -> dict[str, Family]:
     """Return all families that are registered, the package's own first, whichever was imported first."""
     for module in OWN:
         importlib.import_module(module)
-    return dict(sorted(FAMILIES.items(), key=lambda item: next(
-        (place for place, module in enumerate(OWN) if item[1].config.__module__.startswith(f"{module}.")), len(OWN))))
+    return dict(
+        sorted(
+            FAMILIES.items(),
+            key=lambda item: next(
+                (place for place, module in enumerate(OWN) if item[1].config.__module__.startswith(f"{module}.")), len(OWN)
+            ),
+        )
+    )
 
 
 def family_of(config: Model) -> Family:

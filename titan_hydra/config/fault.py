@@ -1,4 +1,5 @@
 """A fault of a configuration: one line that names the key, the value, the reason and the nearest legal choice."""
+
 import difflib
 import math
 import re
@@ -55,6 +56,7 @@ def as_value(text: str) -> str:
 
 def quoted(words: Iterable[str]) -> str:
     """Quote words for a shell and join them."""
+
     def one(word: str) -> str:
         return f'"{word}"' if "'" in word and not re.search(r'[$`"\\!]', word) else shlex.quote(word)
 
@@ -69,7 +71,9 @@ def shown(text: str, longest: int = 200) -> str:
 
 
 def nearest(value: Any, legal: Iterable) -> list[Any]:
-    """Return the legal numbers next below and above `value`. Legal values that are not whole numbers are returned unchanged."""
+    """Return the legal numbers next below and above `value`. Legal values that are not whole numbers are returned
+    unchanged.
+    """
     legal = list(legal)
     if not legal or not all(isinstance(choice, int) for choice in legal) or not isinstance(value, int):
         return legal
@@ -79,7 +83,9 @@ def nearest(value: Any, legal: Iterable) -> list[Any]:
 
 
 def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Return up to three known words that `word` was probably meant to be, best first. A dotted key matches by its last part too."""
+    """Return up to three known words that `word` was probably meant to be, best first. A dotted key matches by its last
+    part too.
+    """
     known = list(dict.fromkeys(known))
     close = difflib.get_close_matches(word, known, n=2, cutoff=0.72)
     last = word.rsplit(".", 1)[-1]

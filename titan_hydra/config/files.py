@@ -1,4 +1,5 @@
 """Look up files (data, tokenizers, conf/) and write small ones atomically. Imports nothing heavy."""
+
 import difflib
 import functools
 import glob
@@ -15,26 +16,44 @@ from titan_hydra.base.errors import ConfigError
 from .schema import Tokenizer
 
 ASSETS = Path(__file__).parent.parent / "assets"
-INSTALLED = Path(__file__).parents[1] / "conf"  # of a wheel; a checkout has its own at the top. A rank's copy of the code has none
+# of a wheel; a checkout has its own at the top. A rank's copy of the code has none
+INSTALLED = Path(__file__).parents[1] / "conf"
 CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
-PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")  # what may stand behind an ending, and behind which
-FASTA = ("python -c \"import json; rows = ('\\n' + open('FILE').read()).split('\\n>')[1:]; open('FILE.jsonl', 'w').writelines("
-         "json.dumps({'text': ''.join(row.split('\\n')[1:])}) + '\\n' for row in rows)\"")
-NUMPY = ("python -c \"import json, numpy as np; ids = np.load('FILE'); ids.astype('uint32').tofile('FILE.bin'); json.dump({'tokens': "
-         "ids.size, 'dtype': 'uint32', 'vocab_size': int(ids.max()) + 1, 'bos_id': None, 'eos_id': 0, 'tokenizer_sha256': ''}, "
-         "open('FILE.bin.json', 'w'))\"")
+# what may stand behind an ending, and behind which
+PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")
+FASTA = (
+    "python -c \"import json; rows = ('\\n' + open('FILE').read()).split('\\n>')[1:]; open('FILE.jsonl', 'w').writelines("
+    "json.dumps({'text': ''.join(row.split('\\n')[1:])}) + '\\n' for row in rows)\""
+)
+NUMPY = (
+    "python -c \"import json, numpy as np; ids = np.load('FILE'); ids.astype('uint32').tofile('FILE.bin'); json.dump({'tokens': "
+    "ids.size, 'dtype': 'uint32', 'vocab_size': int(ids.max()) + 1, 'bos_id': None, 'eos_id': 0, 'tokenizer_sha256': ''}, "
+    "open('FILE.bin.json', 'w'))\""
+)
 CONVERTED = {  # endings that are not read, the data that reads what is made of them, and how
-    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), ("text_files", ".jsonl", FASTA)), ".npy": ("tokens", ".bin", NUMPY),
+    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), ("text_files", ".jsonl", FASTA)),
+    ".npy": ("tokens", ".bin", NUMPY),
 }
 MOST_FILES = 1_000_000  # that one path may name
 LLAMA3_SPECIALS = [  # follow the ranks of every Llama 3 tokenizer.model, in Meta's order
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|reserved_special_token_2|>", "<|reserved_special_token_3|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|reserved_special_token_4|>", "<|eot_id|>", *(f"<|reserved_special_token_{i}|>" for i in range(5, 251))]
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|reserved_special_token_2|>",
+    "<|reserved_special_token_3|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
+]
 
 
 def expand(pattern: str) -> list[Path]:
-    """Return the files that a path or a glob names, sorted; for a folder all files in it. Raises ConfigError for more than MOST_FILES."""
+    """Return the files that a path or a glob names, sorted; for a folder all files in it. Raises ConfigError for more
+    than MOST_FILES.
+    """
     path = home(pattern)
     if path.is_file():  # also where its name would mean something as a glob
         return [path]
@@ -70,10 +89,15 @@ def unread(file: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def missing(pattern: str, found: list[Path]) -> list[Path]:
-    """Return the files that `pattern` should match but that do not exist: gaps in numbered sets, such as c4.00003-of-00128.json.gz."""
+    """Return the files that `pattern` should match but that do not exist: gaps in numbered sets, such as
+    c4.00003-of-00128.json.gz.
+    """
     gone, there = set(), set(found)
-    sets = {(file.parent, match[1], len(match[2]), match[3], match[4]) for file in found
-            if (match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)(\D.*|)", file.name))}
+    sets = {
+        (file.parent, match[1], len(match[2]), match[3], match[4])
+        for file in found
+        if (match := re.fullmatch(r"(.*?)(\d+)-of-(\d+)(\D.*|)", file.name))
+    }
     for folder, head, width, total, tail in sets:
         named = [folder / f"{head}{number:0{width}}-of-{total}{tail}" for number in range(int(total) + 1)]
         gone |= set(named[1:] if named[-1] in there else named[:-1]) - there  # counted from 1, or from 0
@@ -103,21 +127,31 @@ def unusable_options(folder: Path) -> list[str]:
     An option of the package hides one of the same name. YAML reads `on` and `off` without quotes as truth values.
     """
     own = {package: folder / package.relative_to(CONF) for package in (CONF / "config.yaml", *sorted(CONF.glob("*/*.yaml")))}
-    lines = [f"{file}: is never read, as the package has an option of this name, {package}; rename it"
-             for package, file in own.items() if file.is_file() and not package.samefile(file)]
+    lines = [
+        f"{file}: is never read, as the package has an option of this name, {package}; rename it"
+        for package, file in own.items()
+        if file.is_file() and not package.samefile(file)
+    ]
     for file in sorted(folder.glob("*/*.yaml")):
         try:
             defaults = load_yaml(file).get("defaults") or []
         except Exception:  # Hydra names the mistake where the file is chosen
             continue
-        lines += [f'{file}: {group}: YAML reads on and off as true and false; write "on" or "off" in quotes'
-                  for entry in defaults if isinstance(entry, dict) for group, option in entry.items() if isinstance(option, bool)]
+        lines += [
+            f'{file}: {group}: YAML reads on and off as true and false; write "on" or "off" in quotes'
+            for entry in defaults
+            if isinstance(entry, dict)
+            for group, option in entry.items()
+            if isinstance(option, bool)
+        ]
     return lines
 
 
 @functools.cache
 def default_options() -> dict[str, str | None]:
-    """Return the option of each group in the defaults list of conf/config.yaml. The result is cached: do not change it."""
+    """Return the option of each group in the defaults list of conf/config.yaml. The result is cached: do not change
+    it.
+    """
     chosen = {}
     for entry in load_yaml(CONF / "config.yaml")["defaults"]:
         if isinstance(entry, dict):
@@ -131,7 +165,9 @@ def tokenizer_file(config: Tokenizer) -> Path:
 
 
 def vocabulary_size(config: Tokenizer) -> int:
-    """Return the number of token ids, special ones included. Raises OSError or ValueError if the file is not a tokenizer."""
+    """Return the number of token ids, special ones included. Raises OSError or ValueError if the file is not a
+    tokenizer.
+    """
     file = tokenizer_file(config)
     if file.exists() and not file.is_file():
         raise ValueError("a folder" if file.is_dir() else "not a file")
@@ -151,12 +187,16 @@ def size_of_hf(content: dict) -> int:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically and durably: a reader sees the old content or the new one, also after a power cut."""
+    """Write a JSON file atomically and durably: a reader sees the old content or the new one, also after a power
+    cut.
+    """
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def read_json(path: Path) -> dict | None:
-    """Read a JSON object. None if the file does not exist, is truncated or holds something else. runs/layout.py has those of a run."""
+    """Read a JSON object. None if the file does not exist, is truncated or holds something else. runs/layout.py has
+    those of a run.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
@@ -165,7 +205,9 @@ def read_json(path: Path) -> dict | None:
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write a small file atomically: a reader sees the old content or the new one; if `durable`, also after a power cut."""
+    """Write a small file atomically: a reader sees the old content or the new one; if `durable`, also after a power
+    cut.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)

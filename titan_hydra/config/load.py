@@ -1,4 +1,5 @@
 """Turn a composed Hydra configuration into a typed `Job`, and compute its identity."""
+
 import dataclasses
 import functools
 import hashlib
@@ -16,9 +17,11 @@ from .registry import Names
 from .schema import Job, Model, Source, default_of
 from .user_code import load_user_modules, require_user_modules
 
-# Keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their hash.
+# Keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their
+# hash.
 HASHED_ONCE: dict[type, dict[str, Any]] = {
-    Model: {"extra": {}}, Validation: {"name": "off", "interval": 100, "steps": 10},
+    Model: {"extra": {}},
+    Validation: {"name": "off", "interval": 100, "steps": 10},
     Source: {"validation_path": None, "validation_split": "validation"},
 }
 
@@ -29,10 +32,11 @@ def to_dict(job: Any) -> dict:
 
 
 def from_dict(cls: Any, data: dict) -> Any:
-    """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and its model has the keys of its family.
+    """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and its model has the keys of
+    its family.
 
-    Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by hand. Raises
-    ConfigError if a module cannot be imported or the family is not registered.
+    Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by
+    hand. Raises ConfigError if a module cannot be imported or the family is not registered.
     """
     if cls is Job:
         require_user_modules(data["train"]["imports"])
@@ -44,7 +48,8 @@ def from_dict(cls: Any, data: dict) -> Any:
     values = dict(data)
     if issubclass(cls, Model):
         values |= values.pop("extra", {})  # of version 0.1: the keys of a user's family
-    late = {spec.name for spec in dataclasses.fields(cls) if spec.metadata["late"]}  # which a file of an earlier version lacks
+    # which a file of an earlier version lacks
+    late = {spec.name for spec in dataclasses.fields(cls) if spec.metadata["late"]}
     for name, kind in hints.items():
         if name in late and name not in values:
             continue
@@ -76,7 +81,8 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
 
 
 def _model_faults(data: dict) -> Iterator[Fault]:
-    """Give the model's section the types and defaults of its family, in place. Yields a fault for what does not suit it.
+    """Give the model's section the types and defaults of its family, in place. Yields a fault for what does not suit
+    it.
 
     Hydra composes the section before the user's modules are imported, so it takes any key there.
     """
@@ -120,7 +126,9 @@ def _as_written(config: Any, key: str) -> Any:
 
 
 def identity(job: Job) -> str:
-    """Return 8 hex digits of the sha256 of the configuration, without the fields that are not part of the experiment."""
+    """Return 8 hex digits of the sha256 of the configuration, without the fields that are not part of the
+    experiment.
+    """
     return hashlib.sha256(json.dumps(_identity_part(job), sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -138,15 +146,19 @@ def _identity_part(node: Any) -> dict:
 
 
 def known_keys() -> dict[str, dataclasses.Field]:
-    """Return every dotted key of the schema with its field, in order, those of all families too. It is cached: do not change it."""
+    """Return every dotted key of the schema with its field, in order, those of all families too. It is cached: do not
+    change it.
+    """
     return _keys(Job, "", model_classes())
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return what another value of a dotted key changes, and the name that says it: a section, if that says it for its keys, else the key.
+    """Return what another value of a dotted key changes, and the name that says it: a section, if that says it for its
+    keys, else the key.
 
-    A key below a name of the user's own (data.mixture.web.weight) counts as the key above. One outside the hash changes the technique,
-    unless it says something else; one that no schema knows, as of a user's family, what its section does.
+    A key below a name of the user's own (data.mixture.web.weight) counts as the key above. One outside the hash changes
+    the technique, unless it says something else; one that no schema knows, as of a user's family, what its section
+    does.
     """
     return _changes(key, model_classes())
 
@@ -201,7 +213,9 @@ def _kind(key: str, models: tuple[type[Model], ...]) -> Any:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any, Any]]:
-    """Yield every key of a job, or of a section of it, that holds a value: dotted name, field, value, and the section that contains it."""
+    """Yield every key of a job, or of a section of it, that holds a value: dotted name, field, value, and the section
+    that contains it.
+    """
     for spec in dataclasses.fields(node):
         key, value = prefix + spec.name, getattr(node, spec.name)
         if dataclasses.is_dataclass(value):
@@ -263,13 +277,15 @@ def _entry(kind: Any) -> Any:
 
 
 def _key_faults(cls: type, data: dict, prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
-    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value. Only the keys of
-    `needed` must be there, if it is given: then the others, and those of sections within, get their defaults later.
+    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value.
+    Only the keys of `needed` must be there, if it is given: then the others, and those of sections within, get their
+    defaults later.
     """
     hints = _hints(cls)
     for name, value in data.items():
         if name not in hints:
-            own = (f"{prefix}{name}" for name in hints)  # of a model's family, which need not be those of other families
+            # of a model's family, which need not be those of other families
+            own = (f"{prefix}{name}" for name in hints)
             yield Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, own if issubclass(cls, Model) else known_keys()))
         elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
             inner = families()[value["family"]].config if hints[name] is Model else hints[name]

@@ -1,4 +1,7 @@
-"""The keys of every model family. Those of one family alone stand in a dataclass that extends them (titan_hydra/models/*/config.py)."""
+"""The keys of every model family. Those of one family alone stand in a dataclass that extends them
+(titan_hydra/models/*/config.py).
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,8 +28,12 @@ class Model:
     rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
     max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
-    attention: str = key("auto", "SDPA back end; in packed documents auto and flash skip pairs that the mask hides",
-                         choices=("auto", "cudnn", "flash", "efficient", "math"), changes="technique")
+    attention: str = key(
+        "auto",
+        "SDPA back end; in packed documents auto and flash skip pairs that the mask hides",
+        choices=("auto", "cudnn", "flash", "efficient", "math"),
+        changes="technique",
+    )
     qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized: a family's choice
 
     @property
@@ -55,7 +62,9 @@ class Model:
         return self.ffn_dim or 4 * self.dim
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return what decides which function the weights compute, by key: models that differ here cannot exchange weights."""
+        """Return what decides which function the weights compute, by key: models that differ here cannot exchange
+        weights.
+        """
         others = ("name", "family", "max_seq_len", "attention")
         return {**vars(self), "head_dim": self.head_width, "ffn_dim": self.ffn_width} | dict.fromkeys(others)
 

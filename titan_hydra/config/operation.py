@@ -1,4 +1,5 @@
 """The sections of a job that say how it is kept, measured, watched and started. schema.py explains `key`."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,28 +16,40 @@ LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside t
 class Checkpoint:
     name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"), changes="technique")
     interval: int = key(500, "steps between checkpoints; 0: only by interval_minutes, and at the end", NATURAL, identity=False)
-    interval_minutes: float | None = key(None, "save also when this many minutes have passed since the last save began, by rank 0's clock",
-                                         POSITIVE, identity=False)
+    interval_minutes: float | None = key(
+        None, "save also when this many minutes have passed since the last save began, by rank 0's clock", POSITIVE, identity=False
+    )
     keep_latest_k: int = key(2, "how many of the newest checkpoints to keep; 0 keeps all", NATURAL, identity=False)
     keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", NATURAL, identity=False)
-    keep_best: bool = key(False, "save whenever a validation gives the lowest held-out loss so far, and never delete that checkpoint",
-                          only=("sync", "async", "async_pinned"), identity=False, late=True)
+    keep_best: bool = key(
+        False,
+        "save whenever a validation gives the lowest held-out loss so far, and never delete that checkpoint",
+        only=("sync", "async", "async_pinned"),
+        identity=False,
+        late=True,
+    )
     first_step: bool = key(False, "save step 1 too: shows at once whether checkpoints can be written", identity=False)
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
-    export_dtype: str | None = key(None, "at the end write the weights alone to RUN/export, in this number format", identity=False,
-                                   choices=("float32", "bfloat16"))
-    initial_load_path: str | None = key(None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights",
-                                        PATH)
-    exclude_from_loading: list[str] = key(lambda: [*LOADED], "what is not loaded from initial_load_path: "
-                                          "optimizer (its moments), data (the position in it), lr_scheduler (the step number)",
-                                          late=True, choices=LOADED)
+    export_dtype: str | None = key(
+        None, "at the end write the weights alone to RUN/export, in this number format", identity=False, choices=("float32", "bfloat16")
+    )
+    initial_load_path: str | None = key(
+        None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights", PATH
+    )
+    exclude_from_loading: list[str] = key(
+        lambda: [*LOADED],
+        "what is not loaded from initial_load_path: optimizer (its moments), data (the position in it), lr_scheduler (the step number)",
+        late=True,
+        choices=LOADED,
+    )
 
 
 @dataclass
 class Validation:
     name: str = key("off", "whether held-out loss is measured", identity=False, choices=("off", "on"))
-    interval: int = key(0, "steps between validations; 0: a tenth of the run's steps. The last step is validated too", NATURAL,
-                        only=("on",), identity=False)
+    interval: int = key(
+        0, "steps between validations; 0: a tenth of the run's steps. The last step is validated too", NATURAL, only=("on",), identity=False
+    )
     steps: int = key(10, "global batches of a validation", COUNT, only=("on",), identity=False, changes="held-out loss")
 
 
@@ -45,8 +58,9 @@ class Metrics:
     name: str = key("console", "which option of conf/metrics this is", NAME, identity=False)
     log_every: int = key(10, "steps between logged rows; the first and the last step are always logged", COUNT, identity=False)
     trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=Names(TRACKERS))
-    peak_flops: float | None = key(None, "dense bf16 FLOP/s of a device, for MFU; null: by its name, and no MFU if that is unknown",
-                                   POSITIVE, identity=False)
+    peak_flops: float | None = key(
+        None, "dense bf16 FLOP/s of a device, for MFU; null: by its name, and no MFU if that is unknown", POSITIVE, identity=False
+    )
     wandb_project: str = key("titan_hydra", "wandb project", WORD, identity=False)
     wandb_entity: str | None = key(None, "wandb user or team; null: the default of the account", WORD, identity=False)
     wandb_tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
@@ -56,8 +70,13 @@ class Metrics:
 @dataclass
 class Profiling:
     name: str = key("off", "whether traces are recorded", identity=False, choices=("off", "on"))
-    first_step: int = key(10, "the first step that is recorded, counted from the start of the process; the one before it warms up", COUNT,
-                          only=("on",), identity=False)
+    first_step: int = key(
+        10,
+        "the first step that is recorded, counted from the start of the process; the one before it warms up",
+        COUNT,
+        only=("on",),
+        identity=False,
+    )
     steps: int = key(3, "steps that are recorded; they do not count for any rate", COUNT, only=("on",), identity=False)
     all_ranks: bool = key(False, "record on every rank; else on rank 0 alone", only=("on",), identity=False)
     memory: bool = key(True, "on CUDA, write a memory snapshot of these steps too", only=("on",), identity=False)
@@ -68,10 +87,15 @@ class Comm:
     name: str = key("default", "process groups: real ones, or fake ones, in which one rank steps alone", choices=("default", "fake"))
     rank: int = key(0, "comm=fake: which rank of the world is stepped", NATURAL, only=("fake",))
     init_timeout_seconds: int = key(300, "collective time-out until the first step is done", COUNT, identity=False)
-    train_timeout_seconds: int = key(100, "collective time-out afterwards; compiled pipelines have 30 s more for each further rank",
-                                     COUNT, identity=False)
-    health_check_seconds: int = key(60, "before training, time limit of a matmul on each device, then of a collective over all ranks; "
-                                    "0: no check", NATURAL, identity=False)
+    train_timeout_seconds: int = key(
+        100, "collective time-out afterwards; compiled pipelines have 30 s more for each further rank", COUNT, identity=False
+    )
+    health_check_seconds: int = key(
+        60,
+        "before training, time limit of a matmul on each device, then of a collective over all ranks; 0: no check",
+        NATURAL,
+        identity=False,
+    )
 
 
 REPLICATED = ("local_sgd", "diloco", "torchft")
@@ -79,28 +103,50 @@ REPLICATED = ("local_sgd", "diloco", "torchft")
 
 @dataclass
 class FaultTolerance:
-    name: str = key("off", "how replica groups learn together: they average weights now and then, or sum gradients at every step",
-                    late=True, choices=("off", "local_sgd", "diloco", "torchft"))
+    name: str = key(
+        "off",
+        "how replica groups learn together: they average weights now and then, or sum gradients at every step",
+        late=True,
+        choices=("off", "local_sgd", "diloco", "torchft"),
+    )
     replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED, late=True)
     sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"), late=True)
-    fragments: int = key(1, "parts of the model, by layers, that meet in turn, each every sync_every steps", COUNT,
-                         only=("local_sgd", "diloco"), late=True)
-    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD, whose gradient is the average change of the groups' weights",
-                          POSITIVE, only=("diloco",), late=True)
+    fragments: int = key(
+        1, "parts of the model, by layers, that meet in turn, each every sync_every steps", COUNT, only=("local_sgd", "diloco"), late=True
+    )
+    outer_lr: float = key(
+        0.7,
+        "diloco: learning rate of the outer SGD, whose gradient is the average change of the groups' weights",
+        POSITIVE,
+        only=("diloco",),
+        late=True,
+    )
     outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", BELOW_ONE, only=("diloco",), late=True)
-    timeout_seconds: int = key(30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED,
-                               identity=False, late=True)
-    max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED,
-                            identity=False, late=True)
-    lighthouse: str | None = key(None, "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
-                                 ADDRESS, only=("torchft",), identity=False, late=True)
+    timeout_seconds: int = key(
+        30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED, identity=False, late=True
+    )
+    max_restarts: int = key(
+        3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED, identity=False, late=True
+    )
+    lighthouse: str | None = key(
+        None,
+        "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
+        ADDRESS,
+        only=("torchft",),
+        identity=False,
+        late=True,
+    )
 
 
 @dataclass
 class Cluster:
     name: str = key("local", "which option of conf/cluster this is", NAME, identity=False)
-    executor: str = key("local", "inline: this process, one rank (pdb works); local: a process per rank; slurm: sbatch",
-                        identity=False, choices=("inline", "local", "slurm"))
+    executor: str = key(
+        "local",
+        "inline: this process, one rank (pdb works); local: a process per rank; slurm: sbatch",
+        identity=False,
+        choices=("inline", "local", "slurm"),
+    )
     gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", Interval(1, 1024), identity=False)
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
     max_parallel: int = key(0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
@@ -112,10 +158,12 @@ class Cluster:
     exclude: list[str] = key(list, "nodes never to use", WORD, identity=False)
     reservation: str | None = key(None, "SLURM reservation", WORD, identity=False)
     comment: str | None = key(None, "sbatch --comment", identity=False)
-    cpus_per_task: int | None = key(None, "CPU cores of a rank: a node's / gpus_per_node; null: SLURM's default, often one",
-                                    Interval(1, 100_000), identity=False)
-    sbatch: dict[str, Any] = key(dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", ANY,
-                                 identity=False)
+    cpus_per_task: int | None = key(
+        None, "CPU cores of a rank: a node's / gpus_per_node; null: SLURM's default, often one", Interval(1, 100_000), identity=False
+    )
+    sbatch: dict[str, Any] = key(
+        dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", ANY, identity=False
+    )
     srun: list[str] = key(list, "further srun arguments, such as --container-image=IMAGE", identity=False)
     setup: list[str] = key(list, "shell lines before the ranks start: module load, source", identity=False)
     environment: dict[str, str] = key(dict, "environment variables of the ranks", ANY, identity=False)
@@ -135,19 +183,23 @@ class Hardware:
     memory_gib: float | None = key(None, "memory of a device that a process can allocate", POSITIVE, identity=False)
     gpus_per_node: int | None = key(None, "devices that fast links (NVLink) connect", Interval(1, 1024), identity=False)
     bf16_tflops: float | None = key(None, "sustained rate of large bf16 matmuls, 10^12 FLOP/s", POSITIVE, identity=False)
-    float8_tflops: float | None = key(None, "sustained rate of large Float8 matmuls, without casts, 10^12 FLOP/s; null: no Float8",
-                                      POSITIVE, identity=False)
+    float8_tflops: float | None = key(
+        None, "sustained rate of large Float8 matmuls, without casts, 10^12 FLOP/s; null: no Float8", POSITIVE, identity=False
+    )
     small_matmul: float = key(0.0, "smallest dimension at which a bf16 matmul runs at half its rate", NOT_NEGATIVE, identity=False)
     small_float8: float = key(0.0, "smallest dimension at which a Float8 matmul runs at half its rate", NOT_NEGATIVE, identity=False)
-    attention_tflops: float | None = key(None, "rate of causal attention, counting only FLOPs that the mask leaves, 10^12 FLOP/s",
-                                         POSITIVE, identity=False)
-    flash_tflops: float | None = key(None, "attention_tflops with torch's flash kernel, for model.attention=flash; null: no difference",
-                                     POSITIVE, identity=False)
+    attention_tflops: float | None = key(
+        None, "rate of causal attention, counting only FLOPs that the mask leaves, 10^12 FLOP/s", POSITIVE, identity=False
+    )
+    flash_tflops: float | None = key(
+        None, "attention_tflops with torch's flash kernel, for model.attention=flash; null: no difference", POSITIVE, identity=False
+    )
     memory_tbs: float | None = key(None, "bandwidth of the device's memory, 10^12 bytes/s", POSITIVE, identity=False)
     nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False)
     nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s per device", POSITIVE, identity=False)
-    passes_per_second: float | None = key(None, "passes over an empty pipeline stage that a process can start; null: no limit",
-                                          POSITIVE, identity=False)
+    passes_per_second: float | None = key(
+        None, "passes over an empty pipeline stage that a process can start; null: no limit", POSITIVE, identity=False
+    )
 
 
 @dataclass
@@ -155,12 +207,24 @@ class Debug:
     name: str = key("off", "which option of conf/debug this is", NAME, changes="technique")
     deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time", changes="work")
     anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False, changes="work")
-    nan_hunt: bool = key(False, "names the first module, gradient or parameter that is not finite, with its step and rank; slow",
-                         identity=False, changes="work")
-    balance_experts: bool = key(False, "give every expert the same number of tokens, whatever the router says: for benchmarks alone",
-                                late=True, changes="learning and work")
-    trace_activations: bool = key(False, "record norms and checksums of every module's inputs and outputs, for `titan compare`; very slow",
-                                  identity=False, changes="work")
+    nan_hunt: bool = key(
+        False,
+        "names the first module, gradient or parameter that is not finite, with its step and rank; slow",
+        identity=False,
+        changes="work",
+    )
+    balance_experts: bool = key(
+        False,
+        "give every expert the same number of tokens, whatever the router says: for benchmarks alone",
+        late=True,
+        changes="learning and work",
+    )
+    trace_activations: bool = key(
+        False,
+        "record norms and checksums of every module's inputs and outputs, for `titan compare`; very slow",
+        identity=False,
+        changes="work",
+    )
 
 
 @dataclass
@@ -171,8 +235,12 @@ class Launch:
     wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
     max_gpu_hours: float | None = key(None, "refuse to start cells that could take more than this together", POSITIVE, identity=False)
-    oom_check: str = key("refuse", "a cell predicted not to fit its devices: refuse beyond 1.1 x their memory and warn below, always warn, "
-                         "or off", identity=False, choices=("refuse", "warn", "off"))
+    oom_check: str = key(
+        "refuse",
+        "a cell predicted not to fit its devices: refuse beyond 1.1 x their memory and warn below, always warn, or off",
+        identity=False,
+        choices=("refuse", "warn", "off"),
+    )
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
 
 

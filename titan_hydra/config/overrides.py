@@ -1,4 +1,7 @@
-"""Find the mistakes in the overrides of a command line before Hydra composes them: one line each, with what would be right."""
+"""Find the mistakes in the overrides of a command line before Hydra composes them: one line each, with what would be
+right.
+"""
+
 import dataclasses
 import functools
 import re
@@ -17,23 +20,38 @@ from .schema import Job, Model
 LONGEST = 20_000  # characters of an override; more takes Hydra's parser seconds, or ends it
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}
 SYNONYMS = {  # what other programs call our keys and groups
-    "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs", "optimizer.lr": "learning_rate max_lr",
-    "data.global_batch": "batch_size gradient_accumulation_steps grad_accum accumulate_grad_batches", "optimizer.weight_decay": "wd decay",
-    "optimizer.max_norm": "clip grad_clip gradient_clip max_grad_norm", "lr_scheduler.warmup_steps": "warmup num_warmup_steps warmup_iters",
+    "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs",
+    "optimizer.lr": "learning_rate max_lr",
+    "data.global_batch": "batch_size gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "optimizer.weight_decay": "wd decay",
+    "optimizer.max_norm": "clip grad_clip gradient_clip max_grad_norm",
+    "lr_scheduler.warmup_steps": "warmup num_warmup_steps warmup_iters",
     "steps": "max_steps num_steps train_steps iterations iters max_iters epochs num_epochs max_epochs num_train_epochs",
-    "data.seq_len": "sequence_length seq_length block_size context_length max_length", "model.dim": "hidden_size hidden_dim d_model n_embd",
-    "model.n_layers": "layers num_layers n_layer num_hidden_layers depth", "model.n_heads": "heads num_heads n_head num_attention_heads",
-    "model.n_kv_heads": "num_key_value_heads kv_heads", "gpus": "nproc nproc_per_node world_size num_gpus n_gpus devices ranks nodes",
-    "data": "dataset corpus", "data.path": "dataset_path train_file", "precision": "dtype bf16 fp16 fp32 amp mixed_precision",
-    "paths.runs": "output_dir save_dir out_dir log_dir", "checkpoint.interval": "save_steps save_every save_interval",
-    "checkpoint.initial_load_path": "resume_from load ckpt pretrained", "validation.interval": "eval_steps eval_every eval_interval",
-    "metrics.log_every": "logging_steps log_interval", "metrics": "wandb tensorboard", "name": "run_name exp_name experiment_name",
-    "ac": "gradient_checkpointing activation_checkpointing", "parallelism": "fsdp ddp strategy", "lr_scheduler": "scheduler lr_schedule",
+    "data.seq_len": "sequence_length seq_length block_size context_length max_length",
+    "model.dim": "hidden_size hidden_dim d_model n_embd",
+    "model.n_layers": "layers num_layers n_layer num_hidden_layers depth",
+    "model.n_heads": "heads num_heads n_head num_attention_heads",
+    "model.n_kv_heads": "num_key_value_heads kv_heads",
+    "gpus": "nproc nproc_per_node world_size num_gpus n_gpus devices ranks nodes",
+    "data": "dataset corpus",
+    "data.path": "dataset_path train_file",
+    "precision": "dtype bf16 fp16 fp32 amp mixed_precision",
+    "paths.runs": "output_dir save_dir out_dir log_dir",
+    "checkpoint.interval": "save_steps save_every save_interval",
+    "checkpoint.initial_load_path": "resume_from load ckpt pretrained",
+    "validation.interval": "eval_steps eval_every eval_interval",
+    "metrics.log_every": "logging_steps log_interval",
+    "metrics": "wandb tensorboard",
+    "name": "run_name exp_name experiment_name",
+    "ac": "gradient_checkpointing activation_checkpointing",
+    "parallelism": "fsdp ddp strategy",
+    "lr_scheduler": "scheduler lr_schedule",
 }
 NOT_OURS = {  # Hydra's keys that would do what this program does in another way
     "hydra/launcher": "cells are started by this program itself; use cluster=slurm (or cluster=local)",
     "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them",
-    "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs", "hydra.sweep.dir": "see paths.runs",
+    "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs",
+    "hydra.sweep.dir": "see paths.runs",
     "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
 }
 ELSEWHERE = {  # what `hardware` has no option for, as nothing here runs on it
@@ -44,11 +62,13 @@ ELSEWHERE = {  # what `hardware` has no option for, as nothing here runs on it
 
 
 def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return one line for each wrong override, and for each file that cannot be used in the user's folders, those after the first.
+    """Return one line for each wrong override, and for each file that cannot be used in the user's folders, those after
+    the first.
 
     Options are looked up in `folders`; syntax that only Hydra understands is not checked.
     """
-    own = len(folders) > 1 or any("train.imports" in text for text in overrides)  # may bring a family with keys of its own
+    # may bring a family with keys of its own
+    own = len(folders) > 1 or any("train.imports" in text for text in overrides)
     files = [line for folder in folders[1:] for line in unusable_options(folder)]
     found = (_mistake(text, folders, own) for text in overrides)
     return files + [line for line in found if line]
@@ -66,15 +86,18 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
         return f"{shown(text)}: {_unreadable(text, error)}"
     key, add = override.key_or_group, override.is_add() or override.is_force_add()
     if key.startswith("hydra"):
-        return next((f"{shown(text)}: {reason}" for start, reason in NOT_OURS.items() if key.startswith(start)
-                     and override.value() != "basic"), None)
+        return next(
+            (f"{shown(text)}: {reason}" for start, reason in NOT_OURS.items() if key.startswith(start) and override.value() != "basic"),
+            None,
+        )
     if not key:
         return f"{shown(text)}: is not KEY=VALUE"
     if len(key) > 200:
         return f"{shown(key, 60)}: no such key or group"
     if not override.is_sweep_override():
         values = [override.value()]
-    elif override.is_discrete_sweep() and override.value_type.name != "GLOB_CHOICE_SWEEP":  # a glob gives names that exist
+    # a glob gives names that exist
+    elif override.is_discrete_sweep() and override.value_type.name != "GLOB_CHOICE_SWEEP":
         values = [getattr(value, "text", value) for value in islice(override.sweep_iterator(), 1000)]
     else:
         values = []
@@ -183,7 +206,9 @@ def wanted(key: str) -> str:
 
 
 def _fits(key: str, value: Any) -> bool:
-    """Whether OmegaConf accepts a value for a key. Of numbers a bool takes 0 and 1 alone, though OmegaConf takes any."""
+    """Whether OmegaConf accepts a value for a key. Of numbers a bool takes 0 and 1 alone, though OmegaConf takes
+    any.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

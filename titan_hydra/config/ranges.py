@@ -1,16 +1,22 @@
-"""The values that a key accepts beside its type: intervals of numbers and kinds of text. The schema gives each key one of them."""
+"""The values that a key accepts beside its type: intervals of numbers and kinds of text. The schema gives each key one
+of them.
+"""
+
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
 LARGEST = 2**31 - 1  # the limit of a count without a natural one: it fits an int of C
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # ends lines, moves cursors, or has no form in UTF-8
+# ends lines, moves cursors, or has no form in UTF-8
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Finite numbers from `low` to `high`; an open end is excluded. `also` lists further values with a special meaning."""
+    """Finite numbers from `low` to `high`; an open end is excluded. `also` lists further values with a special
+    meaning.
+    """
 
     low: float
     high: float = math.inf
@@ -48,7 +54,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Text:
-    """Text of one line without control characters that `pattern` matches as a whole; `longest` is in bytes, as file systems count."""
+    """Text of one line without control characters that `pattern` matches as a whole; `longest` is in bytes, as file
+    systems count.
+    """
 
     words: str
     pattern: str = ""
@@ -79,6 +87,7 @@ def range_of(spec: Any) -> Range | None:
     kind = str(spec.type)  # text where its module has annotations from __future__, else a type
     return spec.metadata["range"] or (LINE if "str" in kind and not spec.metadata["choices"] and "Part" not in kind else None)
 
+
 COUNT = Interval(1, LARGEST)
 NATURAL = Interval(0, LARGEST)
 DEGREE = Interval(1, 1_000_000)
@@ -91,7 +100,8 @@ BELOW_ONE = Interval(0, 1, open_high=True)
 LINE = Text("text on one line, not empty", ".+")
 NOTE = Text("text on one line")
 WORD = Text("a word without blanks", r"\S+", longest=1000)
-NAME = Text("a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200)  # a folder's
+# a folder's
+NAME = Text("a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200)
 PATH = Text("a path", ".+", longest=4095, longest_part=255)
 ADDRESS = Text("an address HOST:PORT", r"[\w.-]+:[1-9]\d{0,4}", longest=300)
 ANY = Text("")  # text of the user's own; control characters are refused all the same

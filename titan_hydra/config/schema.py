@@ -1,13 +1,15 @@
-"""What a job is: every configuration key, typed, defaulted, bounded and described once. `conf/` only chooses values for these keys.
+"""What a job is: every configuration key, typed, defaulted, bounded and described once. `conf/` only chooses values for
+these keys.
 
-`key(default, help, range)` describes a field: a number always has a range, text without one is a line that is not empty, and a key with
-choices or of type bool needs none. `only` names the options of the group that read the key: with any other it must stay at its default.
-`identity=False` marks what may change without making it another experiment (where it runs, how it is logged): such a field is left out of
-the hash that names the run directory.
-`changes` says what another value of the key changes, and so which runs may be compared: "learning", "work" (what a step computes or how
-long it takes), both, "held-out loss" (the samples that it is measured on, and nothing of the training), or "technique". What a section
-says holds for all its keys; where neither says anything, it is "learning".
+`key(default, help, range)` describes a field: a number always has a range, text without one is a line that is not
+empty, and a key with choices or of type bool needs none. `only` names the options of the group that read the key: with
+any other it must stay at its default. `identity=False` marks what may change without making it another experiment
+(where it runs, how it is logged): such a field is left out of the hash that names the run directory. `changes` says
+what another value of the key changes, and so which runs may be compared: "learning", "work" (what a step computes or
+how long it takes), both, "held-out loss" (the samples that it is measured on, and nothing of the training), or
+"technique". What a section says holds for all its keys; where neither says anything, it is "learning".
 """
+
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
@@ -34,16 +36,24 @@ class Parallelism:
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
     ep: int = key(1, "expert-parallel ranks: experts are split over them; they are taken from dp_shard x cp x tp", DEGREE)
-    backend: str = key("fsdp2", "what shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
-                       choices=("fsdp2", "simple_fsdp"))
-    reshard_after_forward: str = key("default", "free gathered parameters after the forward: default is always (ZeRO-3) without "
-                                     "and never (ZeRO-2) with pipeline parallelism", choices=("default", "always", "never"))
+    backend: str = key(
+        "fsdp2",
+        "what shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
+        choices=("fsdp2", "simple_fsdp"),
+    )
+    reshard_after_forward: str = key(
+        "default",
+        "free gathered parameters after the forward: default is always (ZeRO-3) without and never (ZeRO-2) with pipeline parallelism",
+        choices=("default", "always", "never"),
+    )
     sequence_parallel: bool = key(True, "under tp, split norms and residuals over the sequence too")
     loss_parallel: bool = key(True, "under tp, compute the loss on logits that stay split over the vocabulary")
     async_tp: bool = key(False, "overlap tensor-parallel communication with matmuls; needs compile and CUDA")
     cp_rotate: str = key("allgather", "how context parallelism moves keys and values", choices=("allgather", "alltoall", "ulysses"))
-    cp_load_balance: bool = key(True, "give each context-parallel rank early and late parts of the sequence, since late queries cost "
-                                "more; ulysses is balanced as it is")
+    cp_load_balance: bool = key(
+        True,
+        "give each context-parallel rank early and late parts of the sequence, since late queries cost more; ulysses is balanced as it is",
+    )
 
     @property
     def sequence_parts(self) -> int:
@@ -54,8 +64,9 @@ class Parallelism:
 @dataclass
 class PipelineSchedule:
     name: str = key("1f1b", "pipeline schedule", choices=Names(PIPELINE_SCHEDULES))
-    stages_per_rank: int = key(1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else",
-                               Interval(1, 1000))
+    stages_per_rank: int = key(
+        1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else", Interval(1, 1000)
+    )
     microbatches: int | None = key(None, "microbatches of a local batch; null: twice the stages, or fewer for a small batch", COUNT)
     layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head count as one each", COUNT)
     split: list[str] = key(list, "first module of each stage but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD)
@@ -64,11 +75,13 @@ class PipelineSchedule:
 
 @dataclass
 class ActivationCheckpoint:
-    name: str = key("none", "what the forward pass keeps for the backward", choices=(
-        "none", "full", "layer", "op", "lean", "memory_budget"))
+    name: str = key(
+        "none", "what the forward pass keeps for the backward", choices=("none", "full", "layer", "op", "lean", "memory_budget")
+    )
     every: int = key(2, "ac=layer: checkpoint every n-th block", COUNT, only=("layer",))
-    save_ops: list[str] = key(list, "ac=op, lean: the aten ops whose outputs are kept; empty is the mode's own list", WORD,
-                              only=("op", "lean"))
+    save_ops: list[str] = key(
+        list, "ac=op, lean: the aten ops whose outputs are kept; empty is the mode's own list", WORD, only=("op", "lean")
+    )
     budget: float = key(0.5, "ac=memory_budget: share of the activation memory to keep, 0 to 1", SHARE, only=("memory_budget",))
 
 
@@ -82,8 +95,12 @@ class Precision:
     recipe: str | None = key(None, "how float8 scales: rowwise, tensorwise or rowwise_with_gw_hp", NAME)
     emulate: bool = key(False, "emulate the format in higher precision, for hardware without it")
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
-    kernels: str = key("torchao", "what casts to Float8: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise "
-                       "only)", choices=("torchao", "fused"), late=True)
+    kernels: str = key(
+        "torchao",
+        "what casts to Float8: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise only)",
+        choices=("torchao", "fused"),
+        late=True,
+    )
     skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
 
 
@@ -92,8 +109,9 @@ class Adapter:
     name: str = key("none", "what is trained beside a model that stays as it is", choices=("none", "lora"), late=True)
     rank: int = key(16, "lora: width of the two thin matrices of a linear", Interval(1, 65_536), only=("lora",), late=True)
     alpha: float = key(32.0, "lora: the product of the two matrices is scaled by alpha / rank", POSITIVE, only=("lora",), late=True)
-    linears: list[str] = key(list, "lora: names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD, only=("lora",),
-                             late=True)
+    linears: list[str] = key(
+        list, "lora: names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD, only=("lora",), late=True
+    )
 
 
 @dataclass
@@ -112,11 +130,20 @@ class Optimizer:
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only", NOT_NEGATIVE)
     decay_matrices_only: bool = key(False, "no weight decay for norms and biases (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
-    masters: str = key("whole", "the optimizer's float32 weights: whole, or split into the bfloat16 weights that the model computes with "
-                       "and 16 bits beside each, which saves up to 4 bytes per parameter", choices=("whole", "split"), late=True,
-                       changes="technique")
-    muon_lr: float = key(0.02, "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE,
-                         only=Names(OPTIMIZERS, "muon_lr"))
+    masters: str = key(
+        "whole",
+        "the optimizer's float32 weights: whole, or split into the bfloat16 weights that the model computes with "
+        "and 16 bits beside each, which saves up to 4 bytes per parameter",
+        choices=("whole", "split"),
+        late=True,
+        changes="technique",
+    )
+    muon_lr: float = key(
+        0.02,
+        "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr",
+        NOT_NEGATIVE,
+        only=Names(OPTIMIZERS, "muon_lr"),
+    )
     muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "muon_momentum"))
     sgd_momentum: float = key(0.0, "optimizer=sgd: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "sgd_momentum"), late=True)
 
@@ -125,18 +152,22 @@ class Optimizer:
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=Names(LR_SCHEDULES))
     warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate", NATURAL)
-    decay_ratio: float = key(0.1, "wsd: share of the steps over which the rate decays at the end", SHARE,
-                             only=Names(LR_SCHEDULES, "decay_ratio"))
-    decay_type: str = key("linear", "wsd: shape of the decay", only=Names(LR_SCHEDULES, "decay_type"),
-                          choices=("linear", "sqrt", "cosine"))
+    decay_ratio: float = key(
+        0.1, "wsd: share of the steps over which the rate decays at the end", SHARE, only=Names(LR_SCHEDULES, "decay_ratio")
+    )
+    decay_type: str = key("linear", "wsd: shape of the decay", only=Names(LR_SCHEDULES, "decay_type"), choices=("linear", "sqrt", "cosine"))
     min_factor: float = key(0.0, "the rate ends at this share of its peak", SHARE, only=Names(LR_SCHEDULES, "min_factor"))
 
 
 @dataclass
 class Loss:
     name: str = key("cross_entropy", "loss function", choices=("cross_entropy", "linear_cross_entropy"))
-    chunk_tokens: int = key(2048, "linear_cross_entropy: tokens whose logits are held at a time; more are faster, fewer save memory", COUNT,
-                            only=("linear_cross_entropy",))
+    chunk_tokens: int = key(
+        2048,
+        "linear_cross_entropy: tokens whose logits are held at a time; more are faster, fewer save memory",
+        COUNT,
+        only=("linear_cross_entropy",),
+    )
 
 
 @dataclass
@@ -147,17 +178,33 @@ class Tokenizer:
 
 @dataclass
 class Train:
-    imports: list[str] = key(list, "Python modules of your own that add families, data sources and more (docs/extend.md), imported before "
-                             "the checks and on every rank", WORD)
-    sources: str | None = key(None, "digest of the files of train.imports and of what they import from the same folder; filled in by "
-                              "launch.py", WORD, late=True)
-    objective: str = key("language", "what is learned: what a sample is, which of its elements count, and the loss", late=True,
-                         choices=Names(OBJECTIVES), changes="learning and work")
+    imports: list[str] = key(
+        list,
+        "Python modules of your own that add families, data sources and more (docs/extend.md), imported before "
+        "the checks and on every rank",
+        WORD,
+    )
+    sources: str | None = key(
+        None, "digest of the files of train.imports and of what they import from the same folder; filled in by launch.py", WORD, late=True
+    )
+    objective: str = key(
+        "language",
+        "what is learned: what a sample is, which of its elements count, and the loss",
+        late=True,
+        choices=Names(OBJECTIVES),
+        changes="learning and work",
+    )
     beta: float = key(0.1, "objective dpo: how strongly the model is held to its reference model", POSITIVE, late=True)
-    clip: float = key(0.2, "objective policy: a token gives no gradient once its probability has changed by more than this share in the "
-                      "direction of its advantage", POSITIVE, late=True)
-    gc_interval: int = key(50, "steps between Python's garbage collections, on all ranks at the same step; none happen in between", COUNT,
-                           identity=False)
+    clip: float = key(
+        0.2,
+        "objective policy: a token gives no gradient once its probability has changed by more than this share in the "
+        "direction of its advantage",
+        POSITIVE,
+        late=True,
+    )
+    gc_interval: int = key(
+        50, "steps between Python's garbage collections, on all ranks at the same step; none happen in between", COUNT, identity=False
+    )
 
 
 @dataclass
@@ -186,8 +233,9 @@ class Job:
     metrics: Metrics = key(Metrics, "what is logged and where to")
     profiling: Profiling = key(Profiling, "traces of some steps")
     comm: Comm = key(Comm, "process groups and their time limits", changes="learning and work")
-    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which go on when one of them dies", late=True,
-                                          changes="learning")
+    fault_tolerance: FaultTolerance = key(
+        FaultTolerance, "replica groups, which go on when one of them dies", late=True, changes="learning"
+    )
     cluster: Cluster = key(Cluster, "where it runs")
     hardware: Hardware = key(Hardware, "the device that predictions are for: what it holds and how fast it is", late=True)
     debug: Debug = key(Debug, "checks and traces that slow a run down")

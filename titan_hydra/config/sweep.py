@@ -16,6 +16,7 @@ A file of sweeps/ names its cells and lists, as overrides, how each differs from
 
 A cell's overrides win over the file, and the command line wins over both.
 """
+
 import functools
 import sys
 from collections.abc import Callable
@@ -32,10 +33,11 @@ Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and 
 
 
 def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
-    """Return the cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in @hydra.main's function.
+    """Return the cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in
+    @hydra.main's function.
 
-    A cell that does not compose adds a line to `faults` instead of raising, since Hydra would print an exception in its own way.
-    `sweep.cell=NAME` selects one cell, so that the overrides of a cell reproduce that cell.
+    A cell that does not compose adds a line to `faults` instead of raising, since Hydra would print an exception in its
+    own way. `sweep.cell=NAME` selects one cell, so that the overrides of a cell reproduce that cell.
     """
     cells, only = config.sweep.cells, config.sweep.cell
     if not cells:
@@ -61,9 +63,11 @@ def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[C
 
 
 def named(composed: list[Composed]) -> list[Composed]:
-    """Fill in the missing names of the cells of one command line: sweep.name from the swept keys, sweep.cell from what differs.
+    """Fill in the missing names of the cells of one command line: sweep.name from the swept keys, sweep.cell from what
+    differs.
 
-    No two cells keep the same name: where -m has multiplied a file's cells, the swept overrides are appended. A single run stays unnamed.
+    No two cells keep the same name: where -m has multiplied a file's cells, the swept overrides are appended. A single
+    run stays unnamed.
     """
     groups: dict[str | None, list[Composed]] = {}
     for config, overrides in composed:
@@ -114,7 +118,9 @@ def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str
 
 
 def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:
-    """Warn if the command line overrides keys that cells set: it wins, and the cells then differ less than their names suggest."""
+    """Warn if the command line overrides keys that cells set: it wins, and the cells then differ less than their names
+    suggest.
+    """
     for override in typed:
         names = [name for name, own in cells.items() if override not in own and key_of(override) in map(key_of, own)]
         if names:

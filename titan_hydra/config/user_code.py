@@ -1,9 +1,11 @@
 """Find, digest and import the modules of `train.imports`: their sources are part of what a run is.
 
-Which files belong to a module is read from the text of its imports; nothing is executed. They are the module, what it imports from the
-folder in which it was found, and the modules of that folder that it names in a string, as in "package.module:function". Of an installed
-package only its own files count: the versions of others are recorded in env.json.
+Which files belong to a module is read from the text of its imports; nothing is executed. They are the module, what it
+imports from the folder in which it was found, and the modules of that folder that it names in a string, as in
+"package.module:function". Of an installed package only its own files count: the versions of others are recorded in
+env.json.
 """
+
 import ast
 import hashlib
 import importlib
@@ -30,7 +32,8 @@ REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # how a record names 
 def load_user_modules(modules: list[str]) -> list[Fault]:
     """Import the user's modules, so that what they register is known. Returns a fault for each that cannot be imported.
 
-    They are looked up on sys.path and then in the current folder, the folder in which launch.py was started; ranks start in the same one.
+    They are looked up on sys.path and then in the current folder, the folder in which launch.py was started; ranks
+    start in the same one.
     """
     faults: list[Fault] = []
     if not modules:
@@ -72,7 +75,9 @@ def _failure(module: str) -> str:
 
 
 def sources(modules: Iterable[str]) -> dict[str, Path]:
-    """Return the files of these modules and of what they import from the same folder, by their path below it, in alphabetical order."""
+    """Return the files of these modules and of what they import from the same folder, by their path below it, in
+    alphabetical order.
+    """
     importlib.invalidate_caches()
     found: dict[str, Path] = {}
     waiting: list[tuple[str, tuple[str, Path] | None]] = [(module, None) for module in modules if is_name(module)]
@@ -97,7 +102,9 @@ def digest(modules: Iterable[str]) -> str:
 
 
 def digest_of_code(code: dict[str, Path]) -> str:
-    """Return 16 hex digits of the sha256 over names and contents, in the order of names; for a link, over its target."""
+    """Return 16 hex digits of the sha256 over names and contents, in the order of names; for a link, over its
+    target.
+    """
     total = hashlib.sha256()
     for name, path in sorted(code.items()):
         content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
@@ -122,7 +129,9 @@ def edited_sources(train: Train) -> Fault | None:
 
 
 def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
-    """Yield full name, root folder and file of each package around a module, then of the module itself. Stops at what is not there."""
+    """Yield full name, root folder and file of each package around a module, then of the module itself. Stops at what
+    is not there.
+    """
     path, name = [*sys.path, os.getcwd()], ""
     for depth, part in enumerate(module.split(".")):
         spec = PathFinder.find_spec(part, path)
@@ -137,7 +146,9 @@ def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
 
 
 def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
-    """Whether a module that the user's code names is the user's own: of the same package or, where nothing is installed, folder."""
+    """Whether a module that the user's code names is the user's own: of the same package or, where nothing is
+    installed, folder.
+    """
     top = name.partition(".")[0]
     if top == package:
         return True
@@ -146,7 +157,9 @@ def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
 
 
 def _named_in(file: Path, module: str) -> set[str]:
-    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is not Python."""
+    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is
+    not Python.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -157,7 +170,7 @@ def _named_in(file: Path, module: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[:len(package.split(".")) - node.level + 1] if node.level else []
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):

@@ -1,9 +1,11 @@
-"""Training data: build() returns a rank's Loader. The order of samples is a function of seed and step, never of the layout.
+"""Training data: build() returns a rank's Loader. The order of samples is a function of seed and step, never of the
+layout.
 
-A step takes G = data.global_batch samples in slots 0 to G - 1, and rank r of R data-parallel ranks owns slots [r * G/R, (r + 1) * G/R).
-Sources either number their samples (items.py) or give every slot an endless stream (streams.py, fed by embedded.py or text.py); a mixture
-(mixture.py) alternates between sources. Unreadable files are handled in shards.py.
+A step takes G = data.global_batch samples in slots 0 to G - 1, and rank r of R data-parallel ranks owns slots [r * G/R,
+(r + 1) * G/R). Sources either number their samples (items.py) or give every slot an endless stream (streams.py, fed by
+embedded.py or text.py); a mixture (mixture.py) alternates between sources. Unreadable files are handled in shards.py.
 """
+
 from __future__ import annotations
 
 import functools
@@ -36,8 +38,13 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
     global_batch, share = data.global_batch, data.global_batch // ranks
     wanted = Wanted(job, split, range(rank * share, (rank + 1) * share), global_batch, BadShards(data.max_bad_shards))
     seed = job.seed if split == "train" else VALIDATION_SEED
-    signature = {"data.name": data.name, "data.global_batch": global_batch, "data.seq_len": data.seq_len, "data.shuffle": data.shuffle,
-                 "seed": seed}
+    signature = {
+        "data.name": data.name,
+        "data.global_batch": global_batch,
+        "data.seq_len": data.seq_len,
+        "data.shuffle": data.shuffle,
+        "seed": seed,
+    }
     if data.shuffle_buffer:
         signature["data.shuffle_buffer"] = data.shuffle_buffer
     if data.name == "mixture":
@@ -64,14 +71,18 @@ class Wanted:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The job's tokenizer, loaded when a source with text needs it. Raises ConfigError if the model has no rows for its ids."""
+        """The job's tokenizer, loaded when a source with text needs it. Raises ConfigError if the model has no rows for
+        its ids.
+        """
         from . import tokenizer as tokenizers
 
         job = self.job
         tokenizer = tokenizers.load(job.tokenizer)
         if tokenizer.vocab_size > job.model.vocab_size:
-            raise ConfigError(f"model.vocab_size={job.model.vocab_size}: tokenizer={job.tokenizer.name} has {tokenizer.vocab_size} ids; "
-                              f"nearest legal: {tokenizer.vocab_size}")
+            raise ConfigError(
+                f"model.vocab_size={job.model.vocab_size}: tokenizer={job.tokenizer.name} has {tokenizer.vocab_size} ids; "
+                f"nearest legal: {tokenizer.vocab_size}"
+            )
         return tokenizer
 
     def order(self, seed: int) -> int | None:
@@ -81,16 +92,21 @@ class Wanted:
     def drawn(self, seed: int) -> int:
         """Return the seed of a source that draws its samples: those for validation are others."""
         return seed if self.split == "train" else ~seed
+
+
 def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
-    """Return the samples of the source under `key`. Documents become samples as each slot's endless stream of tokens."""
+    """Return the samples of the source under `key`. Documents become samples as each slot's endless stream of
+    tokens.
+    """
     data, record = wanted.job.data, DATA_SOURCES[source.name]
     built = resolve(record.build)(key, source, wanted, seed)
     if not record.documents:
         return built
     from .streams import Streams
 
-    return Streams(built, wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, wanted.order(seed), data.shuffle_buffer,
-                   wanted.bad)
+    return Streams(
+        built, wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, wanted.order(seed), data.shuffle_buffer, wanted.bad
+    )
 
 
 def open_embedded(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
@@ -132,5 +148,7 @@ def draw_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> S
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Return a seed for each source; otherwise sources of equal size would be read in the same order, and synthetic ones be identical."""
+    """Return a seed for each source; otherwise sources of equal size would be read in the same order, and synthetic
+    ones be identical.
+    """
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")

@@ -1,4 +1,7 @@
-"""The samples of a step on one data-parallel rank: tensors by name, each with the dimensions along which it may be cut."""
+"""The samples of a step on one data-parallel rank: tensors by name, each with the dimensions along which it may be
+cut.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -9,7 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimensions of a tensor along which a batch is cut: microbatches cut samples, context parallelism cuts the sequence.
+    """The dimensions of a tensor along which a batch is cut: microbatches cut samples, context parallelism cuts the
+    sequence.
 
     `sequence` is None if the tensor has no such dimension, or if every context-parallel rank needs all of it.
     """
@@ -48,8 +52,9 @@ class Batch:
 
     def of_sequences(self, index: Callable[[int], torch.Tensor]) -> Batch:
         """Return a part of every sequence: the elements at `index(length)`, in that order."""
-        return self.each(lambda tensor, dims: tensor if dims.sequence is None else
-                         tensor.index_select(dims.sequence, index(tensor.shape[dims.sequence])))
+        return self.each(
+            lambda tensor, dims: tensor if dims.sequence is None else tensor.index_select(dims.sequence, index(tensor.shape[dims.sequence]))
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
@@ -61,5 +66,7 @@ class Batch:
 
 
 def onto(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a host tensor to a device through pinned memory: from pageable memory the host would wait for all work queued there."""
+    """Copy a host tensor to a device through pinned memory: from pageable memory the host would wait for all work
+    queued there.
+    """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,10 +1,11 @@
 """Conversations as samples: a template makes text of each, one tokenization its tokens, and short ones share a sample.
 
-The conversations of an epoch, in its order, are cut into windows of WINDOW. Those of a window are packed into samples by first-fit
-decreasing, none of them split; the samples of all windows are one sequence, whose numbers the slots share out. So nothing depends on the
-layout, and where a slot is consists of a window and the number of its first sample. Every rank encodes all conversations, as it must know
-how long they are.
+The conversations of an epoch, in its order, are cut into windows of WINDOW. Those of a window are packed into samples
+by first-fit decreasing, none of them split; the samples of all windows are one sequence, whose numbers the slots share
+out. So nothing depends on the layout, and where a slot is consists of a window and the number of its first sample.
+Every rank encodes all conversations, as it must know how long they are.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +33,8 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from . import Wanted
 
-WINDOW = 1000  # conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
+# conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
+WINDOW = 1000
 SUFFIXES = (".jsonl", ".json")
 MARK = re.compile(r"<\|?[\w-]+\|?>")  # of a template: <|im_end|>, <start_of_turn>
 
@@ -82,7 +84,9 @@ class ConversationReader:
         return self.encode(parse(line))
 
     def encode(self, conversation: Conversation) -> Turns:
-        """Encode a conversation. A token that lies only partly in what is learned is learned. Raises ValueError if it cannot be used."""
+        """Encode a conversation. A token that lies only partly in what is learned is learned. Raises ValueError if it
+        cannot be used.
+        """
         if name := self.special.search(conversation.everything):
             raise ValueError(f"it holds {name[0]}, which would become the special token of that name")
         text, spans = self.template.spans(conversation, self.train_on)
@@ -103,7 +107,9 @@ class ConversationReader:
 
 
 class Chat:
-    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places that are left over are a document of end-of-text tokens."""
+    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places that are left over are a document of
+    end-of-text tokens.
+    """
 
     separators = (None, None)  # documents are numbered
     patches = 0  # of images that a sample has room for
@@ -112,7 +118,8 @@ class Chat:
         self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, wanted.job.data.seq_len, wanted.order(seed), wanted.bad
         self.tokenizer = reader.tokenizer.sha256
         self.windows = -(-len(reader.lines) // WINDOW)  # of an epoch
-        self.places = dict.fromkeys(wanted.slots, (0, 0))  # the window of a slot's last sample, and that window's first sample
+        # the window of a slot's last sample, and that window's first sample
+        self.places = dict.fromkeys(wanted.slots, (0, 0))
         self.packed = functools.lru_cache(4)(self._pack)
         self.signature = {"conversations": len(reader.lines)} | reader.signature
 
@@ -158,8 +165,12 @@ class Chat:
             where, tokens = long[0]
             name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
             images = f", or data.patches={self.patches} patches" if self.patches else ""
-            self.bad.add(BadShard(name, f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens{images}, as "
-                                        f"{where} with {tokens:,}"))
+            self.bad.add(
+                BadShard(
+                    name,
+                    f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens{images}, as {where} with {tokens:,}",
+                )
+            )
         packed = first_fit(turns, self.seq_len + 1, self.patches)
         return [packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)] for index in range(len(packed))]
 
@@ -170,19 +181,22 @@ class Chat:
         rest = Turns(np.full(room, self.reader.tokenizer.eos_id, dtype=np.int32), np.zeros(room, dtype=bool), values=values)
         parts = [*together, rest]
         lengths = [length for part in parts for length in part.documents or (len(part.tokens),)]
-        return {"tokens": np.concatenate([part.tokens for part in parts]), "trained": np.concatenate([part.trained for part in parts]),
-                "documents": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-                **{name: np.concatenate([part.values[name] for part in parts]) for name in values}}
+        return {
+            "tokens": np.concatenate([part.tokens for part in parts]),
+            "trained": np.concatenate([part.trained for part in parts]),
+            "documents": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+            **{name: np.concatenate([part.values[name] for part in parts]) for name in values},
+        }
 
 
 def first_fit(turns: list[Turns], size: int, patches: int = 0) -> list[list[Turns]]:
-    """Pack conversations, the longest first, each into the first sample with room for its tokens and patches; equally long ones keep their
-    order.
+    """Pack conversations, the longest first, each into the first sample with room for its tokens and patches; equally
+    long ones keep their order.
     """
     room, packed = np.zeros((len(turns), 2), dtype=np.int64), []
     for one in sorted(turns, key=lambda one: -len(one.tokens)):
         need = (len(one.tokens), one.patches)
-        fits = (room[:len(packed)] >= need).all(axis=1)
+        fits = (room[: len(packed)] >= need).all(axis=1)
         sample = int(np.argmax(fits)) if fits.any() else len(packed)
         if sample == len(packed):
             room[sample] = size, patches
@@ -208,7 +222,9 @@ def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFi
 
 
 def faults(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
-    """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation. Imports no torch."""
+    """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation.
+    Imports no torch.
+    """
     return faults_of_first(key, source, job, "conversation", _texts)
 
 
@@ -225,7 +241,9 @@ Texts = Callable[[template.Template, schema.Source, bytes], list[str]]
 
 
 def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
-    """Yield what is wrong with the template, or with the first row, which is called `what`. `texts` applies the template to a row."""
+    """Yield what is wrong with the template, or with the first row, which is called `what`. `texts` applies the
+    template to a row.
+    """
     _, path = files.path_of(key, source, "train")
     try:
         found = [file for file in expand(path) if file.stat().st_size] if path else []
@@ -251,8 +269,8 @@ def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
 
 
 def _refuse_unknown_marks(key: str, source: schema.Source, job: schema.Job, own: template.Template, texts: list[str]) -> None:
-    """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`): what is learned would mostly be the unknown
-    token.
+    """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`): what is learned would
+    mostly be the unknown token.
     """
     if job.tokenizer.name != "hf":
         return  # tokens of bytes, which know everything
@@ -264,12 +282,15 @@ def _refuse_unknown_marks(key: str, source: schema.Source, job: schema.Job, own:
         if mark in known.special or not any(mark in text for text in texts):
             continue
         if count := [token == known.unknown for token in known.locate(mark).ids].count(True):
-            raise ConfigError(f"{key}.chat_template={source.chat_template}: its {mark} is {counted(count, 'unknown token')} of "
-                              f"{job.tokenizer.path}; take a template whose marks the tokenizer has, or add them to it")
+            raise ConfigError(
+                f"{key}.chat_template={source.chat_template}: its {mark} is {counted(count, 'unknown token')} of "
+                f"{job.tokenizer.path}; take a template whose marks the tokenizer has, or add them to it"
+            )
 
 
 def warnings_of_first(key: str, source: schema.Source, job: schema.Job, texts: Texts) -> Iterator[Fault]:
     """Yield a warning if the tokenizer does not know much of the first rows. Rows that cannot be used are left out."""
+
     def of_file(file: Path) -> Iterator[str]:
         own, lines = template.load_template(key, source, job.tokenizer), ConversationFiles([file], BadShards(1), unknown.ROWS)
         for number in range(len(lines)):

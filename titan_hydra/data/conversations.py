@@ -1,4 +1,5 @@
 """Conversations in files of JSON lines: where each row begins, and what a row must hold. Imports no torch."""
+
 import functools
 import json
 import mmap
@@ -15,7 +16,8 @@ from .files import UNREADABLE, opened, place_in
 from .shards import BadShard, BadShards
 
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT calls them
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the names of a message's reasoning; templates know the first or the second
+# the names of a message's reasoning; templates know the first or the second
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Conversation:
 
 
 class ConversationFiles:
-    """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, a packed one is unpacked.
+    """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, a packed
+    one is unpacked.
 
     With `most`, only so many lines of each file are read.
     """
@@ -45,7 +48,7 @@ class ConversationFiles:
             except UNREADABLE as error:
                 bad.add(BadShard(file, f"{file}: cannot be read: {error}"))
                 content, ends = b"", np.zeros(1, dtype=np.int64)
-            rows = [row for row in range(len(ends) - 1) if not content[ends[row]:ends[row + 1]].isspace()]
+            rows = [row for row in range(len(ends) - 1) if not content[ends[row] : ends[row + 1]].isspace()]
             self.contents.append(content)
             self.starts.append(ends)
             self.numbers.append(np.array(rows, dtype=np.int64))
@@ -58,7 +61,7 @@ class ConversationFiles:
         """Return the place of a row, as file:line, and its bytes."""
         file, place = place_in(self.ends, number)
         line = self.numbers[file][place]
-        start, end = self.starts[file][line:line + 2]
+        start, end = self.starts[file][line : line + 2]
         return f"{self.files[file]}:{line + 1}", self.contents[file][start:end]
 
 
@@ -76,7 +79,8 @@ def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
 def parse(line: bytes) -> Conversation:
     """Return the conversation of a row. Raises ValueError with what is wrong with it.
 
-    A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools` is optional.
+    A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools` is
+    optional.
     """
     row = record_of(line)
     messages = row.get("messages", row.get("conversations"))
@@ -99,12 +103,16 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def conversation(messages: list[Any], tools: Any = None) -> Conversation:
-    """Return messages and tools, as they stand in a row, as a conversation. Raises ValueError with what is wrong with them."""
+    """Return messages and tools, as they stand in a row, as a conversation. Raises ValueError with what is wrong with
+    them.
+    """
     return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(tools))
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """Return a message with role, content and, where it has them, reasoning and calls, under the names that templates know."""
+    """Return a message with role, content and, where it has them, reasoning and calls, under the names that templates
+    know.
+    """
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is {type(message).__name__}, not a record")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))

@@ -1,7 +1,10 @@
-"""The embedded corpus: this project's own pages and sources as they were when assets/corpus.txt was made, the same on every Python.
+"""The embedded corpus: this project's own pages and sources as they were when assets/corpus.txt was made, the same on
+every Python.
 
-The file is a list of texts between form feeds, each under its name. Editing it changes the losses of all runs with data=embedded.
+The file is a list of texts between form feeds, each under its name. Editing it changes the losses of all runs with
+data=embedded.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -9,7 +12,9 @@ from collections.abc import Iterator
 
 from titan_hydra.config.files import ASSETS
 
-PIECE = 4096  # characters: longer texts are cut at the next blank line, so that a slot of a batch does not read one text for a whole run
+# characters: longer texts are cut at the next blank line, so that a slot of a batch does not read one text for a whole
+# run
+PIECE = 4096
 HELD_OUT = 20  # one text in so many is kept for validation
 
 

@@ -1,6 +1,7 @@
-"""Read text files: the rows of .txt, .jsonl, .csv and .parquet, also packed as .gz or .zst. Imports no torch, so that commands can use it
-on a login node.
+"""Read text files: the rows of .txt, .jsonl, .csv and .parquet, also packed as .gz or .zst. Imports no torch, so that
+commands can use it on a login node.
 """
+
 from __future__ import annotations
 
 import csv
@@ -26,10 +27,11 @@ Rows = Iterator[tuple[int, str]]
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files of `path` that end in one of the suffixes (all files if none is given); at least one is not empty.
+    """Return the files of `path` that end in one of the suffixes (all files if none is given); at least one is not
+    empty.
 
-    Missing files of a numbered set are included: reading them fails. Raises ConfigError with the key, its value, and files with similar
-    names.
+    Missing files of a numbered set are included: reading them fails. Raises ConfigError with the key, its value, and
+    files with similar names.
     """
     if not path:
         raise ConfigError(f"{key}=null: give it files, globs allowed")
@@ -58,8 +60,8 @@ def place_in(ends: list[int], number: int) -> tuple[int, int]:
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
-    """Yield number and text of rows start, start + every, ...: a row is the whole file in .txt, a line in .jsonl, a record in .csv and
-    .parquet.
+    """Yield number and text of rows start, start + every, ...: a row is the whole file in .txt, a line in .jsonl, a
+    record in .csv and .parquet.
 
     Raises BadShard with file and line if a row cannot be read, ConfigError if it has no column `text_key`.
     """
@@ -70,7 +72,8 @@ def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> 
 
 
 def texts(file: Path, text_key: str) -> Rows:
-    """Yield number, counted from 1, and text of each row of one file; a row of .txt is a line. Empty lines are left out.
+    """Yield number, counted from 1, and text of each row of one file; a row of .txt is a line. Empty lines are left
+    out.
 
     Raises ConfigError if there is no such file, or it cannot be read to the end.
     """
@@ -143,7 +146,8 @@ def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[
     elif kind(file) == ".parquet":
         import pyarrow.parquet
 
-        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)  # else a whole row group is read
+        # else a whole row group is read
+        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
         for batch in islice(table.iter_batches(number, columns=[text_key]), 1):
             yield from batch[text_key].to_pylist()
     else:
@@ -151,7 +155,13 @@ def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[
 
 
 READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
-    ".txt": _text, ".md": _text, ".jsonl": _lines, ".json": _lines, ".csv": _csv, ".parquet": _parquet}
+    ".txt": _text,
+    ".md": _text,
+    ".jsonl": _lines,
+    ".json": _lines,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 

@@ -1,8 +1,10 @@
 """Images with text as samples: documents in which texts and images alternate, packed by their tokens and patches.
 
-Each image keeps its aspect: it is scaled down to `data.image_patches` patches if it has more, and has exactly as many tokens as patches.
-The size of an image is read from its header, so every rank knows all lengths, and decodes only the images of its own samples.
+Each image keeps its aspect: it is scaled down to `data.image_patches` patches if it has more, and has exactly as many
+tokens as patches. The size of an image is read from its header, so every rank knows all lengths, and decodes only the
+images of its own samples.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -75,7 +77,9 @@ class Illustrated(Turns):
 
 
 def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Return rows and columns of patches of an image, with its aspect as far as whole patches allow, and at most `most` together."""
+    """Return rows and columns of patches of an image, with its aspect as far as whole patches allow, and at most `most`
+    together.
+    """
     rows, columns = max(1, round(height / side)), max(1, round(width / side))
     if rows * columns > most:
         scale = math.sqrt(most / (rows * columns))
@@ -89,7 +93,8 @@ class TarRows:
 
     def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
         """Find the samples among the first `most` members of each file; None: among all."""
-        self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []  # file, name, and of each member by its suffix where it is
+        # file, name, and of each member by its suffix where it is
+        self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []
         self.open = functools.lru_cache(64)(lambda file: file.open("rb", buffering=0))
         for file in files:
             try:
@@ -101,11 +106,14 @@ class TarRows:
         return len(self.rows)
 
     def row(self, number: int, omit: tuple[str, ...] = ()) -> tuple[str, dict[str, bytes]]:
-        """Return the place of a sample, as file:name, and its members. A member with a suffix in `omit` is empty, and not read."""
+        """Return the place of a sample, as file:name, and its members. A member with a suffix in `omit` is empty, and
+        not read.
+        """
         file, name, members = self.rows[number]
         descriptor = self.open(file).fileno()
         return f"{file}:{name}", {
-            suffix: b"" if suffix in omit else os.pread(descriptor, size, start) for suffix, (start, size) in members.items()}
+            suffix: b"" if suffix in omit else os.pread(descriptor, size, start) for suffix, (start, size) in members.items()
+        }
 
 
 def _members(file: Path, most: int | None) -> list[tuple[Path, str, dict[str, tuple[int, int]]]]:
@@ -142,7 +150,9 @@ class ImageReader(ConversationReader):
             raise BadShard(where, f"{where}: {error}") from error
 
     def document(self, parts: list[str | Callable[[], Image]], where: str) -> Illustrated:
-        """Encode texts and images. Only text is learned; the ids of images stand for nothing, as the tower's output takes their places."""
+        """Encode texts and images. Only text is learned; the ids of images stand for nothing, as the tower's output
+        takes their places.
+        """
         words = self.tokenizer
         ids, trained, pictures = [] if words.bos_id is None else [words.bos_id], [], list[tuple[int, Picture]]()
         trained = [True] * len(ids)
@@ -172,7 +182,8 @@ class ImageReader(ConversationReader):
 def parts_of(members: dict[str, bytes]) -> list[str | Callable[[], Image]]:
     """Return the texts and images of a sample in order. Raises ValueError if it has neither.
 
-    An image and its .txt are an image with its caption; a .json has `parts`, each of `text` or of `image`, which names a member.
+    An image and its .txt are an image with its caption; a .json has `parts`, each of `text` or of `image`, which names
+    a member.
     """
     if "json" not in members:
         images = [suffix for suffix in members if suffix in SUFFIXES]
@@ -204,8 +215,8 @@ def _opener(content: bytes) -> Callable[[], Image]:
 
 
 class DrawnRows:
-    """Documents that are drawn by code, by number: a framed rectangle of any aspect with its caption; each fourth has a text alone, each
-    eighth two images.
+    """Documents that are drawn by code, by number: a framed rectangle of any aspect with its caption; each fourth has a
+    text alone, each eighth two images.
     """
 
     def __init__(self, seed: int, number: int):
@@ -248,9 +259,11 @@ class DrawnReader(ImageReader):
 
 
 class ImageSamples(Chat):
-    """Packed samples: a chat's arrays, and for images `patches`, `cells`, `images`, `places` (models/image_text/model.py).
+    """Packed samples: a chat's arrays, and for images `patches`, `cells`, `images`, `places`
+    (models/image_text/model.py).
 
-    An image that is damaged behind its header is black, if data.max_bad_shards allows it: all ranks have reserved its place.
+    An image that is damaged behind its header is black, if data.max_bad_shards allows it: all ranks have reserved its
+    place.
     """
 
     def __init__(self, reader: ImageReader, wanted: Wanted, seed: int):
@@ -269,10 +282,11 @@ class ImageSamples(Chat):
                     arrays["patches"][own] = picture.patches(self.side)
                 except BadShard as error:
                     self.bad.add(error)
-                arrays["cells"][own] = np.stack([numbers // columns, numbers % columns, np.full_like(numbers, rows),
-                                                 np.full_like(numbers, columns)], axis=1)
+                arrays["cells"][own] = np.stack(
+                    [numbers // columns, numbers % columns, np.full_like(numbers, rows), np.full_like(numbers, columns)], axis=1
+                )
                 arrays["images"][own] = number
-                arrays["places"][begin + place:begin + place + len(numbers)] = first + numbers
+                arrays["places"][begin + place : begin + place + len(numbers)] = first + numbers
                 first, number = own.stop, number + 1
             begin += len(turns.tokens)
         return super()._filled(together) | arrays
@@ -280,8 +294,12 @@ class ImageSamples(Chat):
 
 def empty_images(length: int, patches: int, side: int) -> dict[str, np.ndarray]:
     """Return the arrays of a sample without images."""
-    return {"patches": np.zeros((patches, 3 * side**2), np.uint8), "cells": np.zeros((patches, 4), np.int64),
-            "images": np.full(patches, -1, np.int64), "places": np.full(length, -1, np.int64)}
+    return {
+        "patches": np.zeros((patches, 3 * side**2), np.uint8),
+        "cells": np.zeros((patches, 4), np.int64),
+        "images": np.full(patches, -1, np.int64),
+        "places": np.full(length, -1, np.int64),
+    }
 
 
 def open_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
@@ -309,8 +327,12 @@ def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterato
     if importlib.util.find_spec("PIL") is None:
         yield Fault(f"{key}.name", source.name, "needs pillow to read images: pip install pillow")
     if job.data.image_patches > job.data.patches:
-        yield Fault("data.image_patches", job.data.image_patches, f"more than data.patches={job.data.patches} of a sample",
-                    legal=(job.data.patches,))
+        yield Fault(
+            "data.image_patches",
+            job.data.image_patches,
+            f"more than data.patches={job.data.patches} of a sample",
+            legal=(job.data.patches,),
+        )
 
 
 def warnings_of_captions(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:

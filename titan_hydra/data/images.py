@@ -1,8 +1,11 @@
-"""Captioned images as samples of the objective `diffusion`, and what is drawn for them; synthetic ones of coloured shapes.
+"""Captioned images as samples of the objective `diffusion`, and what is drawn for them; synthetic ones of coloured
+shapes.
 
-All that is random in a sample (its place in the epoch, time, noise, which embeddings of its caption are left out) follows from the seed and
-the sample's number, which is step * global batch + slot: every layout and every resumed run sees the same.
+All that is random in a sample (its place in the epoch, time, noise, which embeddings of its caption are left out)
+follows from the seed and the sample's number, which is step * global batch + slot: every layout and every resumed run
+sees the same.
 """
+
 from __future__ import annotations
 
 import functools
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
 
     from . import Wanted
 
-DESCRIPTION, EMPTY = "images.json", "empty.safetensors"  # files of encoded images, beside images-00000.safetensors and so on
+# files of encoded images, beside images-00000.safetensors and so on
+DESCRIPTION, EMPTY = "images.json", "empty.safetensors"
 TIMES = 8  # at which a validation measures, one a sample in turn
 
 
@@ -42,7 +46,9 @@ class Caption:
 
 @dataclass(frozen=True)
 class Example:
-    """An image as the autoencoder sees it, the mean and the standard deviation of its latents [channels, side, side], with its caption."""
+    """An image as the autoencoder sees it, the mean and the standard deviation of its latents [channels, side, side],
+    with its caption.
+    """
 
     mean: np.ndarray
     std: np.ndarray | float
@@ -67,8 +73,14 @@ class CaptionedImages(Numbered):
             time, left_out = (number % TIMES + 0.5) / TIMES, (False, False)
         latents = example.mean + example.std * dice.standard_normal(example.mean.shape, dtype=np.float32)
         text, pooled = (self.empty if left else example.caption for left in left_out)
-        return {"latents": latents.astype(np.float32), "noise": dice.standard_normal(latents.shape, dtype=np.float32),
-                "time": np.array(time, np.float32), "text": text.text, "pooled": pooled.pooled}
+        return {
+            "latents": latents.astype(np.float32),
+            "noise": dice.standard_normal(latents.shape, dtype=np.float32),
+            "time": np.array(time, np.float32),
+            "text": text.text,
+            "pooled": pooled.pooled,
+        }
+
 
 class EncodedImages:
     """Examples from the files that `titan data encode-images` has written into a folder, by index."""
@@ -119,8 +131,9 @@ def faults(key: str, source: Source, job: Job) -> Iterator[Fault]:
             continue
         for tensor, shape in needed.items():
             if shapes.get(tensor) != shape:
-                yield Fault(f"{key}.{name}", str(folder), f"{tensor} of an image is {shapes.get(tensor)}; data.seq_len and the model need "
-                            f"{shape}")
+                yield Fault(
+                    f"{key}.{name}", str(folder), f"{tensor} of an image is {shapes.get(tensor)}; data.seq_len and the model need {shape}"
+                )
 
 
 def faults_of_files(key: str, source: Source, job: Job) -> Iterator[Fault]:
@@ -139,8 +152,16 @@ def open_encoded(key: str, source: Source, wanted: Wanted, seed: int) -> Caption
     return CaptionedImages(images.read, images.ends[-1], images.empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)
 
 
-COLOURS = {"red": (1, -1, -1), "green": (-1, 0.6, -1), "blue": (-1, -1, 1), "yellow": (1, 1, -1), "purple": (0.4, -1, 0.8),
-           "cyan": (-1, 1, 1), "orange": (1, 0.2, -1), "black": (-1, -1, -1)}
+COLOURS = {
+    "red": (1, -1, -1),
+    "green": (-1, 0.6, -1),
+    "blue": (-1, -1, 1),
+    "yellow": (1, 1, -1),
+    "purple": (0.4, -1, 0.8),
+    "cyan": (-1, 1, 1),
+    "orange": (1, 0.2, -1),
+    "black": (-1, -1, -1),
+}
 SHAPES = ("circle", "square", "triangle", "cross")
 CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES)
 CELL = 8  # pixels along each side of a latent
@@ -160,7 +181,9 @@ def draw_images(key: str, source: Source, wanted: Wanted, seed: int) -> Captione
 
 
 def picture(caption: str, side: int, seed: int) -> np.ndarray:
-    """Return the image [3, side, side] of a synthetic caption: white, with the shape somewhere near the middle; colours are -1 to 1."""
+    """Return the image [3, side, side] of a synthetic caption: white, with the shape somewhere near the middle; colours
+    are -1 to 1.
+    """
     _, colour, kind = caption.split()
     dice = dice_of(seed, CAPTIONS.index(caption))
     x, y = (np.indices((side, side)) + 0.5)[::-1] / side - 0.5 - dice.uniform(-0.08, 0.08, (2, 1, 1))
@@ -176,18 +199,21 @@ def picture(caption: str, side: int, seed: int) -> np.ndarray:
 
 def spoken(caption: str, model: Any) -> Caption:
     """Return embeddings of a synthetic caption without an encoder: a random vector for each word, and their mean."""
+
     def vector(word: str, width: int) -> np.ndarray:
         key = int.from_bytes(hashlib.blake2b(f"{word} {width}".encode(), digest_size=8).digest(), "little")
         return np.random.Generator(np.random.Philox(key=key)).standard_normal(width, dtype=np.float32)
 
     every = (caption.split() + [""] * model.text_len)[: model.text_len]
-    return Caption(np.stack([vector(word, model.text_dim) for word in every]),
-                    np.mean([vector(word, model.pooled_dim) for word in caption.split() or [""]], axis=0))
+    return Caption(
+        np.stack([vector(word, model.text_dim) for word in every]),
+        np.mean([vector(word, model.pooled_dim) for word in caption.split() or [""]], axis=0),
+    )
 
 
 def to_cells(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Return the lowest frequencies of each cell of an image [3, side, side] as its latents [channels, side / CELL, side / CELL]: the
-    autoencoder of synthetic images.
+    """Return the lowest frequencies of each cell of an image [3, side, side] as its latents [channels, side / CELL,
+    side / CELL]: the autoencoder of synthetic images.
     """
     rows = pixels.shape[1] // CELL
     cells = pixels.reshape(3, rows, CELL, rows, CELL).transpose(1, 3, 0, 2, 4).reshape(rows, rows, 3 * CELL * CELL)
@@ -203,8 +229,8 @@ def to_pixels(latents: np.ndarray) -> np.ndarray:
 
 
 def basis(channels: int) -> np.ndarray:
-    """Return cosines over a cell for each colour [3 * CELL * CELL, channels], low frequencies first, scaled so that a latent is at most
-    about 1.
+    """Return cosines over a cell for each colour [3 * CELL * CELL, channels], low frequencies first, scaled so that a
+    latent is at most about 1.
     """
     place = (np.arange(CELL) + 0.5) * np.pi / CELL
     waves = np.cos(np.outer(np.arange(CELL), place))

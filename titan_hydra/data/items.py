@@ -1,4 +1,5 @@
 """Samples by number, each computed or read on demand: files of tokens, and synthetic tokens."""
+
 from __future__ import annotations
 
 import functools
@@ -29,7 +30,9 @@ class Shard:
 
 
 class Numbered:
-    """Samples that seed and number determine alone, so that a slot has no state. Those that are no text have no tokenizer."""
+    """Samples that seed and number determine alone, so that a slot has no state. Those that are no text have no
+    tokenizer.
+    """
 
     separators: tuple[int | None, int | None] = (None, None)
     tokenizer: str | None = None
@@ -44,12 +47,14 @@ class Numbered:
 class TokenFiles(Numbered):
     """Files written by `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S].
 
-    Samples are numbered through the endless sequence of epochs, so there is no state. A sample in a bad file keeps its number and is
-    replaced by another one drawn at random, so a lost file does not change the other numbers.
+    Samples are numbered through the endless sequence of epochs, so there is no state. A sample in a bad file keeps its
+    number and is replaced by another one drawn at random, so a lost file does not change the other numbers.
     """
 
     def __init__(self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None):
-        """Read the headers. Raises ConfigError if a file does not match its header, or holds ids that the model has no row for."""
+        """Read the headers. Raises ConfigError if a file does not match its header, or holds ids that the model has no
+        row for.
+        """
         self.key, self.vocab_size, self.seq_len, self.seed, self.bad = key, vocab_size, seq_len, seed, bad or BadShards()
         self.shards = [shard for file in self._files(path) if (shard := self._shard(file))]
         headers = [shard.header for shard in self.shards]
@@ -58,7 +63,8 @@ class TokenFiles(Numbered):
         if not any(shard.usable for shard in self.shards):
             raise ConfigError(f"{key}={path}: no file that can be read")
         self.separators, self.tokenizer = (headers[0]["bos_id"], headers[0]["eos_id"]), headers[0]["tokenizer_sha256"]
-        self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))  # cumulative samples, including each file
+        # cumulative samples, including each file
+        self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))
         if not self.ends[-1]:
             tokens = sum(header["tokens"] for header in headers)
             raise ConfigError(f"{key}={path}: {tokens} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
@@ -90,8 +96,10 @@ class TokenFiles(Numbered):
                 raise BadShard(file, f"{self.key}={file}: it has been cut off since it was opened")
             tokens = np.frombuffer(content, dtype)
             if tokens.max() >= self.vocab_size:
-                raise BadShard(file, f"{self.key}={file}: id {tokens.max()} at token {first + tokens.argmax()}, not one of "
-                                     f"{header['vocab_size']}: damaged")
+                raise BadShard(
+                    file,
+                    f"{self.key}={file}: id {tokens.max()} at token {first + tokens.argmax()}, not one of {header['vocab_size']}: damaged",
+                )
         except OSError as error:
             self.bad.add(BadShard(file, f"{self.key}={file}: cannot be read: {error.strerror}"))
         except BadShard as error:
@@ -131,8 +139,11 @@ class TokenFiles(Numbered):
             np.dtype(header["dtype"]), header["tokens"] + 0, header["vocab_size"] + 0
             header["bos_id"], header["eos_id"], header["tokenizer_sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadShard(file, f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
-                                 "write both with `titan tokenizer encode`, or as docs/data.md says of your own token ids") from error
+            raise BadShard(
+                file,
+                f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
+                "write both with `titan tokenizer encode`, or as docs/data.md says of your own token ids",
+            ) from error
         return header
 
 
@@ -142,7 +153,9 @@ def dice_of(seed: int, number: int) -> np.random.Generator:
 
 
 class Synthetic(Numbered):
-    """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for learning."""
+    """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for
+    learning.
+    """
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int):
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed

@@ -1,4 +1,5 @@
 """Batches for one data-parallel rank, prepared ahead in a thread, and the state from which they continue exactly."""
+
 from __future__ import annotations
 
 import queue
@@ -33,8 +34,16 @@ class Samples(Protocol):
 class Loader:
     """Endless batches of the slots that this rank owns: next(), state(), load(), rewind(), close()."""
 
-    def __init__(self, samples: Samples, slots: range, global_batch: int, signature: dict[str, Any],
-                 collate: Callable[[Sequence[Sample]], Batch], prefetch: int, bad: BadShards):
+    def __init__(
+        self,
+        samples: Samples,
+        slots: range,
+        global_batch: int,
+        signature: dict[str, Any],
+        collate: Callable[[Sequence[Sample]], Batch],
+        prefetch: int,
+        bad: BadShards,
+    ):
         """Create the loader. `collate` is the objective's: it makes a batch of samples, in the loader's thread."""
         self.samples, self.slots, self.global_batch, self.collate, self.prefetch = samples, slots, global_batch, collate, prefetch
         self.signature = signature | samples.signature
@@ -60,29 +69,35 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return the state after the last batch that next() returned: step, signature, slot -> state, and the bad shards so far. It can
-        be written as JSON.
+        """Return the state after the last batch that next() returned: step, signature, slot -> state, and the bad
+        shards so far. It can be written as JSON.
         """
         return self.returned
 
     def news(self) -> dict[str, str]:
-        """Return the bad shards, with reasons, that were left out up to the last batch and that not all ranks know of."""
+        """Return the bad shards, with reasons, that were left out up to the last batch and that not all ranks know
+        of.
+        """
         return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.told}
 
     def hear(self, news: dict[str, str]) -> None:
-        """Count bad shards that other ranks have found. Raises ConfigError if there are too many, on all ranks alike."""
+        """Count bad shards that other ranks have found. Raises ConfigError if there are too many, on all ranks
+        alike.
+        """
         self.told |= set(news)
         BadShards(self.bad.limit, dict.fromkeys(sorted(self.told), "") | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state that holds this rank's slots, whatever ranks wrote it (see merge); keys may be JSON's strings.
+        """Continue from a state that holds this rank's slots, whatever ranks wrote it (see merge); keys may be JSON's
+        strings.
 
         Raises ConfigError if the state belongs to other data or another global batch.
         """
         for key, value in self.signature.items():
             if state["signature"].get(key) != value:
-                raise ConfigError(f"{key}={value}: the saved order of the data has {key}={state['signature'].get(key)}; "
-                                  "set it back, or start afresh")
+                raise ConfigError(
+                    f"{key}={value}: the saved order of the data has {key}={state['signature'].get(key)}; set it back, or start afresh"
+                )
         saved = {int(slot): value for slot, value in state["slots"].items()}
         if missing := [slot for slot in self.slots if slot not in saved]:
             raise ConfigError(f"the saved state of the data lacks slots {missing} of {self.signature['data.global_batch']}")
@@ -104,8 +119,12 @@ class Loader:
         self._halt(timeout=10)
 
     def _snapshot(self) -> dict[str, Any]:
-        return {"step": self.step, "signature": self.signature, "slots": {slot: self.samples.state(slot) for slot in self.slots},
-                "bad": dict(self.bad.found)}
+        return {
+            "step": self.step,
+            "signature": self.signature,
+            "slots": {slot: self.samples.state(slot) for slot in self.slots},
+            "bad": dict(self.bad.found),
+        }
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
         first = self.step * self.global_batch

@@ -1,8 +1,10 @@
 """Mix sources in fixed proportions. The source of a sample follows from its number, so it is the same on every layout.
 
-The sources alternate in a pattern of PERIOD samples in which each is, at every point, as near to its share as whole samples allow. Within a
-step the turns are assigned to the slots at random: if the pattern always hit the same slots, a part of a source would never be read.
+The sources alternate in a pattern of PERIOD samples in which each is, at every point, as near to its share as whole
+samples allow. Within a step the turns are assigned to the slots at random: if the pattern always hit the same slots, a
+part of a source would never be read.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -55,7 +57,9 @@ class Mixture:
 
 
 def pattern(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return which source takes each of PERIOD turns (always the one furthest behind), and the turns of each source before every turn."""
+    """Return which source takes each of PERIOD turns (always the one furthest behind), and the turns of each source
+    before every turn.
+    """
     due, had = np.array(counts), np.zeros(len(counts), dtype=np.int64)
     turns, before = np.empty(PERIOD, dtype=np.int64), np.empty((PERIOD + 1, len(counts)), dtype=np.int64)
     for turn in range(PERIOD):

@@ -1,4 +1,5 @@
 """A seeded permutation of range(n) without memory: a sample's position in the order is computed, not looked up."""
+
 from __future__ import annotations
 
 import hashlib
@@ -10,8 +11,8 @@ MASK = (1 << 64) - 1
 def permute(index: int, size: int, *seed: int) -> int:
     """Return the image of `index` under the permutation of range(size) drawn from `seed`.
 
-    A Feistel network permutes the next power of four; following its cycle until it is below size permutes range(size) itself. Fewer than
-    four iterations are expected, so the cost does not depend on size.
+    A Feistel network permutes the next power of four; following its cycle until it is below size permutes range(size)
+    itself. Fewer than four iterations are expected, so the cost does not depend on size.
     """
     if size < 2:
         return 0
@@ -25,7 +26,7 @@ def permute(index: int, size: int, *seed: int) -> int:
 
 def _keys(seed: tuple[int, ...]) -> list[int]:
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=8 * ROUNDS).digest()
-    return [int.from_bytes(digest[8 * i:8 * i + 8], "little") for i in range(ROUNDS)]
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS)]
 
 
 def _feistel(index: int, half: int, keys: list[int]) -> int:

@@ -1,7 +1,10 @@
-"""Data of preference and policy training: rows with a preferred and a rejected answer, or with sampled tokens and their advantages.
+"""Data of preference and policy training: rows with a preferred and a rejected answer, or with sampled tokens and their
+advantages.
 
-They are packed as conversations are. The two answers of a pair are documents beside each other, so that no layout separates them.
+They are packed as conversations are. The two answers of a pair are documents beside each other, so that no layout
+separates them.
 """
+
 from __future__ import annotations
 
 import math
@@ -34,20 +37,27 @@ class PairReader(ConversationReader):
         self.scored = scored
 
     def read(self, line: bytes) -> Turns:
-        """Encode a pair. A document's log-probability stands at its last token, as only sums over documents are used."""
+        """Encode a pair. A document's log-probability stands at its last token, as only sums over documents are
+        used.
+        """
         row = record_of(line)
         answers = [self.encode(side) for side in pair_of(row)]
         values = [np.zeros(len(answer.tokens), dtype=np.float32) for answer in answers]
         for value, column in zip(values, REFERENCE if self.scored else (), strict=False):
             value[-1] = _number(row, column)
-        return Turns(np.concatenate([answer.tokens for answer in answers]), np.concatenate([answer.trained for answer in answers]),
-                     tuple(len(answer.tokens) for answer in answers), {"reference": np.concatenate(values)})
+        return Turns(
+            np.concatenate([answer.tokens for answer in answers]),
+            np.concatenate([answer.trained for answer in answers]),
+            tuple(len(answer.tokens) for answer in answers),
+            {"reference": np.concatenate(values)},
+        )
 
 
 def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """Return the conversations with the preferred answer and with the other. Raises ValueError if the row holds none.
 
-    A row has `chosen` and `rejected`: each a text, or messages whose last is the answer. The messages of `prompt` stand before both.
+    A row has `chosen` and `rejected`: each a text, or messages whose last is the answer. The messages of `prompt` stand
+    before both.
     """
     prompt = row.get("prompt", [])
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -84,8 +94,8 @@ class RolloutReader(ConversationReader):
         return {"tokenizer": self.tokenizer.sha256}
 
     def read(self, line: bytes) -> Turns:
-        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them: what stands before is the prompt. One
-        advantage holds for all. Tokens are never text, as to encode it again can give others.
+        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them: what stands before is
+        the prompt. One advantage holds for all. Tokens are never text, as to encode it again can give others.
         """
         row = record_of(line)
         tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")
@@ -98,8 +108,11 @@ class RolloutReader(ConversationReader):
             raise ValueError(f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'")
         prompt = len(tokens) - len(old)
         values = {"old_logprobs": old, "advantages": advantages}
-        return Turns(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) >= prompt,
-                     values={name: np.array([0.0] * prompt + numbers, dtype=np.float32) for name, numbers in values.items()})
+        return Turns(
+            np.array(tokens, dtype=np.int32),
+            np.arange(len(tokens)) >= prompt,
+            values={name: np.array([0.0] * prompt + numbers, dtype=np.float32) for name, numbers in values.items()},
+        )
 
 
 def _numbers(value: Any) -> bool:
@@ -119,6 +132,7 @@ def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) ->
 
 def faults_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template or with the first pair. Imports no torch."""
+
     def scored(template: Template, source: schema.Source, line: bytes) -> list[str]:
         texts = _texts(template, source, line)
         for column in REFERENCE:

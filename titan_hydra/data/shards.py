@@ -1,8 +1,9 @@
 """Files and shards that cannot be read: left out if data.max_bad_shards allows it, always with a warning.
 
-What is left out depends only on the files, never on the reader: a shard of text from its damaged row on, a file of tokens that does not
-match its header as a whole. All layouts therefore see the same samples, and so does a resumed run.
+What is left out depends only on the files, never on the reader: a shard of text from its damaged row on, a file of
+tokens that does not match its header as a whole. All layouts therefore see the same samples, and so does a resumed run.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,10 +1,12 @@
 """Endless streams of packed documents: one for every slot of the global batch, each with its own position in the text.
 
-A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at positions k, k + G, k + 2G,
-... of the endless sequence of epochs, each epoch in its own order. With a shuffle buffer its documents are taken in blocks, each in a
-random order that follows from where the block begins: so the buffer's state is that position, and an index in the block. Nothing here
-depends on ranks, so a slot reads the same whichever rank owns it.
+A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at
+positions k, k + G, k + 2G, ... of the endless sequence of epochs, each epoch in its own order. With a shuffle buffer
+its documents are taken in blocks, each in a random order that follows from where the block begins: so the buffer's
+state is that position, and an index in the block. Nothing here depends on ranks, so a slot reads the same whichever
+rank owns it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,7 +29,9 @@ class Documents(Protocol):
     units: int
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield row numbers, increasing, and texts of a unit, from row `start` on. The result is the same every time."""
+        """Yield row numbers, increasing, and texts of a unit, from row `start` on. The result is the same every
+        time.
+        """
 
 
 START = {"turn": 0, "row": 0, "place": 0, "token": 0}
@@ -42,10 +46,21 @@ class Document:
 
 
 class Streams:
-    """The streams of some slots; a slot's state is where its next sample begins: turn, row, place, and token in the document."""
+    """The streams of some slots; a slot's state is where its next sample begins: turn, row, place, and token in the
+    document.
+    """
 
-    def __init__(self, source: Documents, tokenizer: Tokenizer, slots: range, global_batch: int, seq_len: int, seed: int | None,
-                 buffer: int, bad: BadShards):
+    def __init__(
+        self,
+        source: Documents,
+        tokenizer: Tokenizer,
+        slots: range,
+        global_batch: int,
+        seq_len: int,
+        seed: int | None,
+        buffer: int,
+        bad: BadShards,
+    ):
         """Create the streams. `seed` None keeps units in order."""
         self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
@@ -64,11 +79,21 @@ class Streams:
 class Stream:
     """Consecutive documents cut into samples of seq_len + 1 tokens; a sample's last token is the next one's first.
 
-    Every token is therefore predicted exactly once, and the state needs no leftover tokens: they are encoded again when it is loaded.
+    Every token is therefore predicted exactly once, and the state needs no leftover tokens: they are encoded again when
+    it is loaded.
     """
 
-    def __init__(self, source: Documents, tokenizer: Tokenizer, slot: int, slots: int, seq_len: int, seed: int | None, buffer: int = 0,
-                 bad: BadShards | None = None):
+    def __init__(
+        self,
+        source: Documents,
+        tokenizer: Tokenizer,
+        slot: int,
+        slots: int,
+        seq_len: int,
+        seed: int | None,
+        buffer: int = 0,
+        bad: BadShards | None = None,
+    ):
         self.source, self.tokenizer, self.slot, self.slots, self.seq_len, self.seed = source, tokenizer, slot, slots, seq_len, seed
         self.block, self.bad = max(buffer, 1), bad or BadShards()
         self.load(START)
@@ -86,7 +111,7 @@ class Stream:
         for index in count():
             if index == len(self.begun):
                 self.begun.append(next(self.coming))
-            parts.append(self.begun[index].tokens[start:start + missing])
+            parts.append(self.begun[index].tokens[start : start + missing])
             missing, start = missing - len(parts[-1]), 0
             if not missing:
                 break
@@ -94,7 +119,9 @@ class Stream:
         return np.concatenate(parts)
 
     def _begin(self) -> None:
-        """Take the first document. With fewer units than slots, slots that share a unit begin at different positions of it."""
+        """Take the first document. With fewer units than slots, slots that share a unit begin at different positions of
+        it.
+        """
         self.begun.append(next(self.coming))
         if self.state == START and self.source.units < self.slots:
             sharers = -(-self.slots // self.source.units)
@@ -134,7 +161,9 @@ class Stream:
                 raise ConfigError("data.path: no document with text in it")
 
     def _unit(self, turn: int) -> int:
-        """Return the unit of a turn. Unshuffled epochs also begin at different units, or a slot could read the same few in each."""
+        """Return the unit of a turn. Unshuffled epochs also begin at different units, or a slot could read the same few
+        in each.
+        """
         epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
         if self.seed is None:
             start = permute(0, self.source.units, epoch) if epoch else 0

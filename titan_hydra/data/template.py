@@ -1,9 +1,11 @@
 """Chat templates: how a conversation becomes text, and which characters of it the assistant has generated.
 
-A template is a Jinja program that comes with a tokenizer, from whoever made that, so it runs in a sandbox. It marks what the assistant says
-with {% generation %} tags. For one without tags the text decides: a conversation up to the answer and the prompt for it must begin the
-conversation with the answer. Tokens are never compared: those of a beginning need not be the first tokens of the whole.
+A template is a Jinja program that comes with a tokenizer, from whoever made that, so it runs in a sandbox. It marks
+what the assistant says with {% generation %} tags. For one without tags the text decides: a conversation up to the
+answer and the prompt for it must begin the conversation with the answer. Tokens are never compared: those of a
+beginning need not be the first tokens of the whole.
 """
+
 import errno
 import json
 import re
@@ -28,7 +30,8 @@ from .tokenizer import special_names
 BUILT_IN = {file.stem: file for file in sorted((ASSETS / "chat_templates").glob("*.jinja"))}
 BEGIN, END = "\ufdd0", "\ufdd1"  # around what is generated; Unicode keeps them out of texts
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-TODAY = date(2024, 7, 26)  # for templates that ask: what a run learns must not depend on its day. Llama 3's takes this one by default
+# for templates that ask: what a run learns must not depend on its day. Llama 3's takes this one by default
+TODAY = date(2024, 7, 26)
 
 Spans = list[tuple[int, int]]
 
@@ -64,13 +67,16 @@ class Template:
             raise ConfigError(f"{where}: line {error.lineno}: {error.message}") from error
 
     def render(self, conversation: Conversation, prompt: bool = False) -> str:
-        """Return the text of a conversation, with the marks of the tags; with `prompt` it ends where the assistant is to answer.
+        """Return the text of a conversation, with the marks of the tags; with `prompt` it ends where the assistant is
+        to answer.
 
-        Raises ValueError if the template does not accept the conversation, ConfigError if it reaches out of the sandbox.
+        Raises ValueError if the template does not accept the conversation, ConfigError if it reaches out of the
+        sandbox.
         """
         try:
-            return self.compiled.render(messages=conversation.messages, tools=conversation.tools or None, add_generation_prompt=prompt,
-                                        **self.names)
+            return self.compiled.render(
+                messages=conversation.messages, tools=conversation.tools or None, add_generation_prompt=prompt, **self.names
+            )
         except jinja2.sandbox.SecurityError as error:
             raise ConfigError(f"{self.where}: it does what no template may: {error}") from error
         except Exception as error:  # a template is a program, and fails as programs do
@@ -81,8 +87,8 @@ class Template:
         return _plain(self.render(Conversation(messages, []), prompt=True))
 
     def spans(self, conversation: Conversation, train_on: str) -> tuple[str, Spans]:
-        """Return the text of a conversation and the ranges of characters to learn. Raises ValueError if the conversation cannot be used,
-        ConfigError if the template tells nothing of who says what.
+        """Return the text of a conversation and the ranges of characters to learn. Raises ValueError if the
+        conversation cannot be used, ConfigError if the template tells nothing of who says what.
         """
         if BEGIN in conversation.everything or END in conversation.everything:
             raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
@@ -95,11 +101,13 @@ class Template:
             raise ValueError("no message of the assistant's in it")
         if self.tagged:
             before = _spans(self.render(_beginning(conversation, turns[-1]))) if train_on == "last" else []
-            return text, _spans(marked)[len(before):]
+            return text, _spans(marked)[len(before) :]
         return text, [self._difference(conversation, turn, text) for turn in (turns[-1:] if train_on == "last" else turns)]
 
     def _difference(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
-        """Return where the message of a turn stands in the text of the conversation, without the blanks behind its end mark."""
+        """Return where the message of a turn stands in the text of the conversation, without the blanks behind its end
+        mark.
+        """
         messages = conversation.messages
         before = self.render(_beginning(conversation, turn), prompt=True)
         through = text if turn == len(messages) - 1 else self.render(_beginning(conversation, turn + 1))
@@ -108,7 +116,8 @@ class Template:
             raise ConfigError(
                 f"{self.where}: it has no {{% generation %}} tags, and the conversation does not begin with its part before "
                 f"message {turn + 1}, as where a template drops earlier reasoning: which tokens are the assistant's is unknown. "
-                f"Take train_on=last or all, or a template with the tags; the package has {built_in}")
+                f"Take train_on=last or all, or a template with the tags; the package has {built_in}"
+            )
         return len(before), len(through.rstrip())
 
 
@@ -131,8 +140,9 @@ def _spans(marked: str) -> Spans:
     return spans
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-             sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
     """Format JSON as transformers does for templates: keys in their order, nothing escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -142,7 +152,9 @@ def _refuse(message: str) -> None:
 
 
 def load_template(key: str, source: schema.Source, tokenizer: schema.Tokenizer) -> Template:
-    """Load the template of a source: a built-in one, a file, or the tokenizer's own. Raises ConfigError if there is none."""
+    """Load the template of a source: a built-in one, a file, or the tokenizer's own. Raises ConfigError if there is
+    none.
+    """
     name = source.chat_template or ("llama3" if tokenizer.name == "embedded" else None)
     if name is None:
         name, text = _of_tokenizer(key, tokenizer_file(tokenizer))
@@ -175,6 +187,8 @@ def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
     if isinstance(found, list):  # several, by name
         found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
     if not isinstance(found, str):
-        raise ConfigError(f"{key}.chat_template=null: no template came with {file}: neither {own.name} nor one in {config.name} is "
-                          f"beside it; nearest legal: {' or '.join(BUILT_IN)}")
+        raise ConfigError(
+            f"{key}.chat_template=null: no template came with {file}: neither {own.name} nor one in {config.name} is "
+            f"beside it; nearest legal: {' or '.join(BUILT_IN)}"
+        )
     return str(config), found

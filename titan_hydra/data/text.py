@@ -1,4 +1,7 @@
-"""Sources of documents other than the embedded corpus: text files, and streamed datasets of the Hugging Face hub (or a local folder)."""
+"""Sources of documents other than the embedded corpus: text files, and streamed datasets of the Hugging Face hub (or a
+local folder).
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -14,12 +17,15 @@ C4 = {"path": "allenai/c4", "subset": "en"}
 
 
 class TextFiles:
-    """Files as units; with fewer files than slots, every n-th row of a file is a unit, so that each slot has its own rows."""
+    """Files as units; with fewer files than slots, every n-th row of a file is a unit, so that each slot has its own
+    rows.
+    """
 
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
-        whole = all(files.kind(file) in (".txt", ".md") for file in self.files)  # a .txt file is a single row, which cannot be shared
+        # a .txt file is a single row, which cannot be shared
+        whole = all(files.kind(file) in (".txt", ".md") for file in self.files)
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every
 
@@ -32,7 +38,9 @@ class Hub:
     """Shards of a streaming dataset as units; with fewer shards than slots, every n-th row of a shard."""
 
     def __init__(self, key: str, data: schema.Source, split: str, slots: int):
-        """Open the dataset. Raises ConfigError with the library's message if the dataset, its subset or split is not available."""
+        """Open the dataset. Raises ConfigError with the library's message if the dataset, its subset or split is not
+        available.
+        """
         import datasets
 
         path = data.path or (C4["path"] if data.name == "c4" else None)

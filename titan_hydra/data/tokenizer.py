@@ -1,4 +1,7 @@
-"""Convert text to token ids and back, by tokenizer.name: the embedded tokenizer, any Llama-3 style tokenizer.model, any tokenizer.json."""
+"""Convert text to token ids and back, by tokenizer.name: the embedded tokenizer, any Llama-3 style tokenizer.model, any
+tokenizer.json.
+"""
+
 from __future__ import annotations
 
 import base64
@@ -20,10 +23,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 # How Llama 3 cuts text into words before it merges bytes.
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
-# tiktoken's regular expression gives up (a Rust panic) on about a million blanks in a row; longer runs are cut here first.
+# tiktoken's regular expression gives up (a Rust panic) on about a million blanks in a row; longer runs are cut here
+# first.
 MANY_BLANKS = 400_000
 LONG_RUN = re.compile(rf"(\s{{{MANY_BLANKS}}})")
 
@@ -42,7 +48,9 @@ class Located:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """encode treats names of special tokens in the text as plain text and adds none; bos_id is None if documents have only an end token."""
+    """encode treats names of special tokens in the text as plain text and adds none; bos_id is None if documents have
+    only an end token.
+    """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -50,7 +58,8 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int
     sha256: str
-    locate: Callable[[str], Located]  # encodes the text of a chat template, in which names of special tokens are the tokens
+    # encodes the text of a chat template, in which names of special tokens are the tokens
+    locate: Callable[[str], Located]
     special: dict[str, int] = field(default_factory=dict)  # the ids of the special tokens by name
     unknown: int | None = None  # the id of what has no other; None: every text has tokens of its own
 
@@ -60,7 +69,9 @@ class Tokenizer:
 
 
 def load(config: schema.Tokenizer) -> Tokenizer:
-    """Load the tokenizer of a job. Raises ConfigError if its file is missing or is not of the kind in tokenizer.name."""
+    """Load the tokenizer of a job. Raises ConfigError if its file is missing or is not of the kind in
+    tokenizer.name.
+    """
     path, content = read_content(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
@@ -99,8 +110,16 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
         characters = np.cumsum(np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80)  # begun up to each byte
         return Located(ids, characters[np.concatenate([[0], ends[:-1]])] - 1, characters[ends - 1])
 
-    return Tokenizer(encode, encoding.decode, len(ranks) + len(specials), bos_id=specials["<|begin_of_text|>"],
-                     eos_id=specials["<|end_of_text|>"], sha256=hashlib.sha256(content).hexdigest(), locate=locate, special=specials)
+    return Tokenizer(
+        encode,
+        encoding.decode,
+        len(ranks) + len(specials),
+        bos_id=specials["<|begin_of_text|>"],
+        eos_id=specials["<|end_of_text|>"],
+        sha256=hashlib.sha256(content).hexdigest(),
+        locate=locate,
+        special=specials,
+    )
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
@@ -109,8 +128,10 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         lines = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (ValueError, binascii.Error) as error:
-        raise ConfigError(f"tokenizer.path={path}: not a tokenizer.model (lines of base64 token and rank)"
-                          + ("; for a tokenizer.json take tokenizer=hf" if path.suffix == ".json" else "")) from error
+        raise ConfigError(
+            f"tokenizer.path={path}: not a tokenizer.model (lines of base64 token and rank)"
+            + ("; for a tokenizer.json take tokenizer=hf" if path.suffix == ".json" else "")
+        ) from error
     if len(ranks) < 256 or sorted(ranks.values()) != list(range(len(ranks))):
         raise ConfigError(f"tokenizer.path={path}: a tokenizer.model ranks 256 bytes or more from 0 without gaps, this one {len(ranks)}")
     return ranks
@@ -144,15 +165,23 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
 
     bos, eos = (_special(tokenizer, names, path, key) for names, key in ((BOS_NAMES, "bos_token"), (EOS_NAMES, "eos_token")))
     if eos is None:
-        raise ConfigError(f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
-                          "and no eos_token in a tokenizer_config.json beside it")
+        raise ConfigError(
+            f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
+            "and no eos_token in a tokenizer_config.json beside it"
+        )
     model = spec["model"]
     unknown = model["unk_id"] if model.get("unk_id") is not None else tokenizer.token_to_id(model.get("unk_token") or "")
-    return Tokenizer(lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-                     lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-                     size_of_hf(spec),
-                     bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
-                     eos_id=eos, sha256=hashlib.sha256(content).hexdigest(), locate=locate, special=special, unknown=unknown)
+    return Tokenizer(
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        size_of_hf(spec),
+        bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
+        eos_id=eos,
+        sha256=hashlib.sha256(content).hexdigest(),
+        locate=locate,
+        special=special,
+        unknown=unknown,
+    )
 
 
 def special_names(config: schema.Tokenizer) -> dict[str, str]:
@@ -184,6 +213,8 @@ def _json(path: Path, content: bytes) -> dict:
         spec = json.loads(content)
         spec["model"]["vocab"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json"
-                          + ("; for a tokenizer.model take tokenizer=tiktoken" if path.suffix == ".model" else "")) from error
+        raise ConfigError(
+            f"tokenizer.path={path}: not a tokenizer.json"
+            + ("; for a tokenizer.model take tokenizer=tiktoken" if path.suffix == ".model" else "")
+        ) from error
     return spec

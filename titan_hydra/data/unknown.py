@@ -1,4 +1,5 @@
 """Text that a tokenizer does not know: the launcher counts it in the first documents of a source. Imports no torch."""
+
 from __future__ import annotations
 
 import functools
@@ -18,12 +19,15 @@ from .tokenizer import Tokenizer, load
 
 FILES, ROWS, LENGTH = 8, 32, 10_000  # files that are looked at, rows of each, characters of a row
 SHARE = 0.01  # of tokens or characters: more unknown ones are a warning
-ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")  # the rows of a local data set; a .md beside them is a note, not data
+# the rows of a local data set; a .md beside them is a note, not data
+ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many tokens and characters texts have, how many of them are unknown, and how often each unknown text occurs."""
+    """How many tokens and characters texts have, how many of them are unknown, and how often each unknown text
+    occurs.
+    """
 
     tokens: int
     characters: int
@@ -32,7 +36,9 @@ class Count:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The shares of tokens and characters that are unknown. A tokenizer may make one unknown token of many characters."""
+        """The shares of tokens and characters that are unknown. A tokenizer may make one unknown token of many
+        characters.
+        """
         lost = sum(len(text) * times for text, times in self.texts.items())
         return self.unknown / max(1, self.tokens), lost / max(1, self.characters)
 
@@ -47,7 +53,7 @@ def count(path: str, texts: tuple[str, ...]) -> Count:
         found = known.locate(text)
         places = [place for place, token in enumerate(found.ids) if token == known.unknown]
         tokens, unknown = tokens + len(found.ids), unknown + len(places)
-        lost.update(text[found.begins[place]:found.ends[place]] for place in places)
+        lost.update(text[found.begins[place] : found.ends[place]] for place in places)
     return Count(tokens, sum(map(len, texts)), unknown, lost)
 
 
@@ -58,8 +64,8 @@ def tokenizer_at(path: str) -> Tokenizer:
 
 
 def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
-    """Yield a warning if more than SHARE of what `read` returns is unknown to a tokenizer. What cannot be read gives none: another rule
-    names it.
+    """Yield a warning if more than SHARE of what `read` returns is unknown to a tokenizer. What cannot be read gives
+    none: another rule names it.
     """
     if tokenizer.name != "hf" or not tokenizer.path:
         return  # tokens of bytes, which know everything
@@ -70,14 +76,20 @@ def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Call
     if max(found.shares) > SHARE:
         tokens, characters = found.shares
         most = ", ".join(repr(text[:20]) for text, _ in found.texts.most_common(8))
-        yield Fault(key, value, f"{tokens:.1%} of the tokens and {characters:.1%} of the characters of its first documents are unknown to "
-                    f"the tokenizer {tokenizer.path}, most often {most}")
+        yield Fault(
+            key,
+            value,
+            f"{tokens:.1%} of the tokens and {characters:.1%} of the characters of its first documents are unknown to "
+            f"the tokenizer {tokenizer.path}, most often {most}",
+        )
 
 
 def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
-    """Return the texts of some files of a source, from its first to its last. `texts` reads the first ones of a file."""
+    """Return the texts of some files of a source, from its first to its last. `texts` reads the first ones of a
+    file.
+    """
     found = [file for file in expand(path or "") if kind(file) in suffixes and file.stat().st_size]
-    return chain.from_iterable(map(texts, found[::-(-len(found) // FILES) or 1]))
+    return chain.from_iterable(map(texts, found[:: -(-len(found) // FILES) or 1]))
 
 
 def in_files(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
@@ -92,14 +104,20 @@ def in_folder(key: str, source: schema.Source, job: schema.Job) -> Iterator[Faul
 
 
 def in_captions(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about captions that the second text encoder, T5, does not know. CLIP's tokenizer has tokens of bytes."""
+    """Yield a warning about captions that the second text encoder, T5, does not know. CLIP's tokenizer has tokens of
+    bytes.
+    """
     words = schema.Tokenizer(name="hf", path=str(home(source.encoders or "") / "tokenizer_2" / "tokenizer.json"))
     yield from _in_rows(key, source, words, (".jsonl",), "caption")
 
 
 def _in_rows(key: str, source: schema.Source, tokenizer: schema.Tokenizer, suffixes: tuple[str, ...], column: str) -> Iterator[Fault]:
-    return warning(f"{key}.path", source.path, tokenizer,
-                   lambda: of_some(source.path, suffixes, lambda file: files.beginnings(file, column, ROWS, LENGTH)))
+    return warning(
+        f"{key}.path",
+        source.path,
+        tokenizer,
+        lambda: of_some(source.path, suffixes, lambda file: files.beginnings(file, column, ROWS, LENGTH)),
+    )
 
 
 def in_embedded(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:

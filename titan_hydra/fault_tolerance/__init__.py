@@ -1,4 +1,5 @@
 """Replica groups behind the interface that the loop knows (train/groups.py)."""
+
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups

@@ -1,4 +1,7 @@
-"""Communication between rank i of all replica groups: a gloo group outside every mesh, created again whenever the members change."""
+"""Communication between rank i of all replica groups: a gloo group outside every mesh, created again whenever the
+members change.
+"""
+
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -21,7 +24,9 @@ class Peers:
         self.channel: Any = None  # a ProcessGroupGloo, which some builds of torch lack
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the members, unless they are those of the meeting before. Raises RuntimeError if one does not answer."""
+        """Connect to the members, unless they are those of the meeting before. Raises RuntimeError if one does not
+        answer.
+        """
         if self.channel is not None and self.lives == meeting.members:
             return
         self.part()

@@ -1,7 +1,9 @@
-"""torchft's lighthouse for one attempt, as a separate process: it reports to replica groups which of them are alive. Ends with its parent.
+"""torchft's lighthouse for one attempt, as a separate process: it reports to replica groups which of them are alive.
+Ends with its parent.
 
     python -m titan_hydra.fault_tolerance.lighthouse ADDRESS_FILE SILENT_SECONDS
 """
+
 import sys
 from pathlib import Path
 
@@ -13,7 +15,9 @@ DAY = 24 * 60 * 60 * 1000  # milliseconds to wait for a live group that has not 
 
 
 def main() -> None:
-    """Serve on a free port of this machine and write the address to a file; after a restart, on the port in that file."""
+    """Serve on a free port of this machine and write the address to a file; after a restart, on the port in that
+    file.
+    """
     path, silent = Path(sys.argv[1]), float(sys.argv[2])
     port = path.read_text().rpartition(":")[2] if path.exists() else "0"
     server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1, heartbeat_timeout_ms=int(1000 * silent), join_timeout_ms=DAY)

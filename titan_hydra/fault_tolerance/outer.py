@@ -1,9 +1,11 @@
-"""The update of the weights at a meeting: Local SGD's average (Stich, 2018) or DiLoCo's outer step (Douillard et al., 2023), on a rank's
-shards.
+"""The update of the weights at a meeting: Local SGD's average (Stich, 2018) or DiLoCo's outer step (Douillard et al.,
+2023), on a rank's shards.
 
-Rank i of every replica group holds the same part of the model, so averages are taken shard by shard and nothing is gathered. All of it runs
-on the host in float32: the outer state takes no device memory, and weights in bfloat16 lose nothing between meetings.
+Rank i of every replica group holds the same part of the model, so averages are taken shard by shard and nothing is
+gathered. All of it runs on the host in float32: the outer state takes no device memory, and weights in bfloat16 lose
+nothing between meetings.
 """
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,9 @@ from titan_hydra.parallel.mesh import local_part
 
 @dataclass
 class Fragment:
-    """Some of this rank's parameters. DiLoCo also keeps the weights at their last meeting (`anchor`) and the outer momentum."""
+    """Some of this rank's parameters. DiLoCo also keeps the weights at their last meeting (`anchor`) and the outer
+    momentum.
+    """
 
     parameters: list[nn.Parameter]
     anchor: Tensor | None = None
@@ -40,11 +44,15 @@ class Fragment:
             shard.copy_(part.view(shard.shape))
 
     def offer(self) -> Tensor:
-        """Return this group's contribution to the average: its weights or, under DiLoCo, anchor minus weights, the outer gradient."""
+        """Return this group's contribution to the average: its weights or, under DiLoCo, anchor minus weights, the
+        outer gradient.
+        """
         return self.weights() if self.anchor is None else self.anchor - self.weights()
 
     def take(self, mean: Tensor, config: FaultTolerance) -> None:
-        """Update the weights with the average over the groups; under DiLoCo by a step of SGD with Nesterov momentum from the anchor."""
+        """Update the weights with the average over the groups; under DiLoCo by a step of SGD with Nesterov momentum
+        from the anchor.
+        """
         if self.anchor is None:
             self.set_weights(mean)
             return
@@ -54,7 +62,9 @@ class Fragment:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, gradient or state, in its own memory. Do not keep it: FSDP may move it in its first step."""
+    """Return this rank's shard of a parameter, gradient or state, in its own memory. Do not keep it: FSDP may move it
+    in its first step.
+    """
     return local_part(formats.plain(parameter.detach()))
 
 
@@ -75,8 +85,8 @@ def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -
 
 
 def fragment_of(name: str, modules: list[str], fragments: int) -> int:
-    """Return a parameter's fragment by its name alone, the same on every layout: equal parts of the blocks; what runs before them (the
-    embedding) belongs to the first fragment, what follows (norm and head) to the last.
+    """Return a parameter's fragment by its name alone, the same on every layout: equal parts of the blocks; what runs
+    before them (the embedding) belongs to the first fragment, what follows (norm and head) to the last.
     """
     blocks = places_of_blocks(modules)
     place = place_in_order(name, modules)
@@ -86,7 +96,9 @@ def fragment_of(name: str, modules: list[str], fragments: int) -> int:
 
 
 def due(step: int, last_step: int, config: FaultTolerance) -> list[int]:
-    """Return the fragments to average after a step: each every sync_every steps, in turn, and all after the last step of the run."""
+    """Return the fragments to average after a step: each every sync_every steps, in turn, and all after the last step
+    of the run.
+    """
     apart = config.sync_every // config.fragments
     if step == last_step:
         return list(range(config.fragments))

@@ -1,10 +1,11 @@
 """`fault_tolerance=torchft`: before every step the live replica groups agree on a quorum, and then sum their gradients.
 
-torchft's manager finds the quorum, detects failures and decides whether a step counts; summation and state transfer are implemented here.
-All groups together learn what one data-parallel world of all their ranks would: tokens are counted over all groups before the first
-microbatch, so the sum of the gradients needs no division. A group that joins later takes weights, optimizer state and step number from one
-that is ahead.
+torchft's manager finds the quorum, detects failures and decides whether a step counts; summation and state transfer are
+implemented here. All groups together learn what one data-parallel world of all their ranks would: tokens are counted
+over all groups before the first microbatch, so the sum of the gradients needs no division. A group that joins later
+takes weights, optimizer state and step number from one that is ahead.
 """
+
 import logging
 import os
 import time
@@ -40,7 +41,9 @@ COUNTS = ("step", "batches_committed")  # that torchft's manager keeps
 
 
 class PerStep(Groups):
-    """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
+    """This rank's replica group among the others. All ranks of the group must call the same methods in the same
+    order.
+    """
 
     def __init__(self, trainer: Trainer, run: Run, watch: Watchdog) -> None:
         """Create the manager."""
@@ -50,7 +53,8 @@ class PerStep(Groups):
         self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # in the last quorum
-        self.caught_up: int | None = None  # steps taken from another group in the quorum for the next step, once there is one
+        # steps taken from another group in the quorum for the next step, once there is one
+        self.caught_up: int | None = None
         self.received: list[Tensor] | None = None  # another group's shards
         self.data_ahead = 0  # data step minus training step; above 0 when a new run continues an old run's data
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
@@ -58,16 +62,30 @@ class PerStep(Groups):
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
         self.exchange = AllreduceOptions()
         self.exchange.timeout = limit / 2  # the ranks of this group wait for each other for `limit`
-        self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))  # to connect: all do it at once
+        # to connect: all do it at once
+        self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # of rank 0
         self.store = open_store(host, None, limit) if run.rank == 0 else None
         port = [self.store.port if self.store is not None else 0]
         dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
         self.manager = Manager(
-            self.channel, self.receive, self.own, min_replica_size=1, use_async_quorum=False, init_sync=False, quorum_retries=RETRIES,
-            timeout=limit, quorum_timeout=limit, connect_timeout=limit,
-            rank=run.rank, world_size=run.world_size, store_addr=host, store_port=port[0], hostname=host,
-            replica_id=f"group_{run.replica}", lighthouse_addr=self._lighthouse() if run.rank == 0 else None,
+            self.channel,
+            self.receive,
+            self.own,
+            min_replica_size=1,
+            use_async_quorum=False,
+            init_sync=False,
+            quorum_retries=RETRIES,
+            timeout=limit,
+            quorum_timeout=limit,
+            connect_timeout=limit,
+            rank=run.rank,
+            world_size=run.world_size,
+            store_addr=host,
+            store_port=port[0],
+            hostname=host,
+            replica_id=f"group_{run.replica}",
+            lighthouse_addr=self._lighthouse() if run.rank == 0 else None,
             checkpoint_transport=Handover(self.channel, self.own),
         )
 
@@ -77,7 +95,8 @@ class PerStep(Groups):
         return self.manager.participating_rank() == 0
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
-        """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as `before_step` does.
+        """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as
+        `before_step` does.
 
         Returns the step that this group has reached, and whether a stop was requested meanwhile.
         """
@@ -103,7 +122,9 @@ class PerStep(Groups):
         self.report = event
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last, each once the groups have agreed on it; again if it did not count."""
+        """Yield the steps after `done`, up to the last, each once the groups have agreed on it; again if it did not
+        count.
+        """
         while done < last:
             self.watch.at("meeting")
             done = self.before_step(done)
@@ -111,15 +132,17 @@ class PerStep(Groups):
             done += self.counts
 
     def batch(self, step: int, loader: Loader) -> Batch:
-        """Return the batch of a step. After catching up from another group this may be the batch just used (the step is repeated) or one
-        further ahead (steps were skipped).
+        """Return the batch of a step. After catching up from another group this may be the batch just used (the step is
+        repeated) or one further ahead (steps were skipped).
         """
         while self.last is None or loader.state()["step"] < step + self.data_ahead:
             self.last = loader.next()
         return self.last
 
     def before_step(self, step: int) -> int:
-        """Agree on the groups of the next step. Returns the step that this group has reached: a later one if it took another's state."""
+        """Agree on the groups of the next step. Returns the step that this group has reached: a later one if it took
+        another's state.
+        """
         if self.caught_up is None:
             self._agree(step)
         now, groups = self.manager.current_step(), self.manager.num_participants()
@@ -129,7 +152,9 @@ class PerStep(Groups):
         return now
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed; the step will not count."""
+        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed; the step
+        will not count.
+        """
         for tensor in tensors:
             if self.manager.errored():
                 break
@@ -150,7 +175,9 @@ class PerStep(Groups):
         self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
 
     def commits(self, agreement: Agreement) -> bool:
-        """Return whether the step counts. All groups stop after the same step, if any was asked to; a SLURM job of a group stops alone."""
+        """Return whether the step counts. All groups stop after the same step, if any was asked to; a SLURM job of a
+        group stops alone.
+        """
         _, _, stop, _ = agreement.read()
         asked = torch.tensor([float(stop)])
         self.add_up([asked])
@@ -170,7 +197,7 @@ class PerStep(Groups):
             (self.run.meetings / f"came_{self.run.replica}").unlink(missing_ok=True)
         self.manager.shutdown(wait=False)
 
-    # --- a group's state, for one that is behind --------------------------------------------------------------------------------------
+    # --- a group's state, for one that is behind ----------------------------------------------------------------------
 
     def own(self) -> list[Tensor]:
         """Return this rank's shards of weights and optimizer state, in the same order in every group."""
@@ -189,7 +216,7 @@ class PerStep(Groups):
         state.into_optimizers(self.model, self.optimizers, optimizers)
         formats.after_step(self.model, self.job)
 
-    # --- within the group -------------------------------------------------------------------------------------------------------------
+    # --- within the group ---------------------------------------------------------------------------------------------
 
     def _any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -212,7 +239,8 @@ class PerStep(Groups):
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
-        """Return the lighthouse's address: the one given, that of a SLURM job's own process, or the local launcher's once it is written.
+        """Return the lighthouse's address: the one given, that of a SLURM job's own process, or the local launcher's
+        once it is written.
 
         Raises RunError after the time-out.
         """
@@ -232,7 +260,9 @@ class PerStep(Groups):
 
 
 class Handover(CheckpointTransport):
-    """Transfers a group's state, tensor by tensor, through the groups' channel. torchft's own transport unpickles what any peer sends."""
+    """Transfers a group's state, tensor by tensor, through the groups' channel. torchft's own transport unpickles what
+    any peer sends.
+    """
 
     def __init__(self, channel: ProcessGroupGloo, own: Callable[[], list[Tensor]]) -> None:
         self.channel, self.own = channel, own
@@ -250,7 +280,9 @@ class Handover(CheckpointTransport):
                 self.channel.send([host], rank, tag=0).wait(timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
-        """Receive another group's shards into new memory, so that a partial transfer leaves the present state untouched."""
+        """Receive another group's shards into new memory, so that a partial transfer leaves the present state
+        untouched.
+        """
         received = [torch.zeros(len(COUNTS), dtype=torch.int64), *(torch.empty_like(tensor, device="cpu") for tensor in self.own())]
         for tensor in received:
             self.channel.recv([tensor], src_rank, tag=0).wait(timeout)

@@ -1,13 +1,15 @@
-"""Rendezvous of replica groups through files alone: which are alive, which take part in a meeting, and whether a meeting counts.
+"""Rendezvous of replica groups through files alone: which are alive, which take part in a meeting, and whether a
+meeting counts.
 
-There is no server that could die: the remaining groups continue with the files. Each group shows that it is alive in heart_<group>.json.
-Meetings are numbered folders. A group that has arrived writes present_<group>.json; the first that sees that all live groups have arrived
-closes the meeting with members.json; members exchange their data and write done_<group>.json, and outcome.json records whether the meeting
-counts.
+There is no server that could die: the remaining groups continue with the files. Each group shows that it is alive in
+heart_<group>.json. Meetings are numbered folders. A group that has arrived writes present_<group>.json; the first that
+sees that all live groups have arrived closes the meeting with members.json; members exchange their data and write
+done_<group>.json, and outcome.json records whether the meeting counts.
 
-members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. All groups therefore read the same
-decision even if its author dies right afterwards.
+members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. All groups
+therefore read the same decision even if its author dies right afterwards.
 """
+
 import json
 import os
 import shutil
@@ -27,7 +29,9 @@ KEPT = 8  # meetings whose files stay
 
 @dataclass(frozen=True)
 class Meeting:
-    """A closed meeting: its groups, those with the newest weights (donors), their step, and the address of their store."""
+    """A closed meeting: its groups, those with the newest weights (donors), their step, and the address of their
+    store.
+    """
 
     number: int
     members: dict[int, str]  # group -> id of its present start (`Board.life`)
@@ -58,7 +62,7 @@ class Board:
         self.thread = thread(self._live, "heart")
         self.thread.start()
 
-    # --- hearts --------------------------------------------------------------------------------------------------------------------
+    # --- hearts -------------------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
         """Write this group's heartbeat and read those of the others."""
@@ -98,10 +102,12 @@ class Board:
         """Return the phases of the live groups."""
         return {group: self.hearts[group][0]["phase"] for group in range(self.groups) if self.alive(group)}
 
-    # --- the start -------------------------------------------------------------------------------------------------------------------
+    # --- the start ----------------------------------------------------------------------------------------------------
 
     def begin(self, position: tuple[int, int], limit: float, stop: Callable[[], bool]) -> bool:
-        """Wait for the other groups to be ready, unless they have continued already. Returns whether this group is behind them."""
+        """Wait for the other groups to be ready, unless they have continued already. Returns whether this group is
+        behind them.
+        """
         self.become("training", position)
         deadline = time.monotonic() + limit
         while not stop() and time.monotonic() < deadline:
@@ -116,19 +122,27 @@ class Board:
             time.sleep(POLL)
         return False
 
-    # --- meetings --------------------------------------------------------------------------------------------------------------------
+    # --- meetings -----------------------------------------------------------------------------------------------------
 
     def convene(self, position: tuple[int, int], stop: Callable[[], bool]) -> Meeting | None:
-        """Arrive at the next meeting and wait until it is closed with this group in it. None if asked to stop before that."""
+        """Arrive at the next meeting and wait until it is closed with this group in it. None if asked to stop before
+        that.
+        """
         self.become(self.phase, position)
         while True:
             place = self.folder / str(self.number)
             if not place.exists():
-                self.number = max([self.number, *self._numbers()])  # this group slept, and old meetings are cleared away
+                # this group slept, and old meetings are cleared away
+                self.number = max([self.number, *self._numbers()])
                 place = self.folder / str(self.number)
             if (closed := read_json(place / "members.json")) is not None:
-                meeting = Meeting(self.number, {int(group): life for group, life in closed["members"].items()}, closed["donors"],
-                                  closed["step"], closed["address"])
+                meeting = Meeting(
+                    self.number,
+                    {int(group): life for group, life in closed["members"].items()},
+                    closed["donors"],
+                    closed["step"],
+                    closed["address"],
+                )
                 self.number += 1
                 if meeting.members.get(self.group) == self.life:
                     return meeting
@@ -144,7 +158,9 @@ class Board:
             time.sleep(POLL)
 
     def _close_if_all_are_there(self, place: Path) -> None:
-        """Close the meeting if all live groups have arrived. Only a group that is behind waits for one that is still starting."""
+        """Close the meeting if all live groups have arrived. Only a group that is behind waits for one that is still
+        starting.
+        """
         here = {}
         for group, phase in self.phases().items():
             said = read_json(place / f"present_{group}.json")
@@ -156,19 +172,31 @@ class Board:
             return
         newest = max(said["position"] for said in here.values())
         donors = [group for group, said in here.items() if said["position"] == newest]
-        once(place / "members.json", {"members": {group: said["life"] for group, said in here.items()}, "donors": donors,
-                                      "step": newest[1], "address": here[donors[0]]["address"]})
+        once(
+            place / "members.json",
+            {
+                "members": {group: said["life"] for group, said in here.items()},
+                "donors": donors,
+                "step": newest[1],
+                "address": here[donors[0]]["address"],
+            },
+        )
 
     def settle(self, meeting: Meeting, went_well: bool) -> bool:
-        """Publish whether the exchange succeeded here, and wait for the outcome: a meeting counts if it succeeded for every member."""
+        """Publish whether the exchange succeeded here, and wait for the outcome: a meeting counts if it succeeded for
+        every member.
+        """
         place = self.folder / str(meeting.number)
         if not place.exists():
             return False  # this group was suspended; the others have continued and deleted the folder
         write_text(place / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
         while (outcome := read_json(place / "outcome.json")) is None:
             done = {group: read_json(place / f"done_{group}.json") for group in meeting.members}
-            lost = [group for group, life in meeting.members.items()
-                    if done[group] is None and not (self.alive(group) and self.hearts[group][0]["life"] == life)]
+            lost = [
+                group
+                for group, life in meeting.members.items()
+                if done[group] is None and not (self.alive(group) and self.hearts[group][0]["life"] == life)
+            ]
             failed = lost or not all(said["well"] for said in done.values() if said)
             if failed or None not in done.values():
                 once(place / "outcome.json", {"counts": not failed, "step": meeting.step})

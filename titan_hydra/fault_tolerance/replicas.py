@@ -1,8 +1,11 @@
-"""One replica group among the others, as the training loop uses it: it may exchange weights after a step, and catch up before the first.
+"""One replica group among the others, as the training loop uses it: it may exchange weights after a step, and catch up
+before the first.
 
-A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks; then rank i of every
-group exchanges its shards with its peers (exchange.py), and outer.py changes the weights once all members are known to be able to.
+A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks;
+then rank i of every group exchanges its shards with its peers (exchange.py), and outer.py changes the weights once all
+members are known to be able to.
 """
+
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +34,9 @@ LONGEST = timedelta(days=7)  # time that ranks wait for their rank 0, which limi
 
 
 class Replicas(Groups):
-    """This rank's replica group among the others. All ranks of the group must call the same methods in the same order."""
+    """This rank's replica group among the others. All ranks of the group must call the same methods in the same
+    order.
+    """
 
     def __init__(self, trainer: Trainer, run: Run, watch: Watchdog) -> None:
         """Set up the fragments and, on rank 0, the board."""
@@ -55,8 +60,12 @@ class Replicas(Groups):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The outer state of this rank for a checkpoint, in its own memory."""
-        outer = {f"{number}.{name}": getattr(fragment, name) for number, fragment in enumerate(self.fragments)
-                 for name in ("anchor", "momentum") if fragment.anchor is not None}
+        outer = {
+            f"{number}.{name}": getattr(fragment, name)
+            for number, fragment in enumerate(self.fragments)
+            for name in ("anchor", "momentum")
+            if fragment.anchor is not None
+        }
         return {f"rank_{self.run.rank}.{name}": tensor for name, tensor in {"last": self.last, **outer}.items()}
 
     @property
@@ -65,10 +74,11 @@ class Replicas(Groups):
         return self.run.replica == self.members[0]
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
-        """Join the other groups with the weights of this step. Returns the step to continue from, and whether a stop was requested
-        meanwhile.
+        """Join the other groups with the weights of this step. Returns the step to continue from, and whether a stop
+        was requested meanwhile.
 
-        A group that is behind the others waits here for their next meeting; one that was stopped on its way to a meeting goes to it.
+        A group that is behind the others waits here for their next meeting; one that was stopped on its way to a
+        meeting goes to it.
         """
         if not resumed:
             self.last.fill_(step)
@@ -93,7 +103,9 @@ class Replicas(Groups):
             yield self.done
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Exchange weights with the other groups if it is time. Returns the step to go on from, and whether a stop came meanwhile."""
+        """Exchange weights with the other groups if it is time. Returns the step to go on from, and whether a stop came
+        meanwhile.
+        """
         self.watch.at("meeting")
         if not due(step, self.job.steps, self.config):
             return step, False
@@ -126,14 +138,16 @@ class Replicas(Groups):
         self.members = sorted(meeting.members)
         if self.board is not None:
             self.board.become("training", (meeting.step, meeting.step))
-        known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}  # no loss in a meeting that a stop had postponed
-        self.report("meeting", meeting.step, groups=len(self.members), joined=len(meeting.takers), **known,
-                    seconds=time.perf_counter() - began)
+        # no loss in a meeting that a stop had postponed
+        known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}
+        self.report(
+            "meeting", meeting.step, groups=len(self.members), joined=len(meeting.takers), **known, seconds=time.perf_counter() - began
+        )
         return meeting.step, False
 
     def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
-        """Return the averages over the donors, of the due fragments and of the loss; None if a member was lost. Changes nothing, except in
-        a taker, which receives a donor's whole state.
+        """Return the averages over the donors, of the due fragments and of the loss; None if a member was lost. Changes
+        nothing, except in a taker, which receives a donor's whole state.
         """
         donates = self.run.replica in meeting.donors
         try:
@@ -154,7 +168,9 @@ class Replicas(Groups):
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:
-        """Yield all tensors of a group's state at a meeting, in one order everywhere; then a taker's optimizers are loaded with it."""
+        """Yield all tensors of a group's state at a meeting, in one order everywhere; then a taker's optimizers are
+        loaded with it.
+        """
         for fragment in self.fragments:
             yield from self._weights(fragment, donates)
             if fragment.anchor is not None:
@@ -171,7 +187,7 @@ class Replicas(Groups):
         if not donates:
             fragment.set_weights(vector)
 
-    # --- within the group ------------------------------------------------------------------------------------------------------------
+    # --- within the group ---------------------------------------------------------------------------------------------
 
     def _board(self, method: str, *arguments: Any) -> Any:
         """Call a method of rank 0's board and broadcast its result to all ranks."""

@@ -1,16 +1,18 @@
-"""torchft's lighthouse for replica groups that are SLURM jobs: the first group's job runs it, and another job takes over if that is gone.
+"""torchft's lighthouse for replica groups that are SLURM jobs: the first group's job runs it, and another job takes
+over if that is gone.
 
     python -m titan_hydra.fault_tolerance.shared_lighthouse FOLDER SILENT_SECONDS WAIT_SECONDS
 
 Rank 0 of each group starts this process, which ends with it. The one that serves writes its address and a counter to
-FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file appears for WAIT_SECONDS), another
-process serves, as number n + 1: link(2) lets only one process create that file. The new lighthouse gives no quorum for another
-SILENT_SECONDS. By then the old one has stopped, if only because its counter could not be written: with two lighthouses the groups would
-learn apart.
+FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file appears for
+WAIT_SECONDS), another process serves, as number n + 1: link(2) lets only one process create that file. The new
+lighthouse gives no quorum for another SILENT_SECONDS. By then the old one has stopped, if only because its counter
+could not be written: with two lighthouses the groups would learn apart.
 
-torchft's manager takes one address for its whole life. It gets a port of this process on loopback, and is connected from there to the
-newest lighthouse; its requests wait while there is none.
+torchft's manager takes one address for its whole life. It gets a port of this process on loopback, and is connected
+from there to the newest lighthouse; its requests wait while there is none.
 """
+
 import asyncio
 import contextlib
 import json
@@ -38,9 +40,12 @@ ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to a
 
 
 def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
-    """Start this process for the present one, which must keep the first result. Returns it and the address for torchft's manager."""
+    """Start this process for the present one, which must keep the first result. Returns it and the address for
+    torchft's manager.
+    """
     command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)  # the new process never receives them: it is needed until its rank has ended
+    # the new process never receives them: it is needed until its rank has ended
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     address = process.stdout.readline().strip()
@@ -92,7 +97,8 @@ class Lighthouse:
         """Serve, unless another process has become the lighthouse of this number."""
         server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY)
         mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
-        if number > 1:  # the groups do not arrive together: a heartbeat from nobody delays the first quorum until it is too old
+        # the groups do not arrive together: a heartbeat from nobody delays the first quorum until it is too old
+        if number > 1:
             LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
         began = time.monotonic()
         once(LIGHTHOUSE.of(self.folder, number), mine)
@@ -105,7 +111,9 @@ class Lighthouse:
         print(f"torchft's lighthouse, number {number}, runs here", file=sys.stderr, flush=True)
 
     def wrote(self, moment: float) -> None:
-        """Note when the counter was last written. SIGALRM ends this process before another may serve, if a file system blocks it here."""
+        """Note when the counter was last written. SIGALRM ends this process before another may serve, if a file system
+        blocks it here.
+        """
         self.written = moment
         signal.setitimer(signal.ITIMER_REAL, 1.5 * self.silent)
 
@@ -121,8 +129,10 @@ class Lighthouse:
             far_reader, far_writer = await self.reach()
             self.connections.add(task)
             try:
-                await asyncio.wait([asyncio.ensure_future(passing) for passing in (copy(reader, far_writer), copy(far_reader, writer))],
-                                   return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [asyncio.ensure_future(passing) for passing in (copy(reader, far_writer), copy(far_reader, writer))],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             finally:
                 far_writer.close()
         except asyncio.CancelledError:

@@ -1,4 +1,5 @@
 """The linears with an adapter, and the adapters' parameters."""
+
 from titan_hydra.config.family import Linear, family_of
 from titan_hydra.config.schema import Job
 

@@ -1,4 +1,5 @@
 """How a global batch is cut: into local batches, and these into microbatches."""
+
 from titan_hydra.config.fault import divisors
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
@@ -18,8 +19,8 @@ def local_batches(job: Job) -> int:
 
 
 def microbatches(job: Job) -> int:
-    """Return the microbatches of a local batch: 1 without a pipeline, else as configured, or the largest legal number up to twice the
-    stages; 1 if none is legal, which a rule refuses.
+    """Return the microbatches of a local batch: 1 without a pipeline, else as configured, or the largest legal number
+    up to twice the stages; 1 if none is legal, which a rule refuses.
     """
     if job.parallelism.pp == 1:
         return 1

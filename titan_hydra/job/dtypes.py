@@ -1,4 +1,5 @@
 """The dtypes of a job's numbers, and how many bytes they take."""
+
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
 
@@ -11,7 +12,8 @@ SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
 def gradient_dtype(job: Job) -> str:
     """Return the dtype in which the optimizer gets the gradients.
 
-    Under split masters it is that of their sum over ranks, or without FSDP that of the backward; float32 where several are added up.
+    Under split masters it is that of their sum over ranks, or without FSDP that of the backward; float32 where several
+    are added up.
     """
     if job.optimizer.masters == "whole":
         return job.precision.param_dtype

@@ -1,4 +1,5 @@
 """The model section of a job with experts, and the ranks over which its experts can be split."""
+
 from math import gcd
 from typing import Any
 

@@ -1,4 +1,5 @@
 """Fill in what follows from a job's keys."""
+
 import copy
 import math
 
@@ -10,8 +11,8 @@ from .ranks import DEGREES, data_parallel, devices_here
 
 
 def freeze(job: Job) -> Job:
-    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the digest of the user's
-    modules.
+    """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the
+    digest of the user's modules.
 
     Values that do not divide evenly are left as they are; `check` reports them.
     """
@@ -23,7 +24,8 @@ def freeze(job: Job) -> Job:
     fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)
     if job.gpus is None:
         node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
-        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)  # on one machine they share its devices
+        # on one machine they share its devices
+        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)
         job.gpus = max(node // fixed // groups, 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)

@@ -1,4 +1,5 @@
 """The stages of a pipeline: which stage holds which modules, which rank holds which stages; a schedule from a file."""
+
 import csv
 import re
 from functools import cache
@@ -8,7 +9,8 @@ from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 
-Action = tuple[int, str, int]  # stage, kind, microbatch; F: forward, B: backward, I, W: its halves for inputs and weights
+# stage, kind, microbatch; F: forward, B: backward, I, W: its halves for inputs and weights
+Action = tuple[int, str, int]
 
 
 def stage_count(job: Job) -> int:
@@ -40,8 +42,8 @@ def modules_of_stages(job: Job) -> list[list[str]]:
 def blocks_of_stages(job: Job) -> list[int]:
     """Return the number of blocks of each stage: `layers_per_stage` (the last stage takes the rest), or balanced.
 
-    The embedding and the head count as one block each, so that the paper's 126 blocks on 16 stages divide evenly. Each block goes to the
-    stage with the least work; among equals, an inner stage.
+    The embedding and the head count as one block each, so that the paper's 126 blocks on 16 stages divide evenly. Each
+    block goes to the stage with the least work; among equals, an inner stage.
     """
     stages, layers, per_stage = stage_count(job), job.model.n_layers, job.pp_schedule.layers_per_stage
     if per_stage:
@@ -60,7 +62,9 @@ def _balanced(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def splits_backward(job: Job) -> bool:
-    """Whether the schedule runs a stage's backward in two halves (inputs, weights). Several techniques cannot be combined with that."""
+    """Whether the schedule runs a stage's backward in two halves (inputs, weights). Several techniques cannot be
+    combined with that.
+    """
     if job.pp_schedule.name == "csv":
         return any(kind == "W" for actions in read_schedule(job.pp_schedule.csv) for _, kind, _ in actions)
     return PIPELINE_SCHEDULES[job.pp_schedule.name].splits_backward

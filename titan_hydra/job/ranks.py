@@ -1,4 +1,5 @@
 """The ranks of a job, and the devices of this machine."""
+
 import glob
 import math
 import os
@@ -19,7 +20,9 @@ def all_ranks(job: Job) -> int:
 
 
 def processes(job: Job) -> int:
-    """Return the number of processes of a job: one for each rank, or a single one that simulates the others (comm=fake)."""
+    """Return the number of processes of a job: one for each rank, or a single one that simulates the others
+    (comm=fake).
+    """
     return 1 if job.comm.name == "fake" else all_ranks(job)
 
 

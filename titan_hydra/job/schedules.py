@@ -1,6 +1,7 @@
-"""The order in which pipeline ranks compute, for torch's schedules without torch, and what follows from it: idle time, microbatches in
-flight. tests/job compares it with torch's own lists.
+"""The order in which pipeline ranks compute, for torch's schedules without torch, and what follows from it: idle time,
+microbatches in flight. tests/job compares it with torch's own lists.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -37,7 +38,9 @@ def known(name: str) -> str:
 
 @cache
 def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
-    """Return the actions of `pp` ranks with `stages` stages each for a number of microbatches. The result is cached: do not change it."""
+    """Return the actions of `pp` ranks with `stages` stages each for a number of microbatches. The result is cached: do
+    not change it.
+    """
     return [actions_of_rank(rank, name, pp, stages, number) for rank in range(pp)]
 
 
@@ -50,7 +53,9 @@ def actions_of_rank(rank: int, name: str, pp: int, stages: int, number: int) -> 
 
 
 def numbered(steps: Iterable[Step]) -> list[Action]:
-    """Give each step its microbatch: forwards and backwards of a stage in order, weight gradients in the order of their first halves."""
+    """Give each step its microbatch: forwards and backwards of a stage in order, weight gradients in the order of their
+    first halves.
+    """
     counts: Counter[tuple[int, bool]] = Counter()
     pending: list[tuple[int, int]] = []
     done: list[Action] = []
@@ -68,21 +73,27 @@ def numbered(steps: Iterable[Step]) -> list[Action]:
 
 
 def actions_of_one_stage(rank: int, ranks: int, number: int, all_forwards: bool) -> list[Action]:
-    """Return the actions of a pipeline rank with one stage for a number of microbatches: all forwards first (gpipe), or 1F1B."""
+    """Return the actions of a pipeline rank with one stage for a number of microbatches: all forwards first (gpipe), or
+    1F1B.
+    """
     ahead = number if all_forwards else min(number, ranks - rank)
     forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
     alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
-    return [*forward[:ahead], *alternating, *backward[number - ahead:]]
+    return [*forward[:ahead], *alternating, *backward[number - ahead :]]
 
 
 def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
-    """Return the steps of looped BFS. torch reverses the microbatches in the backward; neither time nor memory depends on that."""
+    """Return the steps of looped BFS. torch reverses the microbatches in the backward; neither time nor memory depends
+    on that.
+    """
     own = range(rank, pp * stages, pp)
     return [*((stage, "F") for stage in own for _ in range(number)), *((stage, "B") for stage in reversed(own) for _ in range(number))]
 
 
 def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool = False) -> Iterable[Step]:
-    """Yield the steps of interleaved 1F1B; with `zero_bubble`, the weights' half of a backward follows `rank` backwards later."""
+    """Yield the steps of interleaved 1F1B; with `zero_bubble`, the weights' half of a backward follows `rank` backwards
+    later.
+    """
     in_round, all_of_them = number // max(1, number // pp), stages * number
     warm_up = min((stages - 1) * in_round + (1 if zero_bubble else 2) * (pp - 1 - rank), all_of_them)
     for step in range(all_of_them + warm_up):
@@ -132,7 +143,10 @@ def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
 
 
 STEPS: dict[str, Callable[[int, int, int, int], Iterable[Step]]] = {
-    "looped_bfs": breadth_first, "interleaved_1f1b": interleaved, "zbv": zero_bubble_v, "dualpipe_v": dual_pipe_v,
+    "looped_bfs": breadth_first,
+    "interleaved_1f1b": interleaved,
+    "zbv": zero_bubble_v,
+    "dualpipe_v": dual_pipe_v,
     "interleaved_zb": partial(interleaved, zero_bubble=True),
 }
 
@@ -147,13 +161,14 @@ class Held:
 
 
 def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
-    """Return the microbatches that a pipeline rank holds, each counted with its stage's weight; without a pipeline, one."""
+    """Return the microbatches that a pipeline rank holds, each counted with its stage's weight; without a pipeline,
+    one.
+    """
     if job.parallelism.pp == 1:
         return Held(weights[0], weights[0])
     if job.pp_schedule.name == "csv":
         return _held(actions_of(job)[rank], weights)
-    return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, microbatches(job), rank,
-                    weights)
+    return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, microbatches(job), rank, weights)
 
 
 @cache
@@ -179,19 +194,23 @@ def _held(order: Iterable[Action], weights: tuple[float, ...]) -> Held:
 
 @cache
 def idle_time(name: str, pp: int, stages: int, number: int) -> float:
-    """Return the average rank's idle time in units of a stage's forward, if all stages take equally long and a backward twice that."""
+    """Return the average rank's idle time in units of a stage's forward, if all stages take equally long and a backward
+    twice that.
+    """
     order = actions(name, pp, stages, number)
     played = play(order, pp * stages)
     span = max(start + TIME[action[1]] for rank in played for start, action in rank)
     return span - sum(TIME[action[1]] for rank in order for action in rank) / pp
 
 
-def play(ranks: list[list[Action]], stages: int, seconds: Callable[[Action], float] = lambda action: TIME[action[1]],
-         travel: float = 0.0) -> list[list[tuple[float, Action]]]:
-    """Simulate a schedule: when each action starts if each rank runs its own in order, each as soon as its inputs exist.
+def play(
+    ranks: list[list[Action]], stages: int, seconds: Callable[[Action], float] = lambda action: TIME[action[1]], travel: float = 0.0
+) -> list[list[tuple[float, Action]]]:
+    """Simulate a schedule: when each action starts if each rank runs its own in order, each as soon as its inputs
+    exist.
 
-    `seconds` is the duration of an action, `travel` that of sending its output to the next stage. A rank with an action that waits for ever
-    has no entries from there on.
+    `seconds` is the duration of an action, `travel` that of sending its output to the next stage. A rank with an action
+    that waits for ever has no entries from there on.
     """
     ends: dict[Action, float] = {}
     played: list[list[tuple[float, Action]]] = [[] for _ in ranks]

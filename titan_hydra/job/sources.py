@@ -1,4 +1,5 @@
 """The data sources of a job, and the shares of a mixture's."""
+
 from titan_hydra.config.schema import Data, Source
 
 PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to whole samples of it
@@ -10,7 +11,9 @@ def data_sources(data: Data) -> dict[str, Source]:
 
 
 def shares(weights: list[float]) -> list[int]:
-    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remainder goes to the sources that lost most."""
+    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remainder goes to the sources
+    that lost most.
+    """
     exact = [PERIOD * weight / sum(weights) for weight in weights]
     left = PERIOD - sum(map(int, exact))
     cut_most = sorted(range(len(exact)), key=lambda part: int(exact[part]) - exact[part])[:left]

@@ -1,4 +1,5 @@
 """Attention by torch's kernels: `SDPA` prepares a call for the kernels that may compute it (config/attention.py)."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,13 +15,19 @@ from titan_hydra.config.schema import Job
 
 from .documents import as_wide, attend_within, cut_to
 
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-            "math": SDPBackend.MATH}
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 DTYPES = {getattr(torch, name): name for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 class SDPA(nn.Module):
-    """The attention kernel on q, k, v [batch, heads, seq, head_dim]; a module of its own so that context parallelism can replace it."""
+    """The attention kernel on q, k, v [batch, heads, seq, head_dim]; a module of its own so that context parallelism
+    can replace it.
+    """
 
     def __init__(self, backend: str, causal: bool = True):
         super().__init__()
@@ -29,8 +36,8 @@ class SDPA(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Compute attention, causal if it was made so, or what `documents` allow.
 
-        These are packed documents' offsets (int32; see `attend_within`) or a mask of all pairs [batch, 1, seq, seq]. Raises ConfigError if
-        the kernel that was asked for may not compute it.
+        These are packed documents' offsets (int32; see `attend_within`) or a mask of all pairs [batch, 1, seq, seq].
+        Raises ConfigError if the kernel that was asked for may not compute it.
         """
         if documents is not None and documents.dtype != torch.bool:
             return attend_within(q, k, v, documents)
@@ -45,12 +52,24 @@ class SDPA(nn.Module):
 def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool = False) -> Call:
     """Return what the choice of a kernel depends on, for queries and values [batch, heads, seq, head_dim]."""
     machine = machine_of(q.device.index or 0) if q.is_cuda else None
-    return Call(q.device.type, DTYPES[q.dtype], q.shape[-1], v.shape[-1], v.shape[2], causal, masked, ring,
-                torch.are_deterministic_algorithms_enabled(), machine)
+    return Call(
+        q.device.type,
+        DTYPES[q.dtype],
+        q.shape[-1],
+        v.shape[-1],
+        v.shape[2],
+        causal,
+        masked,
+        ring,
+        torch.are_deterministic_algorithms_enabled(),
+        machine,
+    )
 
 
 def check_attention(job: Job, device: torch.device) -> None:
-    """Raise ConfigError if the kernel that a job asks for may not compute it on this device: before compiled code meets it."""
+    """Raise ConfigError if the kernel that a job asks for may not compute it on this device: before compiled code meets
+    it.
+    """
     kernels(job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None))
 
 
@@ -62,8 +81,9 @@ def machine_of(index: int) -> Machine:
 
 
 def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return keys and values as a kernel takes them, and the width of a value: flash attention takes heads of one width, and efficient no
-    grouped queries (torch before 2.14), without which torch would choose the kernel that keeps all scores.
+    """Return keys and values as a kernel takes them, and the width of a value: flash attention takes heads of one
+    width, and efficient no grouped queries (torch before 2.14), without which torch would choose the kernel that keeps
+    all scores.
     """
     width = v.shape[-1]
     if kernel == "flash":
@@ -74,11 +94,12 @@ def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 class OneLayout(torch.autograd.Function):
-    """Passes on attention's output [batch, heads, seq, head_dim], and its gradient in the layout in memory that the output has.
+    """Passes on attention's output [batch, heads, seq, head_dim], and its gradient in the layout in memory that the
+    output has.
 
-    torch keeps one graph of cuDNN's backward for the layout of q, k and v, with the strides of the first gradient that it sees; for one of
-    other strides it reads the wrong elements, without an error, or raises one (repaired by pytorch #191576, after 2.13). FLUX's two kinds
-    of blocks are such a pair.
+    torch keeps one graph of cuDNN's backward for the layout of q, k and v, with the strides of the first gradient that
+    it sees; for one of other strides it reads the wrong elements, without an error, or raises one (repaired by pytorch
+    #191576, after 2.13). FLUX's two kinds of blocks are such a pair.
     """
 
     @staticmethod
@@ -88,8 +109,8 @@ class OneLayout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        # Not a condition on the strides: a compiler would decide it before it knows them. A reshape copies only where it must, and gives
-        # dimensions of size 1 their strides too.
+        # Not a condition on the strides: a compiler would decide it before it knows them. A reshape copies only where
+        # it must, and gives dimensions of size 1 their strides too.
         gradient = gradient.transpose(1, 2) if ctx.by_token else gradient
         gradient = gradient.reshape(-1).view(gradient.shape)
         return gradient.transpose(1, 2) if ctx.by_token else gradient

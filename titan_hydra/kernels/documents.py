@@ -1,8 +1,11 @@
-"""Causal attention within packed documents: time and memory are linear in the pairs of tokens that are seen, as there is no mask.
+"""Causal attention within packed documents: time and memory are linear in the pairs of tokens that are seen, as there
+is no mask.
 
-One operator for eager and compiled code, for CPUs and GPUs, whose results activation checkpointing can save. `offsets` (int32) are where
-each document begins if the tokens of all samples stand one after another, and where the last one ends. Documents may be empty.
+One operator for eager and compiled code, for CPUs and GPUs, whose results activation checkpointing can save. `offsets`
+(int32) are where each document begins if the tokens of all samples stand one after another, and where the last one
+ends. Documents may be empty.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,13 +21,17 @@ from titan_hydra.base.private import flash_attention, flash_attention_backward, 
 
 
 def document_offsets(ends: Tensor) -> Tensor:
-    """Return the offsets [batch * n + 1] of the documents that end at `ends` [batch, n] of their samples, which are all of one length."""
+    """Return the offsets [batch * n + 1] of the documents that end at `ends` [batch, n] of their samples, which are all
+    of one length.
+    """
     samples = torch.arange(len(ends), device=ends.device, dtype=ends.dtype).unsqueeze(1)
     return F.pad((ends + samples * ends[:, -1:]).flatten(), (1, 0))
 
 
 def document_mask(ends: Tensor, seq: int) -> Tensor:
-    """Return the mask [batch, 1, seq, seq] of all pairs: True where a token sees another, which is an earlier one of its document."""
+    """Return the mask [batch, 1, seq, seq] of all pairs: True where a token sees another, which is an earlier one of
+    its document.
+    """
     tokens = torch.arange(seq, device=ends.device, dtype=ends.dtype).repeat(len(ends), 1)
     document = torch.searchsorted(ends, tokens, right=True)
     return (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
@@ -50,8 +57,8 @@ def cut_to(x: Tensor, width: int) -> Tensor:
 
 @custom_op("titan_hydra::attend_documents", mutates_args=(), device_types="cpu")
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the attention of q, k, v [tokens, heads, head_dim] and its logsumexp [heads, tokens]. No document has more than `longest`
-    tokens. Fewer key and value heads than query heads are each shared by a group of these.
+    """Return the attention of q, k, v [tokens, heads, head_dim] and its logsumexp [heads, tokens]. No document has more
+    than `longest` tokens. Fewer key and value heads than query heads are each shared by a group of these.
     """
     out, sums = _results(q)
     for part in _documents(offsets):
@@ -61,8 +68,9 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: 
 
 
 @custom_op("titan_hydra::attend_documents_backward", mutates_args=(), device_types="cpu")
-def attend_documents_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor,
-                              longest: int) -> tuple[Tensor, Tensor, Tensor]:
+def attend_documents_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for part in _documents(offsets):
@@ -79,11 +87,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[T
 
 
 @attend_documents_backward.register_kernel("cuda")
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor,
-      longest: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout's random numbers: there is none
     return flash_attention_backward(
-        gradient, q, k, v, out, sums, offsets, offsets, longest, longest, 0.0, True, state, torch.empty(0, device=q.device))
+        gradient, q, k, v, out, sums, offsets, offsets, longest, longest, 0.0, True, state, torch.empty(0, device=q.device)
+    )
 
 
 @attend_documents.register_fake
@@ -92,8 +102,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[T
 
 
 @attend_documents_backward.register_fake
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor,
-      longest: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

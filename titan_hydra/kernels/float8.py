@@ -1,9 +1,10 @@
-"""Casts to Float8 with a scale for each row or for each column. Scales are powers of two, as in torchao's rowwise recipe. The casts are
-operators of torch, which a compiler calls without looking inside.
+"""Casts to Float8 with a scale for each row or for each column. Scales are powers of two, as in torchao's rowwise
+recipe. The casts are operators of torch, which a compiler calls without looking inside.
 
-A cast matrix is two tensors: e4m3 numbers, and the float32 factors by which they are multiplied to undo the scale. Maxima of magnitudes are
-the bit patterns of float32, as integers.
+A cast matrix is two tensors: e4m3 numbers, and the float32 factors by which they are multiplied to undo the scale.
+Maxima of magnitudes are the bit patterns of float32, as integers.
 """
+
 from collections.abc import Sequence
 from functools import cache
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC  # bit patterns; the last is 1e-12, torchao's bound of a maximum
+# bit patterns; the last is 1e-12, torchao's bound of a maximum
+NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC
 
 
 def scales_of(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales of maxima, and their inverses. A scale is the largest power of two that takes its maximum to at most 448, the
-    largest e4m3 number; it is NaN for a maximum that is not finite.
+    """Return the scales of maxima, and their inverses. A scale is the largest power of two that takes its maximum to at
+    most 448, the largest e4m3 number; it is NaN for a maximum that is not finite.
 
     448 is 1.75 * 2**8: a mantissa above 1.75 carries into the exponent.
     """
@@ -66,7 +68,9 @@ def columns_in_torch(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | Non
 
 
 def gated_backward_in_torch(
-    gates: Tensor, gradient: Tensor, maxima: Tensor,
+    gates: Tensor,
+    gradient: Tensor,
+    maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the operator `float8_gated_backward` returns, computed with operations of torch."""
     (u, g), d = gates.float().chunk(2, dim=-1), gradient.float()
@@ -88,8 +92,8 @@ def norm_backward_in_torch(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Ten
 
 @torch.library.custom_op("titan_hydra::float8_rows", mutates_args=())
 def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast matrices of the same width as one, row by row: after RMSNorm if its weight is given, of SwiGLU's product of their two halves if
-    `gated`. Returns the matrix, its factors, the maxima of its columns and RMSNorm's factors.
+    """Cast matrices of the same width as one, row by row: after RMSNorm if its weight is given, of SwiGLU's product of
+    their two halves if `gated`. Returns the matrix, its factors, the maxima of its columns and RMSNorm's factors.
     """
     if not in_triton(parts[0].device):
         return rows_in_torch(parts, norm, eps, gated)
@@ -100,8 +104,8 @@ def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
 
 @torch.library.custom_op("titan_hydra::float8_columns", mutates_args=())
 def float8_columns(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cast matrices of the same width as one, column by column, with the maxima and RMSNorm's factors that `float8_rows` returned. Returns
-    the transpose and its factors.
+    """Cast matrices of the same width as one, column by column, with the maxima and RMSNorm's factors that
+    `float8_rows` returned. Returns the transpose and its factors.
     """
     if not in_triton(maxima.device):
         return columns_in_torch(parts, maxima, norm, rstds)
@@ -112,10 +116,12 @@ def float8_columns(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None,
 
 @torch.library.custom_op("titan_hydra::float8_gated_backward", mutates_args=())
 def float8_gated_backward(
-    gates: Tensor, gradient: Tensor, maxima: Tensor,
+    gates: Tensor,
+    gradient: Tensor,
+    maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of SwiGLU's input cast by rows, the same by columns and transposed, and SwiGLU's product by columns, with the
-    maxima that `float8_rows` returned, and transposed; each with its factors.
+    """Return the gradient of SwiGLU's input cast by rows, the same by columns and transposed, and SwiGLU's product by
+    columns, with the maxima that `float8_rows` returned, and transposed; each with its factors.
     """
     if not in_triton(gates.device):
         return gated_backward_in_torch(gates, gradient, maxima)
@@ -135,8 +141,12 @@ def norm_backward(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> t
 
 
 # What is computed in torch has the shapes of what is computed in Triton.
-for operator, reference in ((float8_rows, rows_in_torch), (float8_columns, columns_in_torch),
-                            (float8_gated_backward, gated_backward_in_torch), (norm_backward, norm_backward_in_torch)):
+for operator, reference in (
+    (float8_rows, rows_in_torch),
+    (float8_columns, columns_in_torch),
+    (float8_gated_backward, gated_backward_in_torch),
+    (norm_backward, norm_backward_in_torch),
+):
     operator.register_fake(reference)
 
 

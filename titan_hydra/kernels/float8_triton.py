@@ -1,8 +1,10 @@
-"""Float8 casts in Triton, together with the norm or SwiGLU before them. A first pass over a matrix casts its rows and finds the maxima of
-its columns; a second one casts its columns. Imported where there is a GPU.
+"""Float8 casts in Triton, together with the norm or SwiGLU before them. A first pass over a matrix casts its rows and
+finds the maxima of its columns; a second one casts its columns. Imported where there is a GPU.
 
-A maximum is the bit pattern of a magnitude, an integer: the order in which atomics arrive does not matter, and NaN and infinity win.
+A maximum is the bit pattern of a magnitude, an integer: the order in which atomics arrive does not matter, and NaN and
+infinity win.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,8 +29,10 @@ def _bits(y):
 
 @triton.jit
 def _scales(bits):
-    # The largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse. NaN if the maximum is not finite.
-    exponent = (tl.maximum(bits, 0x2B8CBCCC) + 0x1FFFFF) >> 23  # not below 1e-12, torchao's bound; the carry is for what is above 1.75
+    # The largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse. NaN if the maximum
+    # is not finite.
+    # not below 1e-12, torchao's bound; the carry is for what is above 1.75
+    exponent = (tl.maximum(bits, 0x2B8CBCCC) + 0x1FFFFF) >> 23
     finite = bits < 0x7F800000
     scale = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
     inverse = tl.where(finite, (exponent - 8) << 23, 0x7FC00000)
@@ -46,8 +50,21 @@ def _loaded(source, row, column, here, WIDTH, GATED):
 
 
 @triton.jit
-def _rows(source, norm, quantized, inverses, maxima, rstds, height, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-          NORM: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr):
+def _rows(
+    source,
+    norm,
+    quantized,
+    inverses,
+    maxima,
+    rstds,
+    height,
+    epsilon,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     largest = tl.zeros([BLOCK], tl.int32)
@@ -96,8 +113,9 @@ def _parts(source, row_maxima, quantized, inverses, WIDTH: tl.constexpr, GATED: 
 
 
 @triton.jit
-def _columns(source, norm, rstds, maxima, quantized, inverses, height, width, stride, NORM: tl.constexpr, ROWS: tl.constexpr,
-             COLUMNS: tl.constexpr):
+def _columns(
+    source, norm, rstds, maxima, quantized, inverses, height, width, stride, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     here = (row < height)[:, None] & (column < width)[None, :]
@@ -130,8 +148,9 @@ def _gated_tile(gates, gradient, row, column, height, WIDTH):
 
 
 @triton.jit
-def _gated_maxima(gates, gradient, row_maxima, maxima, height, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                  TIMES: tl.constexpr):
+def _gated_maxima(
+    gates, gradient, row_maxima, maxima, height, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TIMES: tl.constexpr
+):
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     largest_u = tl.zeros([COLUMNS], tl.int32)
     largest_g = tl.zeros([COLUMNS], tl.int32)
@@ -147,8 +166,23 @@ def _gated_maxima(gates, gradient, row_maxima, maxima, height, WIDTH: tl.constex
 
 
 @triton.jit
-def _gated_backward(gates, gradient, row_maxima, maxima, product_maxima, rows, row_inverses, columns, inverses, products, product_inverses,
-                    height, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated_backward(
+    gates,
+    gradient,
+    row_maxima,
+    maxima,
+    product_maxima,
+    rows,
+    row_inverses,
+    columns,
+    inverses,
+    products,
+    product_inverses,
+    height,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < WIDTH
@@ -196,7 +230,8 @@ def _warps(block: int) -> int:
 
 
 def _rows_at_once(height: int) -> int:
-    return min(32, max(4, triton.next_power_of_2(height // 512)))  # fewer of a short matrix, so that all processors have some
+    # fewer of a short matrix, so that all processors have some
+    return min(32, max(4, triton.next_power_of_2(height // 512)))
 
 
 def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -216,8 +251,20 @@ def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
         else:
             at_once, block = _rows_at_once(len(part)), triton.next_power_of_2(width)
             _rows[(triton.cdiv(len(part), at_once),)](
-                part, part if norm is None else norm, *own, maxima, rstds, len(part), eps, WIDTH=width, BLOCK=block, NORM=norm is not None,
-                GATED=gated, ROWS=at_once, num_warps=_warps(block))
+                part,
+                part if norm is None else norm,
+                *own,
+                maxima,
+                rstds,
+                len(part),
+                eps,
+                WIDTH=width,
+                BLOCK=block,
+                NORM=norm is not None,
+                GATED=gated,
+                ROWS=at_once,
+                num_warps=_warps(block),
+            )
         start += len(part)
     return quantized, inverses, maxima, rstds
 
@@ -240,8 +287,20 @@ def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None,
     start = 0
     for part in parts:
         _columns[(triton.cdiv(len(part), 128), triton.cdiv(width, TILE))](
-            part, part if norm is None else norm, inverses if rstds is None else rstds, maxima, quantized[:, start:], inverses, len(part),
-            width, height, NORM=norm is not None, ROWS=128, COLUMNS=TILE, num_warps=8)
+            part,
+            part if norm is None else norm,
+            inverses if rstds is None else rstds,
+            maxima,
+            quantized[:, start:],
+            inverses,
+            len(part),
+            width,
+            height,
+            NORM=norm is not None,
+            ROWS=128,
+            COLUMNS=TILE,
+            num_warps=8,
+        )
         start += len(part)
     return quantized, inverses
 
@@ -252,15 +311,32 @@ def gated_backward_on_gpu(gates: Tensor, gradient: Tensor, maxima: Tensor) -> tu
     height, width = gradient.shape
     device = gradient.device
     row_maxima, both = (torch.zeros(length, dtype=torch.int32, device=device) for length in (height, 2 * width))
-    rows, columns, products = (torch.empty(*shape, dtype=E4M3, device=device)
-                               for shape in ((height, 2 * width), (2 * width, height), (width, height)))
+    rows, columns, products = (
+        torch.empty(*shape, dtype=E4M3, device=device) for shape in ((height, 2 * width), (2 * width, height), (width, height))
+    )
     inverses = [torch.empty(length, dtype=torch.float32, device=device) for length in (height, 2 * width, width)]
     across = triton.cdiv(width, TILE)
     _gated_maxima[(triton.cdiv(height, 256), across)](
-        gates, gradient, row_maxima, both, height, WIDTH=width, ROWS=64, COLUMNS=TILE, TIMES=4, num_warps=4)
+        gates, gradient, row_maxima, both, height, WIDTH=width, ROWS=64, COLUMNS=TILE, TIMES=4, num_warps=4
+    )
     _gated_backward[(triton.cdiv(height, 64), across)](
-        gates, gradient, row_maxima, both, maxima, rows, inverses[0], columns, inverses[1], products, inverses[2], height, WIDTH=width,
-        ROWS=64, COLUMNS=TILE, num_warps=8)
+        gates,
+        gradient,
+        row_maxima,
+        both,
+        maxima,
+        rows,
+        inverses[0],
+        columns,
+        inverses[1],
+        products,
+        inverses[2],
+        height,
+        WIDTH=width,
+        ROWS=64,
+        COLUMNS=TILE,
+        num_warps=8,
+    )
     return rows, inverses[0], columns, inverses[1], products, inverses[2]
 
 
@@ -271,6 +347,7 @@ def norm_backward_on_gpu(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tenso
     block, at_once = triton.next_power_of_2(width), _rows_at_once(height)
     programs = triton.cdiv(height, at_once)
     result, partials = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    _norm_backward[(programs,)](x, rstds, norm, gradient, result, partials, height, WIDTH=width, BLOCK=block, ROWS=at_once,
-                                num_warps=_warps(block))
+    _norm_backward[(programs,)](
+        x, rstds, norm, gradient, result, partials, height, WIDTH=width, BLOCK=block, ROWS=at_once, num_warps=_warps(block)
+    )
     return result, partials.sum(0).to(norm.dtype)

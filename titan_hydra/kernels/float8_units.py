@@ -1,10 +1,11 @@
-"""Float8 matmuls of a block with their casts. There are two units: linears that read the same input, and a SwiGLU feed-forward. Either may
-begin with RMSNorm.
+"""Float8 matmuls of a block with their casts. There are two units: linears that read the same input, and a SwiGLU
+feed-forward. Either may begin with RMSNorm.
 
-Every matrix is cast by rows for y = x W' and dx = dy W, where a row of W is a column of its transpose, and by columns for dW = dy' x. The
-backward reads the inputs again and casts them anew, as no Float8 copy is saved. Matmuls are torch's own operators, which activation
-checkpointing saves like others.
+Every matrix is cast by rows for y = x W' and dx = dy W, where a row of W is a column of its transpose, and by columns
+for dW = dy' x. The backward reads the inputs again and casts them anew, as no Float8 copy is saved. Matmuls are torch's
+own operators, which activation checkpointing saves like others.
 """
+
 from typing import Any
 
 import torch
@@ -18,22 +19,29 @@ Cast = tuple[Tensor, Tensor]  # e4m3 numbers, and the factors that undo the scal
 
 
 def multiply(a: Cast, b: Cast, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
-    """Return a b'. `fast` adds up in less than float32, as torchao does in the forward alone; `emulate` multiplies in float32."""
+    """Return a b'. `fast` adds up in less than float32, as torchao does in the forward alone; `emulate` multiplies in
+    float32.
+    """
     if emulate:
         return torch.mm(a[0].float() * a[1][:, None], (b[0].float() * b[1][:, None]).t()).to(dtype)
     y = scaled_mm(a[0], b[0].t(), scale_a=a[1][:, None], scale_b=b[1][None], out_dtype=torch.bfloat16, use_fast_accum=fast)
     return y.to(dtype)
 
 
-def into_input(ctx: Any, x: Tensor, norm: Tensor | None, rstds: Tensor, rows: Cast, weights: list[Tensor],
-               maxima: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x, before any norm, and of the norm's weight; `rows` is the gradient of all the linears' outputs."""
+def into_input(
+    ctx: Any, x: Tensor, norm: Tensor | None, rstds: Tensor, rows: Cast, weights: list[Tensor], maxima: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x, before any norm, and of the norm's weight; `rows` is the gradient of all the linears'
+    outputs.
+    """
     gradient = multiply(rows, float8_columns(weights, maxima, None, None), x.dtype, ctx.emulate)
     return (gradient, None) if norm is None else norm_backward(x, norm, rstds, gradient)
 
 
 def into_weights(ctx: Any, columns: Cast, inputs: Cast, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of weights from the transposes of the gradients of their outputs and of their input, both cast."""
+    """Return the gradients of weights from the transposes of the gradients of their outputs and of their input, both
+    cast.
+    """
     return multiply(columns, inputs, weights[0].dtype, ctx.emulate).split([len(weight) for weight in weights])
 
 
@@ -43,7 +51,9 @@ def matrix(x: Tensor) -> Tensor:
 
 
 class Float8Linears(torch.autograd.Function):
-    """x [..., inputs], after RMSNorm if its weight is given, times several weights [outputs, inputs]: all outputs side by side."""
+    """x [..., inputs], after RMSNorm if its weight is given, times several weights [outputs, inputs]: all outputs side
+    by side.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor | None, eps: float, emulate: bool, *weights: Tensor) -> Tensor:

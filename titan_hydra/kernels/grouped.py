@@ -1,8 +1,10 @@
-"""Matrices of which each multiplies rows of its own: torch's grouped matmul, right also where one of them, or all, have no rows.
+"""Matrices of which each multiplies rows of its own: torch's grouped matmul, right also where one of them, or all, have
+no rows.
 
-As operators of our own they can be compiled in any dtype (torch 2.13 knows the shape of its own in bfloat16 alone), and activation
-checkpointing can name them. No host waits for the device.
+As operators of our own they can be compiled in any dtype (torch 2.13 knows the shape of its own in bfloat16 alone), and
+activation checkpointing can name them. No host waits for the device.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -15,8 +17,8 @@ from torch.library import custom_op
 
 @custom_op("titan_hydra::grouped_matmul", mutates_args=())
 def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows [n, inputs], those before ends[0] by the first of weights [matrices, outputs, inputs], transposed, those before ends[1]
-    by the second, ... Returns [n, outputs]. `ends` are int32; the last one is n.
+    """Multiply rows [n, inputs], those before ends[0] by the first of weights [matrices, outputs, inputs], transposed,
+    those before ends[1] by the second, ... Returns [n, outputs]. `ends` are int32; the last one is n.
     """
     if not len(rows):  # a rank may have none; no documentation says what the kernels do then
         return rows.new_zeros(0, weights.shape[1])
@@ -36,7 +38,9 @@ def grouped_matmul_backward(gradient: Tensor, rows: Tensor, weights: Tensor, end
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Whether the kernels write zeros as the gradient of a matrix without rows. Hopper's do; Blackwell's do not (pytorch#172439)."""
+    """Whether the kernels write zeros as the gradient of a matrix without rows. Hopper's do; Blackwell's do not
+    (pytorch#172439).
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -1,4 +1,7 @@
-"""float32 master weights in two halves of 16 bits: the nearest bfloat16, with which a model computes, and the rest as an int16."""
+"""float32 master weights in two halves of 16 bits: the nearest bfloat16, with which a model computes, and the rest as
+an int16.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,19 +23,22 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 numbers, ties away from zero, and what the bits of float32 numbers differ by. `join` undoes it exactly.
+    """Return the nearest bfloat16 numbers, ties away from zero, and what the bits of float32 numbers differ by. `join`
+    undoes it exactly.
 
-    With ties to even, as a cast rounds, a half could differ by 2^15 in both directions: one value more than 16 bits have.
+    With ties to even, as a cast rounds, a half could differ by 2^15 in both directions: one value more than 16 bits
+    have.
     """
     bits = master.view(torch.int32)
     return ((bits + 0x8000) >> 16).short().view(torch.bfloat16), bits.short()
 
 
 def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], **options: Any) -> None:
-    """Make an AdamW step of halved parameters, in place: of (weight, remainder, gradient, both moments) each, on this rank.
+    """Make an AdamW step of halved parameters, in place: of (weight, remainder, gradient, both moments) each, on this
+    rank.
 
-    `options` are those of torch's fused AdamW. On a GPU with Triton one kernel of ours does it in one pass; elsewhere each element is
-    joined, updated by torch's kernel and halved again, so that its bits are those of a float32 master.
+    `options` are those of torch's fused AdamW. On a GPU with Triton one kernel of ours does it in one pass; elsewhere
+    each element is joined, updated by torch's kernel and halved again, so that its bits are those of a float32 master.
     """
     if not parameters:
         return
@@ -57,15 +63,37 @@ def _update(batch: list[list[Tensor]], options: dict[str, Any]) -> None:
         return
     weights, remainders, gradients, means, squares, steps = map(list, zip(*batch, strict=True))
     masters = [join(weight, remainder) for weight, remainder in zip(weights, remainders, strict=True)]
-    adamw(masters, [gradient.float() for gradient in gradients], means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
-          **options)
+    adamw(
+        masters,
+        [gradient.float() for gradient in gradients],
+        means,
+        squares,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        **options,
+    )
     for weight, remainder, master in zip(weights, remainders, masters, strict=True):
         halve_into(master, weight, remainder)
 
 
-def _update_on_gpu(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], *, lr: float, beta1: float, beta2: float, eps: float,
-                   weight_decay: float, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Make the step in Triton. The corrections of bias, of all parameters together, are float64: the second is a small difference."""
+def _update_on_gpu(
+    parameters: Sequence[tuple[Tensor, ...]],
+    steps: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Make the step in Triton. The corrections of bias, of all parameters together, are float64: the second is a small
+    difference.
+    """
     from .split_triton import update_on_gpu
 
     skipped = torch.zeros((), device=steps[0].device) if found_inf is None else found_inf

@@ -1,4 +1,7 @@
-"""AdamW of split masters in Triton: one pass over memory, 26 bytes a parameter with a bfloat16 gradient. Imported where there is a GPU."""
+"""AdamW of split masters in Triton: one pass over memory, 26 bytes a parameter with a bfloat16 gradient. Imported where
+there is a GPU.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -10,8 +13,9 @@ BLOCK = 512  # four elements of a thread: with eight a thread needs 142 register
 
 
 @triton.jit
-def _adamw(uppers, lowers, gradients, means, squares, rates, divisor, skipped, decay, momentum, beta2, left2, eps, elements,
-           BLOCK: tl.constexpr):
+def _adamw(
+    uppers, lowers, gradients, means, squares, rates, divisor, skipped, decay, momentum, beta2, left2, eps, elements, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < tl.where(tl.load(skipped) == 0.0, elements, 0)
     bits = (tl.load(uppers + at, mask=here, other=0).to(tl.int32) << 16) + tl.load(lowers + at, mask=here, other=0).to(tl.int32)
@@ -27,14 +31,42 @@ def _adamw(uppers, lowers, gradients, means, squares, rates, divisor, skipped, d
     tl.store(squares + at, square, mask=here)
 
 
-def update_on_gpu(weight: Tensor, remainder: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, rates: Tensor, divisor: Tensor,
-                  skipped: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+def update_on_gpu(
+    weight: Tensor,
+    remainder: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    rates: Tensor,
+    divisor: Tensor,
+    skipped: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """Update flat tensors of one device, unless `skipped` is not 0. The gradient is divided by `divisor`.
 
-    `rates` are the learning rate and the divisor of the root, both with their corrections of bias. No two operations are contracted into
-    one that rounds once: the bits are those of the same operations of torch.
+    `rates` are the learning rate and the divisor of the root, both with their corrections of bias. No two operations
+    are contracted into one that rounds once: the bits are those of the same operations of torch.
     """
     number = weight.numel()
     _adamw[(triton.cdiv(number, BLOCK),)](
-        weight.view(torch.int16), remainder, gradient, mean, square, rates, divisor, skipped, 1 - lr * weight_decay, 1 - beta1, beta2,
-        1 - beta2, eps, number, BLOCK, enable_fp_fusion=False)
+        weight.view(torch.int16),
+        remainder,
+        gradient,
+        mean,
+        square,
+        rates,
+        divisor,
+        skipped,
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        number,
+        BLOCK,
+        enable_fp_fusion=False,
+    )

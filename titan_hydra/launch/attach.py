@@ -1,8 +1,9 @@
 """Watch a running attempt from a terminal: rank 0's log lines, a progress line, and Ctrl-C.
 
-The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop; the second kills them, as does a stop that takes longer than
-STOP_LIMIT. The run does not depend on this process: launch.py may die and attach again.
+The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop; the second kills them, as does a stop that
+takes longer than STOP_LIMIT. The run does not depend on this process: launch.py may die and attach again.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +20,8 @@ from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.records import alive
 
-STOP_LIMIT = 30  # seconds for the ranks to reach the end of their step; while they write a checkpoint, no limit but a second Ctrl-C
+# seconds for the ranks to reach the end of their step; while they write a checkpoint, no limit but a second Ctrl-C
+STOP_LIMIT = 30
 POLL = 0.1  # seconds
 BACKLOG = 4096  # bytes of an older log that are shown
 
@@ -46,11 +48,13 @@ class Interrupts:
         return 128 + self.received[0]
 
 
-def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen | None = None,
-           label: str = "") -> None:
+def attach(
+    directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen | None = None, label: str = ""
+) -> None:
     """Watch until all ranks of the attempt have ended.
 
-    `parent` is the ranks' parent process if this launcher started it; `label` is printed before the progress, for example "cell 2 of 8".
+    `parent` is the ranks' parent process if this launcher started it; `label` is printed before the progress, for
+    example "cell 2 of 8".
     """
     asked = killed = None
     with contextlib.ExitStack() as stack:
@@ -74,14 +78,18 @@ def attach(directory: Path, attempt: Path, steps: int, interrupts: Interrupts, p
 
 
 def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
-    """Whether the ranks' parent is alive or, without one, any rank. A child of this process must be polled, or it remains a zombie."""
+    """Whether the ranks' parent is alive or, without one, any rank. A child of this process must be polled, or it
+    remains a zombie.
+    """
     if parent is not None:
         return parent.poll() is None
     return rundir.host_of_running(attempt) is not None
 
 
 def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
-    """Send SIGTERM to every rank, through their parent if they have one. Returns a phrase for the ranks that were signalled."""
+    """Send SIGTERM to every rank, through their parent if they have one. Returns a phrase for the ranks that were
+    signalled.
+    """
     owner = layout.RANKS.read(attempt)
     ranks = rundir.running_ranks(attempt)
     if alive(owner):
@@ -114,8 +122,8 @@ def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
 
 
 class Echo:
-    """Prints new lines of a log, except the traceback at its end: the launcher prints the guilty rank's traceback later, which may be
-    another rank's.
+    """Prints new lines of a log, except the traceback at its end: the launcher prints the guilty rank's traceback
+    later, which may be another rank's.
 
     Of a log that is already long, because the run was started earlier, only the end is printed.
     """
@@ -157,8 +165,12 @@ def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
     """Show a progress line below the log while the block runs."""
     from rich import progress
 
-    columns = (progress.TextColumn("{task.fields[label]}{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-               progress.TextColumn("{task.fields[numbers]}"))
+    columns = (
+        progress.TextColumn("{task.fields[label]}{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[numbers]}"),
+    )
     with progress.Progress(*columns, transient=True) as bar:
         yield _Terminal(bar, bar.add_task("starting", total=steps, numbers="", label=label and f"{label}: "))
 

@@ -1,4 +1,5 @@
 """Turn composed cells into runs: read and check all of them, then run each that needs it and print how it ended."""
+
 import errno
 import math
 import shutil
@@ -46,7 +47,8 @@ class Cell:
 
     @property
     def nodes(self) -> int:
-        groups = self.job.fault_tolerance.replicas if self.job.cluster.executor == "slurm" else 1  # each has nodes of its own
+        # each has nodes of its own
+        groups = self.job.fault_tolerance.replicas if self.job.cluster.executor == "slurm" else 1
         return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 
     @property
@@ -74,7 +76,9 @@ class Cell:
 
 
 def dispatch(composed: list[tuple]) -> int:
-    """Run composed cells, (configuration, overrides) each. Returns the exit status of the first cell that did not end well, or 0."""
+    """Run composed cells, (configuration, overrides) each. Returns the exit status of the first cell that did not end
+    well, or 0.
+    """
     if not composed:  # --help, --cfg, --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
@@ -163,14 +167,15 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return the faults of starting these cells here and now: a run under way, those of SLURM, a folder that cannot be written, too many
-    GPU-hours. A dry run writes nothing.
+    """Return the faults of starting these cells here and now: a run under way, those of SLURM, a folder that cannot be
+    written, too many GPU-hours. A dry run writes nothing.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
         if launch.force and state.kind in ("running", "queued"):
-            faults.append(Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel "
-                                f"{cell.directory.name})"))
+            faults.append(
+                Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel {cell.directory.name})")
+            )
     slurm, parallel, dry = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells), launch.mode == "dry"
     faults += faults_of_slurm(to_start(cells, states), dry) if slurm else []
     if launch.packed and not slurm:
@@ -189,15 +194,16 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         try:
             if not dry:
                 runs.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()  # has no name
+            # has no name
+            tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
     return faults
 
 
 def faults_of_slurm(start: list[Cell], dry: bool) -> Iterable[Fault]:
-    """Yield the faults of submitting these cells: no sbatch, code that cannot be copied, jobs beyond the site's limits. A dry run needs no
-    SLURM.
+    """Yield the faults of submitting these cells: no sbatch, code that cannot be copied, jobs beyond the site's limits.
+    A dry run needs no SLURM.
     """
     from . import limits, submit
 
@@ -219,7 +225,9 @@ def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:
-    """Return the GPU-hours that cells take at most, or None. A packed job holds its largest cell's devices, and repeats the baseline."""
+    """Return the GPU-hours that cells take at most, or None. A packed job holds its largest cell's devices, and repeats
+    the baseline.
+    """
     hours = [cell.gpu_hours for cell in cells]
     if None in hours:
         return None
@@ -232,7 +240,9 @@ def on_slurm(cells: list[Cell]) -> bool:
 
 
 def go(cells: list[Cell], folder: Path | None) -> int:
-    """Run checked cells on their executor. `folder` is their sweep's, if they belong to one. Returns the exit status."""
+    """Run checked cells on their executor. `folder` is their sweep's, if they belong to one. Returns the exit
+    status.
+    """
     if on_slurm(cells):
         from . import submit
 
@@ -252,7 +262,7 @@ def run_all(cells: list[Cell]) -> int:
         status = status or rundir.result_status(states[-1])
         if interrupts.received:
             break
-    rest = [rundir.state(cell.directory) for cell in cells[len(states):]]
+    rest = [rundir.state(cell.directory) for cell in cells[len(states) :]]
     if len(cells) > 1:
         show.results(cells, states + rest)
     elif states[0].kind == "done":
@@ -263,14 +273,19 @@ def run_all(cells: list[Cell]) -> int:
 
 
 def settle(cell: Cell, interrupts: Interrupts) -> State:
-    """Bring one cell to its end, whatever its state: start it, attach to it, or print why not. Returns its final state."""
+    """Bring one cell to its end, whatever its state: start it, attach to it, or print why not. Returns its final
+    state.
+    """
     launch, fresh = cell.job.launch, cell.job.launch.force
     while True:
         state = rundir.state(cell.directory)
         if state.kind == "running":
             if state.job or not state.here:
-                print(f"{cell.directory.name}: runs on {state.host}; attach to it there, or titan logs{show.where(cell)} -f "
-                      f"{cell.directory.name}", file=sys.stderr)
+                print(
+                    f"{cell.directory.name}: runs on {state.host}; attach to it there, or titan logs{show.where(cell)} -f "
+                    f"{cell.directory.name}",
+                    file=sys.stderr,
+                )
                 return state
             print(f"{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
             return watch(cell, layout.ATTEMPT.of(cell.directory, state.attempt), interrupts)

@@ -1,4 +1,7 @@
-"""The limits of a site on one job, where scontrol and sacctmgr report them: SLURM takes a job beyond them, and never starts it."""
+"""The limits of a site on one job, where scontrol and sacctmgr report them: SLURM takes a job beyond them, and never
+starts it.
+"""
+
 from __future__ import annotations
 
 import getpass
@@ -28,7 +31,9 @@ class Limit:
 
 
 def limits_of(cluster: Cluster) -> Iterator[Limit]:
-    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. Several partitions have none here."""
+    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. Several partitions
+    have none here.
+    """
     partition = _partition(cluster.partition or os.environ.get("SBATCH_PARTITION", ""))
     qualities = [partition["QoS"]] if partition.get("QoS", "N/A") != "N/A" else []
     if partition:
@@ -66,7 +71,9 @@ def faults(arrays: Iterable[Array]) -> Iterator[Fault]:
 
 
 def _partition(name: str) -> dict[str, str]:
-    """Return what scontrol reports about a partition, or about the default one for ""; {} if there is no such partition."""
+    """Return what scontrol reports about a partition, or about the default one for ""; {} if there is no such
+    partition.
+    """
     for line in (slurm.call("scontrol", "show", "partition", "--oneliner") or "").splitlines():
         found = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if found.get("PartitionName") == name or (not name and found.get("Default") == "YES"):

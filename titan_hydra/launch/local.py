@@ -1,11 +1,12 @@
 """Start ranks on this machine: submitit's local executor, with a parent process of this package for the ranks.
 
-submitit's own parent shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides GPUs, drops exit codes, and
-lets ranks continue after one has died. `Ranks` has its own session, keeps the user's visible devices, records every exit code in
-ranks.json, and ends the other ranks when one fails: all others, or those of the same replica group (`fault_tolerance`), which it restarts.
-It outlives launch.py: after a closed terminal or `kill -9` of launch.py the ranks continue, and the same command line attaches to them
-again.
+submitit's own parent shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides GPUs,
+drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps the user's visible
+devices, records every exit code in ranks.json, and ends the other ranks when one fails: all others, or those of the
+same replica group (`fault_tolerance`), which it restarts. It outlives launch.py: after a closed terminal or `kill -9`
+of launch.py the ranks continue, and the same command line attaches to them again.
 """
+
 import contextlib
 import os
 import signal
@@ -33,7 +34,8 @@ from . import worker
 
 GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint
-LAST_MINUTE = 60  # seconds before the time limit at which the ranks are asked to save and stop (a tenth of the limit, if that is less)
+# seconds before the time limit at which the ranks are asked to save and stop (a tenth of the limit, if that is less)
+LAST_MINUTE = 60
 YEAR = 365 * 24 * 60  # minutes: the limit of a job that has none
 
 
@@ -46,7 +48,9 @@ def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
 
 
 class Executor(LocalExecutor):
-    """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session. Ranks import from `paths` first."""
+    """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session. Ranks import from `paths`
+    first.
+    """
 
     def __init__(self, folder: Path, paths: list[str]) -> None:
         super().__init__(folder)
@@ -70,8 +74,14 @@ class Executor(LocalExecutor):
             "PYTHONSAFEPATH": "1",  # ranks import what launch.py imported, whatever lies in the current folder
         }
         with open(Path(self.folder) / "parent.log", "ab") as log:
-            parent = subprocess.Popen([sys.executable, "-m", __name__, str(self.folder)], env=environment, stdin=subprocess.DEVNULL,
-                                      stdout=log, stderr=log, start_new_session=True)
+            parent = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(self.folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         return LocalJob(folder=self.folder, job_id=str(parent.pid), process=parent, tasks=list(range(ranks)))
 
 
@@ -85,7 +95,9 @@ class Group:
 
 
 class Ranks(Controller):
-    """The parent process of all ranks: waits for them, records how they end, and ends the rest of a group when one of its ranks fails."""
+    """The parent process of all ranks: waits for them, records how they end, and ends the rest of a group when one of
+    its ranks fails.
+    """
 
     asked = False  # whether the ranks were asked to stop
 
@@ -127,7 +139,9 @@ class Ranks(Controller):
                     group.deadline = min(group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE))
 
     def end_others(self, group: Group) -> None:
-        """Send SIGKILL to a group's running ranks: inside a collective they react to nothing else. SIGQUIT first logs their stacks."""
+        """Send SIGKILL to a group's running ranks: inside a collective they react to nothing else. SIGQUIT first logs
+        their stacks.
+        """
         running = [number for number in group.ranks if self.tasks[number].poll() is None]
         for signal_number in (signal.SIGQUIT, signal.SIGKILL) if running else ():
             for number in running:
@@ -137,7 +151,9 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether a group has died and is to be started again: it was not asked to stop, and its configuration is valid."""
+        """Whether a group has died and is to be started again: it was not asked to stop, and its configuration is
+        valid.
+        """
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)
 
@@ -147,8 +163,12 @@ class Ranks(Controller):
         layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # of the group's life before
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
-            environment = {**os.environ, "SUBMITIT_LOCAL_LOCALID": str(number), "SUBMITIT_LOCAL_GLOBALID": str(number),
-                           "SUBMITIT_LOCAL_JOB_ID": self.pid}
+            environment = {
+                **os.environ,
+                "SUBMITIT_LOCAL_LOCALID": str(number),
+                "SUBMITIT_LOCAL_GLOBALID": str(number),
+                "SUBMITIT_LOCAL_JOB_ID": self.pid,
+            }
             self.tasks[number] = subprocess.Popen(self.command, env=environment, stdout=self.stdouts[number], stderr=self.stderrs[number])
             self.ranks[number] = {**process(self.tasks[number].pid), "restarts": group.restarts}
         self.record()
@@ -163,13 +183,17 @@ class Ranks(Controller):
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
-    """Start torchft's lighthouse, which leaves out replica groups `silent` for so many seconds. It ends with this process."""
+    """Start torchft's lighthouse, which leaves out replica groups `silent` for so many seconds. It ends with this
+    process.
+    """
     command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(layout.MEETINGS.of(attempt) / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def main() -> None:
-    """Run the ranks' parent process. At the end kill all helpers left in this process group (compile workers, loaders)."""
+    """Run the ranks' parent process. At the end kill all helpers left in this process group (compile workers,
+    loaders).
+    """
     try:
         Ranks(Path(sys.argv[1])).run()
     except Exception:

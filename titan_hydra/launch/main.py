@@ -1,4 +1,5 @@
 """What launch.py does: compose every cell of its command line with Hydra, then check, place and start them together."""
+
 import os
 import sys
 from pathlib import Path
@@ -26,12 +27,15 @@ faults: list[str] = []
 def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
     """Keep the cells of one composed configuration; nothing starts before all cells are known to be good."""
     if overrides is None:  # no -m
-        overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))  # as typed: an entry would be resolved
+        # as typed: an entry would be resolved
+        overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))
     cells.extend(expand_sweep(config, overrides, faults))
 
 
 def launch(script: str) -> None:
-    """Run the command line, and exit with its status. The conf/ beside the script adds options, as --config-dir does."""
+    """Run the command line, and exit with its status. The conf/ beside the script adds options, as --config-dir
+    does.
+    """
     own = Path(script).resolve().parent / "conf"
     if own.is_dir() and own != CONF and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:]):
         sys.argv[1:1] = [f"--config-dir={own}"]
@@ -44,7 +48,9 @@ def launch(script: str) -> None:
 
 
 def main() -> int:
-    """Return the exit status: a mistake on the command line is one line and 2; HYDRA_FULL_ERROR=1 shows Hydra's traceback."""
+    """Return the exit status: a mistake on the command line is one line and 2; HYDRA_FULL_ERROR=1 shows Hydra's
+    traceback.
+    """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
         return 0

@@ -1,13 +1,17 @@
-"""The batch script of a job, by submitit's SLURM executor: ranks under srun, one cell after another, requeued when they were asked to stop.
+"""The batch script of a job, by submitit's SLURM executor: ranks under srun, one cell after another, requeued when they
+were asked to stop.
 
-submitit makes the script's header from its parameters. Its pickles are not used: they are named after the job's id, so a submitter killed
-just after sbatch would leave a job without its pickle. Here everything a job needs is on disk before sbatch: a list of cells, a line each
-(number, nodes, ranks, run directory, attempt, restarts); an array's task takes its own line, a packed job all of them. A replica group has
-a line of its own, with its run folder for the run directory: SLURM requeues it alone.
+submitit makes the script's header from its parameters. Its pickles are not used: they are named after the job's id, so
+a submitter killed just after sbatch would leave a job without its pickle. Here everything a job needs is on disk before
+sbatch: a list of cells, a line each (number, nodes, ranks, run directory, attempt, restarts); an array's task takes its
+own line, a packed job all of them. A replica group has a line of its own, with its run folder for the run directory:
+SLURM requeues it alone.
 
-A job starts an attempt only if attempt.json has the submission's token, and only once: the first job to write its id into the attempt's
-file `job` owns it. A requeued job creates the next attempt; a job that finds another token or another job's id starts nothing.
+A job starts an attempt only if attempt.json has the submission's token, and only once: the first job to write its id
+into the attempt's file `job` owns it. A requeued job creates the next attempt; a job that finds another token or
+another job's id starts nothing.
 """
+
 import os
 import re
 import shlex
@@ -26,11 +30,14 @@ from .worker import LATE
 
 LIST = "cells.tsv"
 LOST_NODES = 3  # requeues of a job after nodes that were lost before SLURM gave them up
-# Variables of sbatch that would change what this script is, whatever the configuration says: sbatch takes them before the script's lines.
+# Variables of sbatch that would change what this script is, whatever the configuration says: sbatch takes them before
+# the script's lines.
 OURS = {f"SBATCH_{name}" for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")}
-NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}  # variables that are not named after their flag
+# variables that are not named after their flag
+NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
-# Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished ones too.
+# Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished
+# ones too.
 BODY = """
 unset -f ls grep cat sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
@@ -135,20 +142,42 @@ class SubmissionError(Exception):
 
 
 class SlurmBatch(SlurmExecutor):
-    """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the same nodes."""
+    """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the
+    same nodes.
+    """
 
-    def __init__(self, folder: Path, name: str, shape: JobShape, lines: list[JobLine], cluster: Cluster, paths: list[Path],
-                 packed: bool, at_once: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        shape: JobShape,
+        lines: list[JobLine],
+        cluster: Cluster,
+        paths: list[Path],
+        packed: bool,
+        at_once: int = 0,
+    ) -> None:
         """Set sbatch's parameters; at most `at_once` lines of an array run at the same time (0: all)."""
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
         self.token, self.lines, self.cluster, self.paths = name.rpartition("-")[2], lines, cluster, paths
         self.array = len(lines) > 1 and not packed
         settings = {
-            "job_name": name, "nodes": shape.nodes, "ntasks_per_node": shape.ranks_per_node, "gpus_per_node": shape.ranks_per_node,
-            "cpus_per_task": cluster.cpus_per_task, "time": shape.time_minutes, "partition": cluster.partition,
-            "account": cluster.account, "qos": cluster.qos, "constraint": cluster.constraint, "comment": cluster.comment,
-            "exclude": ",".join(cluster.exclude) or None, "signal_delay_s": cluster.warning_seconds(shape.time_minutes),
-            "use_srun": False, "stderr_to_stdout": True, "setup": self.setup(),
+            "job_name": name,
+            "nodes": shape.nodes,
+            "ntasks_per_node": shape.ranks_per_node,
+            "gpus_per_node": shape.ranks_per_node,
+            "cpus_per_task": cluster.cpus_per_task,
+            "time": shape.time_minutes,
+            "partition": cluster.partition,
+            "account": cluster.account,
+            "qos": cluster.qos,
+            "constraint": cluster.constraint,
+            "comment": cluster.comment,
+            "exclude": ",".join(cluster.exclude) or None,
+            "signal_delay_s": cluster.warning_seconds(shape.time_minutes),
+            "use_srun": False,
+            "stderr_to_stdout": True,
+            "setup": self.setup(),
         }
         self.update_parameters(**{key: value for key, value in settings.items() if value is not None})
         self.parameters["additional_parameters"] = self.flags(shape, cluster)
@@ -163,10 +192,15 @@ class SlurmBatch(SlurmExecutor):
     def flags(self, shape: JobShape, cluster: Cluster) -> dict:
         """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
-        log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"  # SLURM would take %j for the job's number there too
+        # SLURM would take %j for the job's number there too
+        log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"
         return {
-            "output": log, "requeue": True, "reservation": cluster.reservation, "wckey": None,
-            "time": shape.time_minutes, **{key.replace("-", "_"): value for key, value in cluster.sbatch.items()},
+            "output": log,
+            "requeue": True,
+            "reservation": cluster.reservation,
+            "wckey": None,
+            "time": shape.time_minutes,
+            **{key.replace("-", "_"): value for key, value in cluster.sbatch.items()},
         }
 
     def setup(self) -> list[str]:
@@ -175,9 +209,11 @@ class SlurmBatch(SlurmExecutor):
         cores = self.cluster.cpus_per_task
         return [
             # The ranks get this script's environment, also where a site exports none to the script itself.
-            "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK", f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
+            "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK",
+            f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
             *([f"export SRUN_CPUS_PER_TASK={cores}"] if cores else []),
-            *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()), *self.cluster.setup,
+            *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()),
+            *self.cluster.setup,
         ]
 
     @property
@@ -190,10 +226,17 @@ class SlurmBatch(SlurmExecutor):
         folder = shlex.quote(str(self.folder))
         every = f"cat {folder}/{LIST}"
         return BODY.format(
-            token=self.token, late=LATE, unhealthy=int(Exit.UNHEALTHY), config=int(Exit.CONFIG), lost_nodes=LOST_NODES,
-            srun=shlex.join(self.cluster.srun), python=self.python, max_requeues=self.cluster.max_requeues, folder=folder,
-            lines=f"sed -n \"$((SLURM_ARRAY_TASK_ID + 1))p\" {folder}/{LIST}" if self.array else every,
-            done=':' if self.array or len(self.lines) == 1 else f"echo \"$rc\" >{folder}/over-\"$line\"",
+            token=self.token,
+            late=LATE,
+            unhealthy=int(Exit.UNHEALTHY),
+            config=int(Exit.CONFIG),
+            lost_nodes=LOST_NODES,
+            srun=shlex.join(self.cluster.srun),
+            python=self.python,
+            max_requeues=self.cluster.max_requeues,
+            folder=folder,
+            lines=f'sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {folder}/{LIST}' if self.array else every,
+            done=":" if self.array or len(self.lines) == 1 else f'echo "$rc" >{folder}/over-"$line"',
         )
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
@@ -205,13 +248,16 @@ class SlurmBatch(SlurmExecutor):
         """Write all files that the job needs."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\t{line.restarts}\n"
-                for number, line in enumerate(self.lines)]
+        rows = [
+            f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\t{line.restarts}\n"
+            for number, line in enumerate(self.lines)
+        ]
         (folder / LIST).write_text("".join(rows))
         layout.SBATCH.of(folder).write_text(self.text)
 
     def submit_all(self) -> tuple[list[str], str]:
-        """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123; and the cluster, if its flag chose one.
+        """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123; and the cluster, if
+        its flag chose one.
 
         Raises SubmissionError.
         """

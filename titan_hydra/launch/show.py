@@ -1,4 +1,5 @@
 """What launch.py prints: tables of cells, how a run ended, and what to type next."""
+
 from __future__ import annotations
 
 import sys
@@ -26,20 +27,39 @@ def results(cells: list[Cell], states: list[State]) -> None:
     rows = []
     for cell, state in zip(cells, states, strict=True):
         result = layout.RESULT.read(cell.directory) if state.kind == "done" else {}
-        numbers = [_number(result.get(key), form) for key, form in (
-            ("steps", "{}"), ("final_loss", "{:.4f}"), ("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.1f}"), ("seconds", "{:.0f}"))]
+        numbers = [
+            _number(result.get(key), form)
+            for key, form in (
+                ("steps", "{}"),
+                ("final_loss", "{:.4f}"),
+                ("tokens_per_second", "{:,.0f}"),
+                ("memory_gib", "{:.1f}"),
+                ("seconds", "{:.0f}"),
+            )
+        ]
         rows.append([cell.directory.name, cell.name, state.failure.line if state.failure else state.kind, *numbers])
     numbers = ("steps", "loss", "tokens/s/device", "GiB", "seconds")
     print(*table(["run", "cell", "status", *numbers], rows, numbers, ("cell", "run")), sep="\n")
 
 
 def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:
-    """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to start."""
+    """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to
+    start.
+    """
     rows = []
     for cell, state in zip(cells, states, strict=True):
         count = family_of(cell.job.model).parameters
-        rows.append([cell.directory.name, cell.name, _number(count and count(cell.job.model), "{:,}"), cell.ranks, cell.nodes, state.kind,
-                     _number(cell.gpu_hours, "{:,.1f}")])
+        rows.append(
+            [
+                cell.directory.name,
+                cell.name,
+                _number(count and count(cell.job.model), "{:,}"),
+                cell.ranks,
+                cell.nodes,
+                state.kind,
+                _number(cell.gpu_hours, "{:,.1f}"),
+            ]
+        )
     numbers = ("parameters", "ranks", "nodes", "GPU-hours at most")
     titles = ["run", "cell", *numbers[:3], "state", numbers[3]]
     if any(cell.prediction for cell in cells):
@@ -48,9 +68,16 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
     print(*table(titles, rows, (*numbers, *PREDICTED[:1], *PREDICTED[2:]), ("cell", "run")), sep="\n")
     start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
     others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
-    print(f"{counted(len(cells), 'cell')}: " + ", ".join([
-        f"{start} to start", *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)),
-        f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes"]))
+    print(
+        f"{counted(len(cells), 'cell')}: "
+        + ", ".join(
+            [
+                f"{start} to start",
+                *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)),
+                f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes",
+            ]
+        )
+    )
 
 
 def predicted(cells: list[Cell]) -> None:
@@ -106,8 +133,10 @@ def result_line(directory: Path) -> str:
     result = layout.RESULT.read(directory)
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
     held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f}{lowest(result)})"
-    return (f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
-            f"({layout.RESULT.of(directory)})")
+    return (
+        f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
+        f"({layout.RESULT.of(directory)})"
+    )
 
 
 def lowest(result: dict) -> str:
@@ -119,8 +148,8 @@ def lowest(result: dict) -> str:
 
 
 def longer(cell: Cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint. The last one alone, of after the decay of the
-    learning rate, has to be asked for by its step.
+    """Print the `titan extend` command for a finished run that has left a checkpoint. The last one alone, of after the
+    decay of the learning rate, has to be asked for by its step.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":

@@ -1,4 +1,5 @@
 """Copy the code of a job at submission, so that edits made while it waits in the queue do not change it."""
+
 import contextlib
 import os
 import shutil
@@ -16,7 +17,8 @@ ROOT = Path(titan_hydra.__file__).parents[1]
 
 
 def take(runs: Path, user: dict[str, Path]) -> Path:
-    """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns that folder.
+    """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns
+    that folder.
 
     A copy that was changed, or has lost files to a purge of old ones, is replaced.
     """
@@ -48,7 +50,8 @@ def intact(copy: Path) -> bool:
 
 
 def files(root: Path) -> list[str]:
-    """List the files of the code: in a checkout all tracked files in their present state and new Python files, else the package.
+    """List the files of the code: in a checkout all tracked files in their present state and new Python files, else the
+    package.
 
     Raises ConfigError if git does not list them, as in a checkout that belongs to another user.
     """

@@ -1,9 +1,11 @@
-"""Submit cells to SLURM: claim each, group them by the resources they need, write the manifest, and only then call sbatch.
+"""Submit cells to SLURM: claim each, group them by the resources they need, write the manifest, and only then call
+sbatch.
 
-No cell runs twice and none is lost, whatever happens on the way: a claimed attempt records a token that is in the job's name too, so the
-next launcher finds a job whose submitter died, or whose sbatch failed, before its id was recorded; a job's script starts no attempt with
-another token; and ranks of an attempt that is not the newest stop.
+No cell runs twice and none is lost, whatever happens on the way: a claimed attempt records a token that is in the job's
+name too, so the next launcher finds a job whose submitter died, or whose sbatch failed, before its id was recorded; a
+job's script starts no attempt with another token; and ranks of an attempt that is not the newest stop.
 """
+
 from __future__ import annotations
 
 import getpass
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from .dispatch import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
-NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"  # errors of sbatch after which SLURM may still have the job
-TOO_MANY = r"Submit\w*Limit|submit limit"  # errors of sbatch where a user has too many jobs, of which an array's tasks are some
+# errors of sbatch after which SLURM may still have the job
+NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
+# errors of sbatch where a user has too many jobs, of which an array's tasks are some
+TOO_MANY = r"Submit\w*Limit|submit limit"
 PATIENCE = 3  # seconds until squeue is asked again after such an sbatch
 
 
@@ -52,17 +56,22 @@ class Array:
 
 
 class ArrayOrder:
-    """Which jobs an array waits for, so that at most cluster.max_parallel cells of a command line run at once, whatever their shapes."""
+    """Which jobs an array waits for, so that at most cluster.max_parallel cells of a command line run at once, whatever
+    their shapes.
+    """
 
     def __init__(self, states: list[State]) -> None:
         """Count the cells of the line that are queued or running already."""
         self.refused = Counter[str]()  # cells that SLURM has refused, by its sentence
         active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
         self.before: list[str] = []  # jobs that must have ended
-        self.now, self.used = list(dict.fromkeys(active)), len(active)  # jobs after these, and how many cells of them may run at once
+        # jobs after these, and how many cells of them may run at once
+        self.now, self.used = list(dict.fromkeys(active)), len(active)
 
     def after(self, count: int, limit: int) -> str:
-        """Return the jobs that an array of `count` cells waits for, as SLURM's dependencies name them; limit 0 is none."""
+        """Return the jobs that an array of `count` cells waits for, as SLURM's dependencies name them; limit 0 is
+        none.
+        """
         if limit and self.now and self.used + min(count, limit) > limit:
             self.before, self.now, self.used = self.now, [], 0
         return ":".join(self.before) if limit else ""
@@ -81,24 +90,29 @@ def _shape_of(cell: Cell) -> JobShape:
 
 
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
-    """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks; packed: all into
-    one job of the largest shape, in their order.
+    """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks;
+    packed: all into one job of the largest shape, in their order.
     """
     if packed:
         shapes = [_shape_of(cell) for cell in cells]
         minutes = cells[0].job.cluster.time_minutes
-        largest = JobShape(max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes),
-                        minutes and minutes * len(cells))
+        largest = JobShape(
+            max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes), minutes and minutes * len(cells)
+        )
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
     alike: dict[tuple[JobShape, int, str], list[Cell]] = {}
     for cell in cells:
         alike.setdefault((_shape_of(cell), cell.job.fault_tolerance.replicas, repr(cell.job.cluster)), []).append(cell)
-    return [Array(secrets.token_hex(4), shape, some[first:first + max(limit // groups, 1)])
-            for (shape, groups, _), some in alike.items() for first in range(0, len(some), max(limit // groups, 1))]
+    return [
+        Array(secrets.token_hex(4), shape, some[first : first + max(limit // groups, 1)])
+        for (shape, groups, _), some in alike.items()
+        for first in range(0, len(some), max(limit // groups, 1))
+    ]
 
 
 def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path, after: str = "") -> SlurmBatch:
-    """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its replica groups.
+    """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its
+    replica groups.
 
     It starts when the job `after` has ended.
     """
@@ -140,7 +154,9 @@ def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
 
 
 def run(cells: list[Cell], folder: Path | None) -> int:
-    """Submit every cell that is to be started, and print how to follow them; with launch.wait, follow them. Returns the exit status."""
+    """Submit every cell that is to be started, and print how to follow them; with launch.wait, follow them. Returns the
+    exit status.
+    """
     interrupts, wait = Interrupts(), cells[0].job.launch.wait
     states = rundir.states([cell.directory for cell in cells])
     start = [(cell, state) for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
@@ -156,13 +172,17 @@ def run(cells: list[Cell], folder: Path | None) -> int:
 
 
 def baseline_of(cells: list[Cell]) -> Cell | None:
-    """Return the cell that the others are compared with, if it is one of these: the one that the sweep names, or the first."""
+    """Return the cell that the others are compared with, if it is one of these: the one that the sweep names, or the
+    first.
+    """
     named = cells[0].job.sweep.baseline
     return next((cell for cell in cells if cell.name == named), None if named else cells[0])
 
 
 def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None) -> list[tuple[Cell, State]]:
-    """Put the baseline first in a packed job and, in a folder of the sweep, at the end again: their difference measures drift."""
+    """Put the baseline first in a packed job and, in a folder of the sweep, at the end again: their difference measures
+    drift.
+    """
     baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
         return start
@@ -173,7 +193,9 @@ def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None)
 
 
 def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts, order: ArrayOrder) -> int:
-    """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit status."""
+    """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit
+    status.
+    """
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
     modules = {module: None for cell in cells for module in cell.job.train.imports}
@@ -192,9 +214,18 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
 
 
 def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cell, list[Path]]]:
-    """Claim the next attempt of an array's cells. Returns each cell with its attempt and those of its replica groups."""
-    owner = {"executor": "slurm", "token": array.token, "packed": array.packed, "job_id": None, "user": getpass.getuser(),
-             "code": code, "cluster": slurm.setting("ClusterName")}
+    """Claim the next attempt of an array's cells. Returns each cell with its attempt and those of its replica
+    groups.
+    """
+    owner = {
+        "executor": "slurm",
+        "token": array.token,
+        "packed": array.packed,
+        "job_id": None,
+        "user": getpass.getuser(),
+        "code": code,
+        "cluster": slurm.setting("ClusterName"),
+    }
     claimed = []
     for cell in array.cells:
         number = states[cell.directory].attempt + 1
@@ -220,7 +251,8 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
 
 
 def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, order: ArrayOrder) -> int:
-    """Submit the claimed attempts of each cell: in one array or, where a limit of the site allows fewer jobs, in as large ones as it takes.
+    """Submit the claimed attempts of each cell: in one array or, where a limit of the site allows fewer jobs, in as
+    large ones as it takes.
 
     Returns the exit status.
     """
@@ -264,10 +296,11 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
 
 
 def after_refusal(attempts: list[Path], number: int, reason: str, refused: Counter[str]) -> int:
-    """Check whether SLURM has the job of `number` cells although sbatch failed, as when the controller answers too late. If it has not, the
-    cells are counted in `refused`. Returns the exit status.
+    """Check whether SLURM has the job of `number` cells although sbatch failed, as when the controller answers too
+    late. If it has not, the cells are counted in `refused`. Returns the exit status.
 
-    After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by the next command.
+    After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by
+    the next command.
     """
     owners = [layout.CLAIM.read(attempt) for attempt in attempts]
     uncertain, cells = re.search(NO_ANSWER, reason, re.I), counted(number, "cell")
@@ -289,7 +322,9 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
 
 
 def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
-    """Print changes of state until no cell is queued or running (launch.wait). Ctrl-C ends the printing; the jobs continue."""
+    """Print changes of state until no cell is queued or running (launch.wait). Ctrl-C ends the printing; the jobs
+    continue.
+    """
     before: dict[Path, str] = {}
     while True:
         states = rundir.states([cell.directory for cell in cells])

@@ -1,8 +1,11 @@
-"""The entry point of every rank: determine its rank, check that the job is the one that was submitted, and call the trainer.
+"""The entry point of every rank: determine its rank, check that the job is the one that was submitted, and call the
+trainer.
 
-Three callers: submitit calls `run_rank`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank
-without them); cluster=inline calls `run_rank(..., inline=True)`. A rank imports only what its job needs: no Hydra, no launcher.
+Three callers: submitit calls `run_rank`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's
+variables (one rank without them); cluster=inline calls `run_rank(..., inline=True)`. A rank imports only what its job
+needs: no Hydra, no launcher.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -100,13 +103,17 @@ class Log(io.FileIO):
 
 
 def own_process(log: Path) -> None:
-    """Redirect this rank's output to its log, restore the signal handling that submitit changes, and let SIGQUIT print all stacks."""
+    """Redirect this rank's output to its log, restore the signal handling that submitit changes, and let SIGQUIT print
+    all stacks.
+    """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(descriptor, target)
     os.close(descriptor)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(io.BufferedWriter(Log(number, "w", closefd=False)), "utf-8", "backslashreplace",
-                                               line_buffering=True) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(Log(number, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True)
+        for number in (1, 2)
+    )
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, _stop_before_training)
@@ -134,8 +141,9 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     remove_stopped(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)
     if layout.RESULT.read(directory).get("status") == "done":
         return None  # requeued after its end
-    os.environ.update(RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks),
-                      LOCAL_WORLD_SIZE=str(place.local_ranks))
+    os.environ.update(
+        RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks), LOCAL_WORLD_SIZE=str(place.local_ranks)
+    )
     home, attempt = (folder, attempt) if submission else folders_of(replica, directory, attempt)
     attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)
@@ -159,8 +167,8 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def remove_stopped(attempt: Path, rank: int) -> None:
-    """Delete this rank's files of the attempt before if it was asked to stop there: three a rank add up to 150,000 in a hundred requeues
-    of 512. Rank 0's stay, and those of ranks that failed.
+    """Delete this rank's files of the attempt before if it was asked to stop there: three a rank add up to 150,000 in a
+    hundred requeues of 512. Rank 0's stay, and those of ranks that failed.
     """
     if rank and layout.RANK.read(attempt, rank).get("exit_status") == Exit.REQUEUED:
         for entry in (layout.RANK, layout.LOG, layout.BEAT):
@@ -169,16 +177,20 @@ def remove_stopped(attempt: Path, rank: int) -> None:
 
 
 def set_environment(local_ranks: int, async_tp: bool) -> None:
-    """Set what torch and other libraries read once in a process, before a user's module can import them. What a site has set stays.
+    """Set what torch and other libraries read once in a process, before a user's module can import them. What a site
+    has set stays.
 
-    Expandable segments waste less of a GPU's memory; the symmetric memory of async tensor parallelism is not made of them.
+    Expandable segments waste less of a GPU's memory; the symmetric memory of async tensor parallelism is not made of
+    them.
     """
     settings = {
         "OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // local_ranks, 1)),
-        # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as long on busy cores.
+        # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as
+        # long on busy cores.
         "GOMP_SPINCOUNT": "20000",
         "RUST_LOG": "error",  # torchft writes many lines a step
-        # Read at the first matmul: a deterministic run may follow others in this process (cluster=inline). It is torch's size on Hopper.
+        # Read at the first matmul: a deterministic run may follow others in this process (cluster=inline). It is
+        # torch's size on Hopper.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the variable's name before torch 2.9
@@ -188,7 +200,9 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
-    """Return a rank's replica group, on SLURM a job, and its place in it. Raises ConfigError if the number of ranks is not the job's."""
+    """Return a rank's replica group, on SLURM a job, and its place in it. Raises ConfigError if the number of ranks is
+    not the job's.
+    """
     directory, replica = group_at(folder)
     size = processes(job) // job.fault_tolerance.replicas
     ranks = size if place.starter == "slurm" else processes(job)
@@ -202,7 +216,9 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read config.json. Raises ConfigError if its identity is not the directory's: edited, or written by another version."""
+    """Read config.json. Raises ConfigError if its identity is not the directory's: edited, or written by another
+    version.
+    """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
     if not content:
@@ -213,13 +229,17 @@ def load_job(directory: Path) -> Job:
         raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
     expected = directory.name.rpartition("-")[2]
     if identity(job) != expected:
-        raise ConfigError(f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it "
-                          "was submitted, or another version of titan_hydra has written it")
+        raise ConfigError(
+            f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it "
+            "was submitted, or another version of titan_hydra has written it"
+        )
     return job
 
 
 def _check_claim(attempt: Path, place: Place) -> str:
-    """Return the token of the SLURM submission, or "". Raises ConfigError if another attempt has taken over, or the code differs."""
+    """Return the token of the SLURM submission, or "". Raises ConfigError if another attempt has taken over, or the
+    code differs.
+    """
     newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
@@ -243,7 +263,8 @@ def _job_id() -> str | None:
 
 
 def _rendezvous(file: Path, place: Place, host: str):
-    """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0, on `host`, writes a free port to `file`.
+    """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0, on `host`, writes a free port
+    to `file`.
 
     Under torchrun the existing store is used. Raises NoRendezvous if rank 0 does not start.
     """
@@ -276,7 +297,8 @@ class NoRendezvous(RunError):
 
 
 def until_seen(file: Path, seconds: int = LATE) -> None:
-    """Wait for a file that was written before this rank was started; other hosts of a network file system may see it late.
+    """Wait for a file that was written before this rank was started; other hosts of a network file system may see it
+    late.
 
     Raises Unhealthy after `seconds`: the fault is in this host's view of the file system, not in the job.
     """
@@ -289,7 +311,8 @@ def _appears(file: Path, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(FileNotFoundError):
-            if file.name in os.listdir(file.parent):  # an NFS client remembers for long that a file was not there; a listing asks again
+            # an NFS client remembers for long that a file was not there; a listing asks again
+            if file.name in os.listdir(file.parent):
                 return True
         if time.monotonic() > deadline:
             return False

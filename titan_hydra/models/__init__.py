@@ -1,6 +1,7 @@
-"""Model families, a folder each: config.py (its keys, no torch), model.py (the module on one device), sharding.py (how tensor parallelism
-splits it), hf.py (Hugging Face's names). What families share is in layers.py, init.py and hf.py.
+"""Model families, a folder each: config.py (its keys, no torch), model.py (the module on one device), sharding.py (how
+tensor parallelism splits it), hf.py (Hugging Face's names). What families share is in layers.py, init.py and hf.py.
 """
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ __all__ = ["Family", "Model", "build", "decoder_flops", "decoder_modules", "deco
 
 
 def build(config: Model, seq_len: int) -> nn.Module:
-    """Build the model of `config` for sequences of up to `seq_len` tokens, on the current default device (use `with torch.device("meta")`).
-    Raises ConfigError if its family is not registered.
+    """Build the model of `config` for sequences of up to `seq_len` tokens, on the current default device (use `with
+    torch.device("meta")`). Raises ConfigError if its family is not registered.
     """
     return family_of(config).part("model")(config, seq_len)

@@ -1,4 +1,5 @@
 """Translate a family to and from Hugging Face: the names of its weights, and its config.json."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,27 +15,44 @@ from titan_hydra.base.errors import ConfigError
 from . import Model, build, family_of
 
 DECODER = {  # names of a decoder made of layers.py, there
-    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
-    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
 }
 EXPERTS = {  # those of a feed-forward of experts (moe.py), beside DECODER
-    "feed_forward.router": "mlp.gate", "feed_forward.router.bias": "mlp.gate.e_score_correction_bias",
-    "feed_forward.experts.w1": "mlp.experts.{}.gate_proj.weight", "feed_forward.experts.w2": "mlp.experts.{}.down_proj.weight",
-    "feed_forward.experts.w3": "mlp.experts.{}.up_proj.weight", "feed_forward.shared_experts.w1": "mlp.shared_experts.gate_proj",
-    "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj", "feed_forward.shared_experts.w3": "mlp.shared_experts.up_proj",
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.router.bias": "mlp.gate.e_score_correction_bias",
+    "feed_forward.experts.w1": "mlp.experts.{}.gate_proj.weight",
+    "feed_forward.experts.w2": "mlp.experts.{}.down_proj.weight",
+    "feed_forward.experts.w3": "mlp.experts.{}.up_proj.weight",
+    "feed_forward.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "feed_forward.shared_experts.w3": "mlp.shared_experts.up_proj",
 }
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's other side. Weights are exchanged unchanged: one to one, or a stack of experts and a tensor for each."""
+    """A family's other side. Weights are exchanged unchanged: one to one, or a stack of experts and a tensor for
+    each.
+    """
 
     model_type: str  # in config.json, as model_type or _class_name
-    names: dict[str, str]  # of modules outside the blocks, of those within one, and of tensors that are not a module's weight
-    to_config: Callable[[Any, torch.dtype], dict]  # (model section, dtype of the weights): config.json without token ids
-    from_config: Callable[[dict, Path], Model]  # (config.json, its file): the model section; raises ConfigError for what cannot be had
+    # of modules outside the blocks, of those within one, and of tensors that are not a module's weight
+    names: dict[str, str]
+    # (model section, dtype of the weights): config.json without token ids
+    to_config: Callable[[Any, torch.dtype], dict]
+    # (config.json, its file): the model section; raises ConfigError for what cannot be had
+    from_config: Callable[[dict, Path], Model]
     files: str = "model"  # how the names of its files of weights begin
 
     def of(self, config: Any) -> HuggingFace:
@@ -42,7 +60,9 @@ class HuggingFace:
         return self
 
     def name(self, fqn: str) -> str:
-        """Return Hugging Face's name of the tensor `fqn`; of a stack of experts the name of one, with {} for its number."""
+        """Return Hugging Face's name of the tensor `fqn`; of a stack of experts the name of one, with {} for its
+        number.
+        """
         block, part = "", fqn
         if fqn.startswith("layers."):
             _, layer, part = fqn.split(".", 2)
@@ -64,20 +84,24 @@ def hf_of(config: Model) -> HuggingFace:
 
 
 def meta_state(config: Model) -> dict[str, Tensor]:
-    """Return what a checkpoint of a model holds, on the meta device, from the embedding to the head: parameters, and buffers."""
+    """Return what a checkpoint of a model holds, on the meta device, from the embedding to the head: parameters, and
+    buffers.
+    """
     with torch.device("meta"):
         return build(config, 1).state_dict(keep_vars=True)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor of `meta_state` is converted: `dtype`; for a buffer its own, as what it adds up is too fine for 16
-    bits.
+    """Return the dtype in which a tensor of `meta_state` is converted: `dtype`; for a buffer its own, as what it adds
+    up is too fine for 16 bits.
     """
     return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def only_these(config: Model, only: dict[str, Any]) -> None:
-    """Raise ConfigError if a key of the model has another value than `only`, which is all that the format can express."""
+    """Raise ConfigError if a key of the model has another value than `only`, which is all that the format can
+    express.
+    """
     for key, value in only.items():
         if getattr(config, key) != value:
             raise ConfigError(f"model.{key}={getattr(config, key)}: only {value} can be converted")
@@ -114,8 +138,8 @@ def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
 
 
 def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of every decoder for a config.json (old and new spelling of RoPE). Raises ConfigError if it has another value than
-    `only`.
+    """Return the keys of every decoder for a config.json (old and new spelling of RoPE). Raises ConfigError if it has
+    another value than `only`.
     """
     only_values(data, file, {"hidden_act": "silu", "attention_bias": False, **only})
     dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data)

@@ -1,8 +1,10 @@
-"""Initial weights independent of the layout: every element is a function of (seed, parameter name, index in the full tensor).
+"""Initial weights independent of the layout: every element is a function of (seed, parameter name, index in the full
+tensor).
 
-A counter-based generator makes that cheap: a shard computes only its own elements, so no rank holds or draws a full tensor, and whole,
-sharded (FSDP, HSDP, tensor parallel, evenly or not) and staged models start from the same bits.
+A counter-based generator makes that cheap: a shard computes only its own elements, so no rank holds or draws a full
+tensor, and whole, sharded (FSDP, HSDP, tensor parallel, evenly or not) and staged models start from the same bits.
 """
+
 import hashlib
 import math
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ class Normal:
 
 @torch.no_grad()
 def init_weights(module: nn.Module, config: Model, seed: int) -> None:
-    """Fill a model or pipeline stage, already on its device, with its initial weights (DTensors included) and recompute its buffers."""
+    """Fill a model or pipeline stage, already on its device, with its initial weights (DTensors included) and recompute
+    its buffers.
+    """
     for name, parameter in module.named_parameters():
         fqn, (owner, _, leaf) = clean_name(name), name.rpartition(".")
         own = getattr(module.get_submodule(owner), "initial_std", {})  # of an adapter, which no family knows
@@ -77,10 +81,11 @@ def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
 
 
 def normal(index: Tensor, distribution: Normal, key: int) -> Tensor:
-    """Return normal numbers (fp32) for flat indices (int64, overwritten): a hash, 24 of its bits as a uniform number, the inverse of the
-    normal CDF.
+    """Return normal numbers (fp32) for flat indices (int64, overwritten): a hash, 24 of its bits as a uniform number,
+    the inverse of the normal CDF.
 
-    The hash is splitmix64's: a Weyl sequence from `key` through a 64-bit finalizer. 24 bits reach 5.4 standard deviations.
+    The hash is splitmix64's: a Weyl sequence from `key` through a 64-bit finalizer. 24 bits reach 5.4 standard
+    deviations.
     """
     # ((2k + 1) / 2^24 - 1) for k of 24 bits: odd, symmetric around 0, never +-1, and exact in fp32.
     uniform = shift_right(splitmix64_(index, key), 40).mul_(2).add_(1 - (1 << 24)).to(torch.float32)
@@ -89,7 +94,9 @@ def normal(index: Tensor, distribution: Normal, key: int) -> Tensor:
 
 
 def splitmix64_(index: Tensor, key: int) -> Tensor:
-    """Hash each index in place; int64 arithmetic wraps, as the algorithm requires. https://prng.di.unimi.it/splitmix64.c"""
+    """Hash each index in place; int64 arithmetic wraps, as the algorithm requires.
+    https://prng.di.unimi.it/splitmix64.c
+    """
     z = index.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
     z.bitwise_xor_(shift_right(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     z.bitwise_xor_(shift_right(z, 27)).mul_(_signed(0x94D049BB133111EB))
@@ -107,7 +114,8 @@ def _signed(x: int) -> int:
 
 
 def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of a shard in each dimension of the full tensor: this rank's, or that of another mesh coordinate.
+    """Return offsets and sizes of a shard in each dimension of the full tensor: this rank's, or that of another mesh
+    coordinate.
 
     Every split is torch.chunk's, so shards are contiguous.
     """
@@ -127,8 +135,8 @@ def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[l
 def split_order(parameter: DTensor) -> list[tuple[int, int]]:
     """Return (mesh dim, tensor dim) of each split, in the order of the splits.
 
-    A plain Shard splits before the mesh dimensions to its right. A strided one (FSDP over tensor parallel) comes after as many splits of
-    its tensor dimension as multiply to its split factor.
+    A plain Shard splits before the mesh dimensions to its right. A strided one (FSDP over tensor parallel) comes after
+    as many splits of its tensor dimension as multiply to its split factor.
     """
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(parameter.device_mesh.ndim)):

@@ -1,9 +1,11 @@
 """A decoder-only transformer and its layers: attention, feed-forward, a tied head, rotary positions, packed documents.
 
-They run on one device and know nothing of meshes, sharding or stages. Parameters have the names of Llama's reference code, which survive
-any split: layers are in a ModuleDict, and a pipeline stage is the model with layers deleted and `tok_embeddings`, `norm` or `output` set to
-None. Rotary positions pair the two halves of a head as Hugging Face does, so weights need no permutation to or from its format.
+They run on one device and know nothing of meshes, sharding or stages. Parameters have the names of Llama's reference
+code, which survive any split: layers are in a ModuleDict, and a pipeline stage is the model with layers deleted and
+`tok_embeddings`, `norm` or `output` set to None. Rotary positions pair the two halves of a head as Hugging Face does,
+so weights need no permutation to or from its format.
 """
+
 import math
 from typing import Any
 
@@ -20,7 +22,9 @@ from .init import Normal
 
 
 class Decoder(nn.Module):
-    """Decoder-only transformer: token ids [batch, seq] to logits [batch, seq, vocab] in the compute dtype (the loss up-casts)."""
+    """Decoder-only transformer: token ids [batch, seq] to logits [batch, seq, vocab] in the compute dtype (the loss
+    up-casts).
+    """
 
     def __init__(self, config: Model, seq_len: int):
         super().__init__()
@@ -50,15 +54,20 @@ class Decoder(nn.Module):
         rotary.copy_(self.rotary_table(rotary.device))
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, ends: Tensor | None = None, targets: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        ends: Tensor | None = None,
+        targets: Tensor | None = None,
         **own: Tensor,
     ) -> Tensor:
-        """Compute logits, the hidden state (a stage without head) or the loss. Without an embedding, `tokens` is the hidden state [batch,
-        seq, dim].
+        """Compute logits, the hidden state (a stage without head) or the loss. Without an embedding, `tokens` is the
+        hidden state [batch, seq, dim].
 
-        `positions` [batch, seq] replace 0, 1, ... if the sequence is split, reordered, or of packed documents. `ends` [batch, n] (int32)
-        are where a sample's documents end, the last one's repeated: attention stays within a document. `targets` [batch, seq] are passed
-        to an `output` that accepts them, which then returns the loss. What a family has beside it takes in `embed`.
+        `positions` [batch, seq] replace 0, 1, ... if the sequence is split, reordered, or of packed documents. `ends`
+        [batch, n] (int32) are where a sample's documents end, the last one's repeated: attention stays within a
+        document. `targets` [batch, seq] are passed to an `output` that accepts them, which then returns the loss. What
+        a family has beside it takes in `embed`.
         """
         rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
         h = self.embed(tokens, **own)
@@ -68,23 +77,30 @@ class Decoder(nn.Module):
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
-        return self.output(h) if targets is None else self.output(h, targets=targets)  # by name: hooks take only the first by place
+        # by name: hooks take only the first by place
+        return self.output(h) if targets is None else self.output(h, targets=targets)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input of the first block: the embedding of token ids, or, in a later stage, the hidden state itself."""
+        """Return the input of the first block: the embedding of token ids, or, in a later stage, the hidden state
+        itself.
+        """
         return tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
 
     def documents(self, ends: Tensor, h: Tensor) -> Tensor:
-        """Return where documents begin and end or, for an attention kernel that takes no offsets, a mask of all pairs for all layers."""
+        """Return where documents begin and end or, for an attention kernel that takes no offsets, a mask of all pairs
+        for all layers.
+        """
         call = Call(h.device.type, DTYPES[h.dtype], self.config.head_width)
         return document_offsets(ends) if takes_offsets(self.config.attention, call) else document_mask(ends, self.seq_len)
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:
-        """Return the initial distribution of a parameter, or its constant; TorchTitan's choices, which follow the paper's.
+        """Return the initial distribution of a parameter, or its constant; TorchTitan's choices, which follow the
+        paper's.
 
-        Linears are normal with std 0.02 (TorchTitan truncates them at 100 sigma, which has no effect); the matrices that write to the
-        residual stream, and w3, shrink with depth. A tied embedding starts as the head does: N(0, 1) would give huge logits.
+        Linears are normal with std 0.02 (TorchTitan truncates them at 100 sigma, which has no effect); the matrices
+        that write to the residual stream, and w3, shrink with depth. A tied embedding starts as the head does: N(0, 1)
+        would give huge logits.
         """
         head = Normal(config.dim**-0.5, cut=3.0)
         if "norm" in fqn:
@@ -120,8 +136,8 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head. If the family has `qk_norm`, each
-    query and key is normalized over its head's width before it is rotated.
+    """Causal attention with grouped queries: n_heads / n_kv_heads query heads share one key/value head. If the family
+    has `qk_norm`, each query and key is normalized over its head's width before it is rotated.
     """
 
     projections = ("wq", "wk", "wv")  # linears of the same input, which `project` computes
@@ -168,9 +184,9 @@ class FeedForward(nn.Module):
 class TiedOutput(nn.Linear):
     """An output head that multiplies by the embedding's weight and has none of its own.
 
-    The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. It is a Linear, so that
-    tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which stays gathered during the root's
-    forward: in a group of its own the weight would be freed before the head needs it.
+    The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. It is a
+    Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which
+    stays gathered during the root's forward: in a group of its own the weight would be freed before the head needs it.
     """
 
     def __init__(self, embedding: nn.Embedding):
@@ -185,11 +201,14 @@ class TiedOutput(nn.Linear):
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Apply the rotary position embedding (arXiv 2104.09864) to x [batch, seq, heads, head_dim], in fp32; returns the dtype of x.
+    """Apply the rotary position embedding (arXiv 2104.09864) to x [batch, seq, heads, head_dim], in fp32; returns the
+    dtype of x.
 
-    `rotary` holds cosines and sines: the table [seq or more, 2, head_dim / 2], or its rows at positions [batch, seq, 2, head_dim / 2].
+    `rotary` holds cosines and sines: the table [seq or more, 2, head_dim / 2], or its rows at positions [batch, seq, 2,
+    head_dim / 2].
     """
     table = rotary[: x.shape[1]] if rotary.dim() == 3 else rotary
     cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
-    a, b = (half.float() for half in x.chunk(2, dim=-1))  # in this order no float32 gradient of the whole is written by compiled code
+    # in this order no float32 gradient of the whole is written by compiled code
+    a, b = (half.float() for half in x.chunk(2, dim=-1))
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)

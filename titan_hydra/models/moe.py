@@ -1,11 +1,13 @@
-"""A feed-forward of experts: a router sends each token to a few of them, and their outputs are added up, weighted by its scores.
+"""A feed-forward of experts: a router sends each token to a few of them, and their outputs are added up, weighted by
+its scores.
 
-No token is dropped. Everything here runs on one device; expert parallelism replaces the exchange (parallel/experts.py). On the way without
-it the host never waits for the device: the numbers of tokens stay there.
+No token is dropped. Everything here runs on one device; expert parallelism replaces the exchange (parallel/experts.py).
+On the way without it the host never waits for the device: the numbers of tokens stay there.
 
-A block of experts is compiled in parts. What is computed between them, once for a forward and never again in its recomputation, is what
-`keep` returns: the choice of experts, and what ranks must agree on.
+A block of experts is compiled in parts. What is computed between them, once for a forward and never again in its
+recomputation, is what `keep` returns: the choice of experts, and what ranks must agree on.
 """
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -49,19 +51,23 @@ class MoE(nn.Module):
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
     def add_up(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the sum over each token's experts of their rows [tokens * k, dim] times their gates, in a fixed order: [tokens, dim]."""
+        """Return the sum over each token's experts of their rows [tokens * k, dim] times their gates, in a fixed order:
+        [tokens, dim].
+        """
         gates = self.router.gates(scores, chosen).to(rows.dtype)
         return (rows.unflatten(0, gates.shape) * gates.unsqueeze(-1)).sum(1)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight as it is. Parallelism replaces this where a module's weights are split, so that it computes with this rank's part."""
+    """Return a weight as it is. Parallelism replaces this where a module's weights are split, so that it computes with
+    this rank's part.
+    """
     return weight
 
 
 class Destinations(NamedTuple):
-    """Where a rank's tokens go. `order` puts the (token, expert) pairs of each expert next to each other; within an expert tokens keep
-    their order.
+    """Where a rank's tokens go. `order` puts the (token, expert) pairs of each expert next to each other; within an
+    expert tokens keep their order.
     """
 
     chosen: Tensor  # [tokens, k]: the experts of each token
@@ -79,16 +85,19 @@ class Destinations(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores the experts for each token, in float32, and chooses. Whether its matmul is in float32 too is the family's `float32_router`.
+    """Scores the experts for each token, in float32, and chooses. Whether its matmul is in float32 too is the family's
+    `float32_router`.
 
-    With `balance_rate` a bias is added to the scores for the choice alone (arXiv 2408.15664); checkpoints have it. `load` counts the tokens
-    of each expert, and `entropy` sums that of the scores, since the last update. `scale` is the weight of a token in the balance loss.
+    With `balance_rate` a bias is added to the scores for the choice alone (arXiv 2408.15664); checkpoints have it.
+    `load` counts the tokens of each expert, and `entropy` sums that of the scores, since the last update. `scale` is
+    the weight of a token in the balance loss.
     """
 
     def __init__(self, config: SparseModel):
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))  # not a Linear, which number formats would convert
+        # not a Linear, which number formats would convert
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.read = plain
         self.register_buffer("bias", torch.zeros(config.n_experts) if config.balance_rate else None)
         self.register_buffer("load", torch.zeros(config.n_experts, dtype=torch.int64), persistent=False)
@@ -110,7 +119,9 @@ class Router(nn.Module):
         return Observed.apply(scores, shares, plan.counts, entropy, excess, self.load, self.entropy), plan
 
     def rate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores, shares (scores that add up to 1 for a token), both [tokens, experts], and the sum of the shares' entropies."""
+        """Return scores, shares (scores that add up to 1 for a token), both [tokens, experts], and the sum of the
+        shares' entropies.
+        """
         weight = self.read(self.weight)
         if self.config.float32_router:
             x, weight = x.float(), weight.float()
@@ -120,7 +131,9 @@ class Router(nn.Module):
         return scores, shares, torch.special.entr(shares.detach()).sum()
 
     def plan(self, scores: Tensor) -> Destinations:
-        """Choose the experts of each token, and find their order. Counts come from the sorted choice: no atomic additions, no wait."""
+        """Choose the experts of each token, and find their order. Counts come from the sorted choice: no atomic
+        additions, no wait.
+        """
         chosen = self.choose(scores)
         experts, order = chosen.flatten().int().sort(stable=True)  # a radix sort, whose passes are the bytes of a key
         each = torch.arange(self.config.n_experts, device=chosen.device, dtype=torch.int32)
@@ -150,20 +163,25 @@ class Router(nn.Module):
         return picked * self.config.score_scale
 
     def excess(self, chosen: Tensor, sequences: int) -> Tensor:
-        """Return the derivative of the balance loss by the shares of each of a sequence's tokens [sequences, experts]: `sequence_balance`
-        times the expert's tokens in the sequence, relative to an even number of them, times a token's weight in the loss.
+        """Return the derivative of the balance loss by the shares of each of a sequence's tokens [sequences, experts]:
+        `sequence_balance` times the expert's tokens in the sequence, relative to an even number of them, times a
+        token's weight in the loss.
         """
         indices = chosen.view(sequences, -1)
-        counts = self.over_sequence(torch.zeros(sequences, self.config.n_experts, device=chosen.device).scatter_add_(
-            1, indices, torch.ones_like(indices, dtype=torch.float32)))
+        counts = self.over_sequence(
+            torch.zeros(sequences, self.config.n_experts, device=chosen.device).scatter_add_(
+                1, indices, torch.ones_like(indices, dtype=torch.float32)
+            )
+        )
         return counts * (self.config.n_experts * self.config.sequence_balance * self.scale) / counts.sum(-1, keepdim=True)
 
 
 class Observed(torch.autograd.Function):
-    """Returns the scores unchanged. The backward counts each expert's tokens, adds up the entropy of the shares, and adds the gradient of
-    the balance loss.
+    """Returns the scores unchanged. The backward counts each expert's tokens, adds up the entropy of the shares, and
+    adds the gradient of the balance loss.
 
-    A backward runs once for each microbatch, however often activation checkpointing recomputes the forward, and never in a validation.
+    A backward runs once for each microbatch, however often activation checkpointing recomputes the forward, and never
+    in a validation.
     """
 
     @staticmethod
@@ -193,8 +211,9 @@ class Experts(nn.Module):
         self.read = plain
 
     def forward(self, rows: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
-        """Compute rows [n, dim] with k experts each. `order` [n * k] sorts the pairs of a row and an expert by expert, of which there are
-        counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns a row for each pair, in their order.
+        """Compute rows [n, dim] with k experts each. `order` [n * k] sorts the pairs of a row and an expert by expert,
+        of which there are counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns a row
+        for each pair, in their order.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
@@ -204,15 +223,17 @@ class Experts(nn.Module):
 
 
 class Local(nn.Module):
-    """Computes a rank's rows [tokens, dim] with experts that are all on this device. Returns [tokens * k, dim], k rows for each token."""
+    """Computes a rank's rows [tokens, dim] with experts that are all on this device. Returns [tokens * k, dim], k rows
+    for each token.
+    """
 
     def forward(self, rows: Tensor, plan: Destinations, experts: nn.Module) -> Tensor:
         return experts(rows, plan.order, plan.inverse, plan.counts)
 
 
 class Moved(torch.autograd.Function):
-    """Puts row order[i] // k at place i, for k = len(order) / len(rows); `inverse` undoes `order`. The backward adds up the k copies of a
-    row in a fixed order, without atomic additions.
+    """Puts row order[i] // k at place i, for k = len(order) / len(rows); `inverse` undoes `order`. The backward adds up
+    the k copies of a row in a fixed order, without atomic additions.
     """
 
     @staticmethod

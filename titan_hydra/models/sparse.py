@@ -1,4 +1,7 @@
-"""The keys of models with experts, and what they count: parameters, those that a token uses, FLOPs. Imports no torch."""
+"""The keys of models with experts, and what they count: parameters, those that a token uses, FLOPs. Imports no
+torch.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,10 +29,15 @@ class SparseModel(Model):
     score_scale: float = key(1.0, "multiplies the scores of a token's experts", POSITIVE)
     expert_groups: int = key(1, "groups of experts, of which a token uses only the `groups_per_token` best", EXPERTS)
     groups_per_token: int = key(1, "groups whose experts a token may use", EXPERTS)
-    balance_rate: float = key(0.0, "step by which the bias of an expert's choice changes after each step of training, up if it had fewer "
-                              "tokens than the mean (arXiv 2408.15664); 0: no bias", NOT_NEGATIVE)
-    sequence_balance: float = key(0.0, "weight of the balance loss within a sequence (arXiv 2412.19437, section 2.1.2); 0: none",
-                                  NOT_NEGATIVE)
+    balance_rate: float = key(
+        0.0,
+        "step by which the bias of an expert's choice changes after each step of training, up if it had fewer "
+        "tokens than the mean (arXiv 2408.15664); 0: no bias",
+        NOT_NEGATIVE,
+    )
+    sequence_balance: float = key(
+        0.0, "weight of the balance loss within a sequence (arXiv 2412.19437, section 2.1.2); 0: none", NOT_NEGATIVE
+    )
 
     @property
     def sparse(self) -> bool:
@@ -41,8 +49,12 @@ class SparseModel(Model):
     def faults(self) -> Iterator[Fault]:
         """A token passes some of the experts, all in the groups that it may use; at least one block is sparse."""
         if self.n_experts % self.expert_groups:
-            yield Fault("model.expert_groups", self.expert_groups, f"{self.n_experts} experts cannot be divided by it",
-                        legal=divisors(self.n_experts))
+            yield Fault(
+                "model.expert_groups",
+                self.expert_groups,
+                f"{self.n_experts} experts cannot be divided by it",
+                legal=divisors(self.n_experts),
+            )
             return
         if self.groups_per_token > self.expert_groups:
             yield Fault("model.groups_per_token", self.groups_per_token, f"there are {self.expert_groups} groups", (self.expert_groups,))
@@ -51,8 +63,12 @@ class SparseModel(Model):
         if self.experts_per_token > usable:
             yield Fault("model.experts_per_token", self.experts_per_token, f"a token may use {usable} experts", legal=(usable,))
         if self.n_dense_layers >= self.n_layers:
-            yield Fault("model.n_dense_layers", self.n_dense_layers, f"leaves none of {self.n_layers} blocks to the experts",
-                        legal=(self.n_layers - 1,))
+            yield Fault(
+                "model.n_dense_layers",
+                self.n_dense_layers,
+                f"leaves none of {self.n_layers} blocks to the experts",
+                legal=(self.n_layers - 1,),
+            )
 
 
 def expert_parameters(config: SparseModel) -> int:
@@ -61,8 +77,8 @@ def expert_parameters(config: SparseModel) -> int:
 
 
 def sparse_parameters(config: SparseModel, attention: int) -> int:
-    """Return the number of parameters of a model with experts: embedding and head, feed-forwards (dense ones, routers, shared and routed
-    experts), `attention` of each block, norms.
+    """Return the number of parameters of a model with experts: embedding and head, feed-forwards (dense ones, routers,
+    shared and routed experts), `attention` of each block, norms.
     """
     sparse, dim = config.n_layers - config.n_dense_layers, config.dim
     ends = config.vocab_size * dim * (1 if config.tie_embeddings else 2)

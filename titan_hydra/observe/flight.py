@@ -1,8 +1,10 @@
-"""The flight recorder of a rank: its last collectives, from torch's own recorders, and its position, in a file that `titan flight` reads.
+"""The flight recorder of a rank: its last collectives, from torch's own recorders, and its position, in a file that
+`titan flight` reads.
 
-torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are recorded here. NCCL's
-are not: that would keep their tensors in the device's memory.
+torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are
+recorded here. NCCL's are not: that would keep their tensors in the device's memory.
 """
+
 import collections
 import json
 import os
@@ -28,7 +30,8 @@ RECORDED = 2000  # collectives that torch keeps
 WRITTEN = 400  # of these go into a dump
 RECORDERS = flight_recorders()
 FRAMES = 3  # of a stack, innermost first, and as many that are not torch's
-MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
+# sends and receives over gloo, the newest last
+MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()  # of sends to and receives from each rank
 _lock = threading.Lock()
 
@@ -38,7 +41,8 @@ def configure(run: Run) -> None:
     settings = {
         "TORCH_FR_BUFFER_SIZE": str(RECORDED),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(run.attempt / "nccl_trace_"),  # and the rank: NCCL's own dump, which torchfrtrace reads
+        # and the rank: NCCL's own dump, which torchfrtrace reads
+        "TORCH_FR_DUMP_TEMP_FILE": str(run.attempt / "nccl_trace_"),
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(run.attempt / "nccl_trace_"),  # the same to older releases
     }
     for name, value in settings.items():
@@ -46,15 +50,27 @@ def configure(run: Run) -> None:
 
 
 def record_messages() -> None:
-    """Record the sends and receives of pipeline stages over gloo, which torch's recorder does not see. Repeated calls are harmless."""
+    """Record the sends and receives of pipeline stages over gloo, which torch's recorder does not see. Repeated calls
+    are harmless.
+    """
+
     def counted(batch_p2p: Callable[..., Any]) -> Callable[..., Any]:
         def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
             works = batch_p2p(operations, desc)
             for operation, work in zip(operations, works, strict=False):
                 kind, peer = operation.op.__name__, operation.peer
                 _counts[kind, peer] += 1
-                MESSAGES.append({"op": kind.removeprefix("i"), "peer": peer, "seq": _counts[kind, peer], "work": work, "time": time.time(),
-                                 "size": list(operation.tensor.shape), "group": operation.group.group_name})
+                MESSAGES.append(
+                    {
+                        "op": kind.removeprefix("i"),
+                        "peer": peer,
+                        "seq": _counts[kind, peer],
+                        "work": work,
+                        "time": time.time(),
+                        "size": list(operation.tensor.shape),
+                        "group": operation.group.group_name,
+                    }
+                )
             for message in list(MESSAGES)[-64:-16]:  # a message that is over need not keep its tensor
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
@@ -72,22 +88,35 @@ def progress() -> tuple:
 
 
 def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
-    """Write flight_<rank>.json: position of this rank, stacks of all threads, its groups and the last operations in each of them.
+    """Write flight_<rank>.json: position of this rank, stacks of all threads, its groups and the last operations in
+    each of them.
 
-    `where` holds step and phase, and when recent steps began. With an `error`, the main thread's stack is the one that raised it.
+    `where` holds step and phase, and when recent steps began. With an `error`, the main thread's stack is the one that
+    raised it.
     """
     with _lock:
         content = {
-            "rank": run.rank, "host": socket.gethostname(), "time": time.time(), "why": why, **where,
-            "groups": groups_of_rank(mesh), "collectives": collectives(), "messages": messages(), "stacks": stacks() | raised(error),
+            "rank": run.rank,
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "why": why,
+            **where,
+            "groups": groups_of_rank(mesh),
+            "collectives": collectives(),
+            "messages": messages(),
+            "stacks": stacks() | raised(error),
         }
         write_text(layout.FLIGHT.of(run.attempt, run.rank), json.dumps(content), durable=False)
 
 
 def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
-    """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the default group."""
-    found = {group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(process_groups.pg_group_ranks[group])}
-             for group in list(process_groups.pg_map)}
+    """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the
+    default group.
+    """
+    found = {
+        group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(process_groups.pg_group_ranks[group])}
+        for group in list(process_groups.pg_map)
+    }
     for name in mesh.world.mesh_dim_names if mesh is not None and mesh.world is not None else ():
         group = mesh.world.get_group(name)
         if group.size() > 1:
@@ -97,15 +126,27 @@ def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
 
 def collectives() -> list[dict]:
     """Return the last collectives of torch's recorders, oldest first."""
-    entries = [entry for dump in RECORDERS for entry in pickle.loads(dump(True, True, False)).get("entries", [])
-               if not entry["is_p2p"]]  # NCCL numbers sends and receives on each rank for itself: they cannot be compared
+    entries = [
+        entry
+        for dump in RECORDERS
+        for entry in pickle.loads(dump(True, True, False)).get("entries", [])
+        # NCCL numbers sends and receives on each rank for itself: they cannot be compared
+        if not entry["is_p2p"]
+    ]
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    return [{
-        "group": entry["process_group"][0], "backend": entry["profiling_name"].partition(":")[0], "seq": entry["collective_seq_id"],
-        "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"], "sizes": entry["input_sizes"], "done": done(entry),
-        "time": entry["time_created_ns"] / 1e9,
-        "stack": callers(entry.get("frames", [])),
-    } for entry in entries[-WRITTEN:]]
+    return [
+        {
+            "group": entry["process_group"][0],
+            "backend": entry["profiling_name"].partition(":")[0],
+            "seq": entry["collective_seq_id"],
+            "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            "sizes": entry["input_sizes"],
+            "done": done(entry),
+            "time": entry["time_created_ns"] / 1e9,
+            "stack": callers(entry.get("frames", [])),
+        }
+        for entry in entries[-WRITTEN:]
+    ]
 
 
 def callers(frames: list[dict]) -> list[str]:

@@ -1,8 +1,10 @@
-"""Health checks before training: is this rank's device present, free and correct, did all ranks start, and does a collective over them
-complete?
+"""Health checks before training: is this rank's device present, free and correct, did all ranks start, and does a
+collective over them complete?
 
-An unfit machine ends the run within a minute with a message that names it, instead of after hours with a time-out that names none.
+An unfit machine ends the run within a minute with a message that names it, instead of after hours with a time-out that
+names none.
 """
+
 import json
 import socket
 import time
@@ -25,10 +27,11 @@ PATIENCE = 20  # seconds for an earlier process to release its memory
 
 
 def check_device(run: Run, comm: Comm) -> torch.device:
-    """Return this rank's device, once it and those of all other ranks have passed the check. Call before a process group exists.
+    """Return this rank's device, once it and those of all other ranks have passed the check. Call before a process
+    group exists.
 
-    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not start; ConfigError if a rank was given too few
-    devices, which is no fault of its host.
+    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not start; ConfigError if a rank
+    was given too few devices, which is no fault of its host.
     """
     fault: Unhealthy | ConfigError | None = None
     try:
@@ -49,7 +52,9 @@ def check_device(run: Run, comm: Comm) -> torch.device:
 
 
 def check_links(run: Run, comm: Comm, device: torch.device) -> None:
-    """Run a first collective over all ranks on their devices. Raises Unhealthy if it does not complete or gives a wrong sum."""
+    """Run a first collective over all ranks on their devices. Raises Unhealthy if it does not complete or gives a wrong
+    sum.
+    """
     if not comm.health_check_seconds:
         return
 
@@ -63,8 +68,8 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the device with this rank's index on the host, or the only one that it can see, as where SLURM binds a GPU to each task; the
-    CPU if there is no GPU.
+    """Return the device with this rank's index on the host, or the only one that it can see, as where SLURM binds a GPU
+    to each task; the CPU if there is no GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -72,8 +77,10 @@ def device_of(run: Run) -> torch.device:
     whole = count == devices_here()  # else a device has failed
     index = 0 if count == 1 and whole else run.local_rank
     if index >= count and whole:
-        raise ConfigError(f"{socket.gethostname()}: rank {run.rank} is number {index} there and was given {counted(count, 'device')}: it "
-                          "needs all of the node's (SLURM's --gpus-per-node), or a single one of its own (--gpus-per-task=1)")
+        raise ConfigError(
+            f"{socket.gethostname()}: rank {run.rank} is number {index} there and was given {counted(count, 'device')}: it "
+            "needs all of the node's (SLURM's --gpus-per-node), or a single one of its own (--gpus-per-task=1)"
+        )
     if index >= count:
         raise Unhealthy(f"{socket.gethostname()}: device {index} is not there; {count} can be seen")
     device = torch.device("cuda", index)
@@ -98,8 +105,10 @@ def wait_until_free(device: torch.device, patience: float) -> None:
         if capacity - left - torch.cuda.memory_reserved(device) < TAKEN * capacity:
             return
         if time.monotonic() > deadline:
-            raise Unhealthy(f"{socket.gethostname()}: {(capacity - left) / 2**30:.1f} of the {capacity / 2**30:.1f} GiB of device "
-                            f"{device.index} are taken by other processes (comm.health_check_seconds=0 starts all the same)")
+            raise Unhealthy(
+                f"{socket.gethostname()}: {(capacity - left) / 2**30:.1f} of the {capacity / 2**30:.1f} GiB of device "
+                f"{device.index} are taken by other processes (comm.health_check_seconds=0 starts all the same)"
+            )
         time.sleep(0.5)
 
 
@@ -118,8 +127,8 @@ def matmul(device: torch.device) -> None:
 
 
 def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
-    """Report this rank's health to the others and wait for all of them. Returns rank 0's verdict: the fault ("" if all are fit) and its
-    host.
+    """Report this rank's health to the others and wait for all of them. Returns rank 0's verdict: the fault ("" if all
+    are fit) and its host.
 
     It uses the store and no collective, so that ranks that did not start can be named.
     """
@@ -136,7 +145,9 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
 
 
 def judge(run: Run, seconds: float) -> dict:
-    """Check all ranks on rank 0: which did not start, which is unfit, which has another kind of device than the rest."""
+    """Check all ranks on rank 0: which did not start, which is unfit, which has another kind of device than the
+    rest.
+    """
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
     reports: dict[int, dict] = {}
@@ -153,8 +164,11 @@ def judge(run: Run, seconds: float) -> dict:
         return {"fault": f"{names}: did not come within {seconds:.0f} s", "host": host_of(run, missing[0])}
     if len({rank["device"] for rank in reports.values()}) > 1:
         without = next(rank for rank in reports.values() if rank["device"] == "cpu")
-        return {"fault": f"{without['host']}: no GPU can be seen there, and other ranks have one", "host": without["host"],
-                "config": without.get("config", False)}
+        return {
+            "fault": f"{without['host']}: no GPU can be seen there, and other ranks have one",
+            "host": without["host"],
+            "config": without.get("config", False),
+        }
     return {"fault": "", "host": None}
 
 
@@ -167,8 +181,8 @@ def host_of(run: Run, rank: int) -> str | None:
 
 
 def error_of_another(verdict: dict, run: Run) -> Unhealthy | ConfigError:
-    """Return the error to raise on a healthy rank, marked secondary so that the launcher attributes the failure to the unhealthy rank's
-    record.
+    """Return the error to raise on a healthy rank, marked secondary so that the launcher attributes the failure to the
+    unhealthy rank's record.
 
     For a rank that never started, rank 0's error is the primary one.
     """

@@ -1,4 +1,5 @@
 """Report on a device's memory after it ran out: the peak, and which code holds it."""
+
 import collections
 
 import torch
@@ -19,13 +20,17 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Record where live allocations were made. It costs time, and is on until the end of the first step, where most misfits fail."""
+    """Record where live allocations were made. It costs time, and is on until the end of the first step, where most
+    misfits fail.
+    """
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")
 
 
 def explain_out_of_memory(run: Run, error: BaseException) -> None:
-    """Write memory_<rank>.txt after running out of device memory: what is allocated, by the lines of code, and torch's summary."""
+    """Write memory_<rank>.txt after running out of device memory: what is allocated, by the lines of code, and torch's
+    summary.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     if error is None or not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 docs/metrics.md defines the numbers. An unknown one is None, never estimated.
 """
+
 import contextlib
 import json
 import platform
@@ -29,9 +30,22 @@ from .trackers import Tracker, open_trackers, trackable
 
 # Dense bf16 peak of a device, FLOP/s, by a part of its name; the first that matches. Vendors' data sheets.
 PEAK_FLOPS = {
-    "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "A6000": 154.85e12,
-    "GB200": 2.5e15, "B200": 2.25e15, "GB300": 2.5e15, "B300": 2.25e15, "RTX PRO 6000 Blackwell Workstation": 503.8e12, "L40S": 362e12,
-    "MI300X": 1300e12, "MI325X": 1300e12, "MI250X": 191.5e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A6000": 154.85e12,
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GB300": 2.5e15,
+    "B300": 2.25e15,
+    "RTX PRO 6000 Blackwell Workstation": 503.8e12,
+    "L40S": 362e12,
+    "MI300X": 1300e12,
+    "MI325X": 1300e12,
+    "MI250X": 191.5e12,
 }
 
 
@@ -68,7 +82,9 @@ class Clock:
 
 
 class Rows:
-    """A .jsonl file that a run appends to. On a full disk rows are kept in memory until there is room, and the run continues."""
+    """A .jsonl file that a run appends to. On a full disk rows are kept in memory until there is room, and the run
+    continues.
+    """
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         truncate(path, resumed_at)
@@ -80,7 +96,7 @@ class Rows:
         self.waiting += json.dumps(row).encode() + b"\n"
         try:
             while self.waiting:
-                self.waiting = self.waiting[self.file.write(self.waiting):]
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
         except OSError as error:
             if not failed:
                 print(f"WARNING: {error}: {self.file.name}; its rows are kept until there is room", file=sys.stderr, flush=True)
@@ -94,7 +110,8 @@ class Metrics:
         self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
         self.parameters, formula = parameters, family_of(job.model).flops
-        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None  # of a token, forward and backward
+        # of a token, forward and backward
+        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
         self.rows: Rows | None = None  # on rank 0
@@ -111,7 +128,9 @@ class Metrics:
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None = None) -> None:
-        """Collect a step's measurements, and write a row if one is due. All ranks call it: memory is the largest over all of them."""
+        """Collect a step's measurements, and write a row if one is due. All ranks call it: memory is the largest over
+        all of them.
+        """
         self.losses.append(loss)
         if self.due(step):
             self._record(step, loss, grad_norm, lr, balance)
@@ -125,9 +144,18 @@ class Metrics:
         self.clock.window.clear()
         rate = self.tokens_per_step / seconds / self.ranks
         row = {
-            "step": step, "loss": loss, "loss_mean": self.mean_loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": rate,
-            "tflops": self.flops and self.flops * rate / 1e12, "mfu": self._mfu(rate), "memory_gib": memory,
-            "memory_reserved_gib": reserved, "step_seconds": seconds, "data_seconds": data_seconds,
+            "step": step,
+            "loss": loss,
+            "loss_mean": self.mean_loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens_per_second": rate,
+            "tflops": self.flops and self.flops * rate / 1e12,
+            "mfu": self._mfu(rate),
+            "memory_gib": memory,
+            "memory_reserved_gib": reserved,
+            "step_seconds": seconds,
+            "data_seconds": data_seconds,
             "tokens_seen": step * self.tokens_per_step,
         } | (balance.read() if balance else {})
         if self.job.debug.balance_experts:
@@ -140,7 +168,9 @@ class Metrics:
             self._track(row)
 
     def event(self, name: str, step: int, **values: Any) -> None:
-        """Write a row to events.jsonl for what happens between steps (validation, checkpoint), with its own duration."""
+        """Write a row to events.jsonl for what happens between steps (validation, checkpoint), with its own
+        duration.
+        """
         if name == "validation":
             self.validation_loss = values["validation_loss"]
         if self.events:
@@ -157,12 +187,22 @@ class Metrics:
         seconds = time.time() - self.began
         lowest, lowest_step = lowest_held_out(self.run.directory)  # of earlier processes too
         return {
-            "steps": step, "final_loss": self.mean_loss, "validation_loss": self.validation_loss, "lowest_validation_loss": lowest,
-            "lowest_validation_step": lowest_step, "tokens": step * self.tokens_per_step, "parameters": self.parameters,
-            "flops_per_token": self.flops, "tokens_per_second": rate,
-            "tokens_per_second_iqr": quarter[2] - quarter[0] if quarter else None, "measured_steps": len(rates),
-            "memory_gib": self.memory_reserved, "mfu": self._mfu(rate), "seconds": seconds,
-            "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None, "world_size": self.ranks,
+            "steps": step,
+            "final_loss": self.mean_loss,
+            "validation_loss": self.validation_loss,
+            "lowest_validation_loss": lowest,
+            "lowest_validation_step": lowest_step,
+            "tokens": step * self.tokens_per_step,
+            "parameters": self.parameters,
+            "flops_per_token": self.flops,
+            "tokens_per_second": rate,
+            "tokens_per_second_iqr": quarter[2] - quarter[0] if quarter else None,
+            "measured_steps": len(rates),
+            "memory_gib": self.memory_reserved,
+            "mfu": self._mfu(rate),
+            "seconds": seconds,
+            "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None,
+            "world_size": self.ranks,
             "device": device_name(self.device),
         } | ({"balanced_experts": True} if self.job.debug.balance_experts else {})
 
@@ -187,7 +227,9 @@ class Metrics:
         return self.flops * rate / self.peak
 
     def _memory(self) -> tuple[float | None, float | None]:
-        """Return peak GiB allocated and reserved by torch since the last row, the largest over all ranks; None on a CPU."""
+        """Return peak GiB allocated and reserved by torch since the last row, the largest over all ranks; None on a
+        CPU.
+        """
         if self.device.type != "cuda":
             return None, None
         stats = torch.cuda.memory_stats(self.device)
@@ -221,8 +263,11 @@ def device_name(device: torch.device) -> str:
 def console_line(row: dict[str, Any], steps: int) -> str:
     """Format one row for the console."""
     parts = [
-        f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
-        f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s",
+        f"step {row['step']:>{len(str(steps))}}/{steps}",
+        f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
+        f"norm {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
     if row["tflops"] is not None:  # a family may have no formula
         parts.append(f"{row['tflops']:.2f} tflops")

@@ -1,11 +1,14 @@
-"""debug=nan_hunt and debug.trace_activations: examine the inputs and outputs of every module, forward and backward, and the gradients.
+"""debug=nan_hunt and debug.trace_activations: examine the inputs and outputs of every module, forward and backward, and
+the gradients.
 
     forward   in, out      a module's inputs and outputs
     backward  out, in      gradients of its outputs and inputs, before autograd adds the contributions of other consumers
     gradient               of each parameter, as this rank holds it after the backward and before clipping
 
-Nothing is read back from the device before the step's end. Both work on this rank's shard of a tensor, and so on any layout.
+Nothing is read back from the device before the step's end. Both work on this rank's shard of a tensor, and so on any
+layout.
 """
+
 import json
 import math
 from collections import Counter
@@ -31,7 +34,9 @@ LAST = 1 << 30
 
 
 class Observation(NamedTuple):
-    """One examined tensor: the pass, whether it is an input or output, the module or parameter, the index of the microbatch."""
+    """One examined tensor: the pass, whether it is an input or output, the module or parameter, the index of the
+    microbatch.
+    """
 
     when: str
     what: str
@@ -70,24 +75,40 @@ class Probes:
         observations, found = list(self.seen), torch.stack(list(self.seen.values())).tolist()
         if self.file:
             for index, (seen, (norm, high, low)) in enumerate(zip(observations, found, strict=True)):
-                row = {"step": step, "pass": seen.when, "what": seen.what, "module": seen.name, "call": seen.call,
-                       "norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}",
-                       "order": place_in_time(seen, index, self.modules)}
+                row = {
+                    "step": step,
+                    "pass": seen.when,
+                    "what": seen.what,
+                    "module": seen.name,
+                    "call": seen.call,
+                    "norm": norm if math.isfinite(norm) else str(norm),
+                    "hash": f"{int(high):08x}{int(low):08x}",
+                    "order": place_in_time(seen, index, self.modules),
+                }
                 self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}  # clipping by NaN would make all NaN
-        self.bad = {seen: not_finite_part(gradients.get(seen.name)) for seen, values in zip(observations, found, strict=True)
-                    if not math.isfinite(values[0])}
+        # clipping by NaN would make all NaN
+        gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}
+        self.bad = {
+            seen: not_finite_part(gradients.get(seen.name))
+            for seen, values in zip(observations, found, strict=True)
+            if not math.isfinite(values[0])
+        }
         self.seen.clear()
         self.calls.clear()
 
     def culprit(self) -> str:
-        """Describe what was not finite first, beginning with a semicolon; "" unless debug=nan_hunt. This is a collective."""
+        """Describe what was not finite first, beginning with a semicolon; "" unless debug=nan_hunt. This is a
+        collective.
+        """
         if not self.config.nan_hunt:
             return ""
         bad = {Observation("parameter", "", name, 0): not_finite_part(value) for name, value in self.weights.named_parameters()} | self.bad
-        first = min(((place_in_time(seen, index, self.modules), seen, note) for index, (seen, note) in enumerate(bad.items())
-                     if note is not None), key=lambda one: one[0], default=None)
+        first = min(
+            ((place_in_time(seen, index, self.modules), seen, note) for index, (seen, note) in enumerate(bad.items()) if note is not None),
+            key=lambda one: one[0],
+            default=None,
+        )
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, first)
         found = {rank: one for rank, one in enumerate(everyone) if one is not None}
@@ -96,7 +117,8 @@ class Probes:
         when, what, name, _ = min(found.values(), key=lambda one: one[0])[1]
         ranks = [rank for rank, (_, seen, _) in found.items() if (seen.when, seen.what, seen.name) == (when, what, name)]
         return f"; nan_hunt: first not finite is {described(when, what, name)}, on rank{'s' * (len(ranks) > 1)} " + ", ".join(
-            f"{rank}{found[rank][2]}" for rank in ranks)
+            f"{rank}{found[rank][2]}" for rank in ranks
+        )
 
 
 def not_finite_part(value: Tensor | None) -> str | None:
@@ -109,8 +131,8 @@ def not_finite_part(value: Tensor | None) -> str | None:
 
 
 def hook(model: nn.Module, observe: Callable[[str, str, str, Tensor], None]) -> None:
-    """Call `observe(pass, what, module, tensor)` for every module of a model in training. A module that occurs in several places (rotary
-    embeddings) has no unique name and is skipped: a fault there shows where its result enters.
+    """Call `observe(pass, what, module, tensor)` for every module of a model in training. A module that occurs in
+    several places (rotary embeddings) has no unique name and is skipped: a fault there shows where its result enters.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
@@ -165,7 +187,9 @@ def marks(local: Tensor) -> Tensor:
 
 
 def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
-    """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model, position on the rank."""
+    """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model,
+    position on the rank.
+    """
     place = place_in_order(seen.name, modules)
     place = LAST if place is None else place
     backwards = seen.when in ("backward", "gradient")
@@ -177,6 +201,10 @@ def described(when: str, what: str, name: str) -> str:
     if when in ("parameter", "gradient"):
         module, _, leaf = name.rpartition(".")
         return f"{'the gradient of ' * (when == 'gradient')}parameter {leaf} of module {module} ({name})"
-    way = {("forward", "in"): "what enters", ("forward", "out"): "what comes out of",
-           ("backward", "out"): "the gradient that enters the backward of", ("backward", "in"): "what comes out of the backward of"}
+    way = {
+        ("forward", "in"): "what enters",
+        ("forward", "out"): "what comes out of",
+        ("backward", "out"): "the gradient that enters the backward of",
+        ("backward", "in"): "what comes out of the backward of",
+    }
     return f"{way[when, what]} module {name}"

@@ -7,6 +7,7 @@
 
 Recorded steps, and the one before them that warms up the profiler, are slower: they are excluded from all rates.
 """
+
 import json
 import time
 from pathlib import Path
@@ -39,7 +40,9 @@ class Profiler:
             watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """Mark the beginning of a step and the end of the one before. Recording starts at step profiling.first_step of this process."""
+        """Mark the beginning of a step and the end of the one before. Recording starts at step profiling.first_step of
+        this process.
+        """
         if not self.on:
             return
         self.ends()
@@ -94,7 +97,9 @@ class Profiler:
 
 
 class Phases:
-    """The phases of a rank as a Chrome trace: an array without a closing bracket, so that a killed run's trace opens too."""
+    """The phases of a rank as a Chrome trace: an array without a closing bracket, so that a killed run's trace opens
+    too.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         self.file, self.rank = path.open("w", buffering=1), rank

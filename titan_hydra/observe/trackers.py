@@ -1,4 +1,5 @@
 """TensorBoard and wandb: copies of metrics.jsonl. A tracker that fails never stops a run."""
+
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files under tensorboard/ in the run directory. After a resume, `purge_step` hides the rows that are written again."""
+    """Event files under tensorboard/ in the run directory. After a resume, `purge_step` hides the rows that are written
+    again.
+    """
 
     name = "tensorboard"
 
@@ -46,8 +49,8 @@ class TensorBoard:
 class WandB:
     """A wandb run whose id is the identity hash, in the group of its sweep; a resumed run continues the same one.
 
-    Offline, rows that a killed process had not written are lost, so each start writes a new copy of all recorded rows: the newest folder
-    under wandb/ holds every row once. Older folders that were not sent are deleted.
+    Offline, rows that a killed process had not written are lost, so each start writes a new copy of all recorded rows:
+    the newest folder under wandb/ holds every row once. Older folders that were not sent are deleted.
     """
 
     name, has = "wandb", 0
@@ -62,9 +65,18 @@ class WandB:
             if not any(folder.glob("*.synced")):
                 shutil.rmtree(folder, ignore_errors=True)
         self.run = wandb.init(
-            project=job.metrics.wandb_project, entity=job.metrics.wandb_entity, mode=cast(Any, job.metrics.wandb_mode), id=identity(job),
-            name=run.directory.name, resume="allow", group=job.sweep.name, tags=job.metrics.wandb_tags, notes=job.notes or None,
-            dir=run.directory, config=to_dict(job), settings=wandb.Settings(console="off"),
+            project=job.metrics.wandb_project,
+            entity=job.metrics.wandb_entity,
+            mode=cast(Any, job.metrics.wandb_mode),
+            id=identity(job),
+            name=run.directory.name,
+            resume="allow",
+            group=job.sweep.name,
+            tags=job.metrics.wandb_tags,
+            notes=job.notes or None,
+            dir=run.directory,
+            config=to_dict(job),
+            settings=wandb.Settings(console="off"),
         )
 
     def log(self, row: dict[str, Any]) -> None:
@@ -77,7 +89,9 @@ class WandB:
 
 
 def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
-    """Open the trackers that the job names, with all rows recorded so far; one that cannot start is left out with a warning."""
+    """Open the trackers that the job names, with all rows recorded so far; one that cannot start is left out with a
+    warning.
+    """
     trackers = []
     for name in job.metrics.trackers:
         try:
@@ -97,7 +111,9 @@ def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
 
 
 def recorded(directory: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of metrics.jsonl and events.jsonl as trackers take them, by step; a truncated line is left out."""
+    """Return the rows of metrics.jsonl and events.jsonl as trackers take them, by step; a truncated line is left
+    out.
+    """
     rows = layout.METRICS.rows(directory)[0] + layout.EVENTS.rows(directory)[0]
     return iter(sorted(map(trackable, rows), key=lambda row: row["step"]))
 

@@ -1,8 +1,11 @@
-"""The watchdog thread: records the rank's position, handles signals that a blocked main thread does not, ends a rank that is stuck.
+"""The watchdog thread: records the rank's position, handles signals that a blocked main thread does not, ends a rank
+that is stuck.
 
-The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which the interpreter's C
-handler writes at once; Python handlers in the main thread would wait until a collective in C returns.
+The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which
+the interpreter's C handler writes at once; Python handlers in the main thread would wait until a collective in C
+returns.
 """
+
 from __future__ import annotations
 
 import collections
@@ -33,7 +36,8 @@ from . import flight, memory
 TICK = 0.5  # seconds between two checks
 BEATS = 50  # files a second that all ranks together may write
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
-# Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the slowest replica group.
+# Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the
+# slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
 HELD = ("meeting", "checkpoint")  # those of them in which a rank may wait for another of its world
 AFTER = ("validation", "checkpoint", "end")  # phases after the step itself, in which the ranks have agreed on a stop
@@ -43,7 +47,9 @@ MARGIN = 5  # seconds at least from a collective's time-out until a rank without
 
 @dataclass(frozen=True)
 class Position:
-    """Where the main thread is. It is replaced as a whole, so that the watchdog's thread never reads half of a change."""
+    """Where the main thread is. It is replaced as a whole, so that the watchdog's thread never reads half of a
+    change.
+    """
 
     step: int
     phase: str
@@ -52,7 +58,9 @@ class Position:
 
 
 class Watchdog:
-    """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its `facts`)."""
+    """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its
+    `facts`).
+    """
 
     def __init__(self, job: Job, run: Run) -> None:
         self.run = run
@@ -61,10 +69,12 @@ class Watchdog:
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
         self.where = Position(0, "start", time.time(), 0)
-        self.on_phase: Callable[[str, int, float], None] | None = None  # called at every phase: the trace of profiling=on
+        # called at every phase: the trace of profiling=on
+        self.on_phase: Callable[[str, int, float], None] | None = None
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
         self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
-        self.neighbour, self.unheard = (run.rank + 1) % run.world_size, 0.0  # the rank that this one listens to, its seconds of silence
+        # the rank that this one listens to, its seconds of silence
+        self.neighbour, self.unheard = (run.rank + 1) % run.world_size, 0.0
         self.heard: float | None = None  # the time in its last heartbeat, by its own clock
         self.seen: tuple | None = None
         self.moved, self.dumped = time.monotonic(), False
@@ -80,7 +90,9 @@ class Watchdog:
             self.on_phase(phase, self.where.step, now)
 
     def moves(self) -> None:
-        """Record that the main thread makes progress within its phase: not every layout has collectives in all phases."""
+        """Record that the main thread makes progress within its phase: not every layout has collectives in all
+        phases.
+        """
         self.where = replace(self.where, count=self.where.count + 1)
 
     def set_mesh(self, mesh: Mesh) -> None:
@@ -101,7 +113,8 @@ class Watchdog:
         self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
         os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]  # whether the worker had asked for them
-        self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}  # required by the wakeup descriptor
+        # required by the wakeup descriptor
+        self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}
         with contextlib.suppress(OSError, ValueError):
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
         memory.record(True)
@@ -134,7 +147,9 @@ class Watchdog:
             os.close(end)
 
     def block_signals(self) -> None:
-        """Block stop and dump signals across fork(): the child must not receive one before it has detached the wakeup pipe."""
+        """Block stop and dump signals across fork(): the child must not receive one before it has detached the wakeup
+        pipe.
+        """
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
@@ -160,7 +175,8 @@ class Watchdog:
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
                     self.check_neighbour()
-                    if self.run.rank == 0 and self.run.newer_attempt:  # the ranks stop as on any such signal, and then save nothing
+                    # the ranks stop as on any such signal, and then save nothing
+                    if self.run.rank == 0 and self.run.newer_attempt:
                         os.kill(os.getpid(), signal.SIGTERM)
             self.check_progress()
 
@@ -179,7 +195,8 @@ class Watchdog:
         write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = where.step if where.phase in AFTER else max(where.step - 1, 0)
-            status = {"step": done, "phase": where.phase, "time": where.since}  # when it last moved: a hang is seen from outside
+            # when it last moved: a hang is seen from outside
+            status = {"step": done, "phase": where.phase, "time": where.since}
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
@@ -192,9 +209,11 @@ class Watchdog:
         return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
 
     def check_neighbour(self) -> None:
-        """End this rank if the next rank writes no heartbeats while this one is in a phase without a limit: it, or its host, is frozen.
+        """End this rank if the next rank writes no heartbeats while this one is in a phase without a limit: it, or its
+        host, is frozen.
 
-        Called after each heartbeat of this rank, whose interval is added up: a file system that blocks both ranks is no fault of the other.
+        Called after each heartbeat of this rank, whose interval is added up: a file system that blocks both ranks is no
+        fault of the other.
         """
         phase = self.where.phase
         beat = layout.BEAT.read(self.run.attempt, self.neighbour) if phase in HELD and self.run.world_size > 1 else {}
@@ -207,7 +226,9 @@ class Watchdog:
             self.end(Exit.HANG, f"step {self.where.step}, {phase}: {silent}; it or its host is frozen")
 
     def check_progress(self) -> None:
-        """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long is ended."""
+        """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long
+        is ended.
+        """
         now, where = time.monotonic(), self.where
         seen = where.count, flight.progress()
         if seen != self.seen:
@@ -224,7 +245,8 @@ class Watchdog:
         if self.run.world_size > 1 and phase not in UNLIMITED:
             if still > limit:
                 self.end(Exit.HANG, f"step {step}, {phase}: no progress for {still:.0f} s")
-            # For a main thread that blocks in C and keeps this thread from running: ends the process without Python's help.
+            # For a main thread that blocks in C and keeps this thread from running: ends the process without Python's
+            # help.
             faulthandler.dump_traceback_later(limit + BLOCKED, exit=True, file=2)
         else:
             faulthandler.cancel_dump_traceback_later()
@@ -236,16 +258,27 @@ class Watchdog:
             flight.dump(self.run, where, self.mesh, why, error)
 
     def mark_stopped(self) -> None:
-        """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit statuses."""
+        """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit
+        statuses.
+        """
         layout.STOPPED.of(self.run.attempt).touch()
 
     def end(self, status: Exit, message: str) -> None:
-        """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to rank_<rank>.json."""
+        """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to
+        rank_<rank>.json.
+        """
         self.dump(message)
         file = self.run.record_of(self.run.rank)
         record = read_json(file) or {}
-        error = {"type": "Stuck", "message": message, "traceback": "", "time": time.time(), "secondary": True,
-                 "step": self.where.step, "phase": self.where.phase}
+        error = {
+            "type": "Stuck",
+            "message": message,
+            "traceback": "",
+            "time": time.time(),
+            "secondary": True,
+            "step": self.where.step,
+            "phase": self.where.phase,
+        }
         write_text(file, json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n")
         print(f"{LAST_WORDS} {int(status)}\n{message}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):

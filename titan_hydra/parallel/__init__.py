@@ -1,4 +1,5 @@
 """Parallelism techniques: functions on (module, mesh, job), one file each; `apply` defines their order."""
+
 from .apply import apply
 from .mesh import Mesh, build_mesh
 

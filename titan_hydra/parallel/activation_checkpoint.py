@@ -1,8 +1,10 @@
 """Activation checkpointing: what a block's forward does not save, its backward recomputes.
 
-A block is checkpointed by replacing its class with one whose forward is wrapped; its name and its parameters' names stay. A block draws no
-random numbers, so the random state need not be restored. Where experts are compiled, op and lean checkpoint each compiled part by itself.
+A block is checkpointed by replacing its class with one whose forward is wrapped; its name and its parameters' names
+stay. A block draws no random numbers, so the random state need not be restored. Where experts are compiled, op and lean
+checkpoint each compiled part by itself.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -43,10 +45,12 @@ SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single",)
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not have.
+    """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not
+    have.
 
-    full saves only a block's input; layer does so for every n-th block of the model. lean saves the results of all listed operators; op
-    does too, but only of every second matmul. memory_budget is the compiler's own choice within a share of the memory.
+    full saves only a block's input; layer does so for every n-th block of the model. lean saves the results of all
+    listed operators; op does too, but only of every second matmul. memory_budget is the compiler's own choice within a
+    share of the memory.
     """
     config, blocks = job.ac, family_of(job.model).blocks(module)
     functorch_config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
@@ -56,12 +60,14 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     if config.name in ("op", "lean"):
         saved = operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse_layers(module) else SAVED))
         options["context_fn"] = partial(selective_contexts, frozenset(saved), config.name == "op")
-    classes: dict[tuple[type, str, bool], type] = {}  # one for all equal blocks: the compiler compiles once for each class
+    # one for all equal blocks: the compiler compiles once for each class
+    classes: dict[tuple[type, str, bool], type] = {}
     for name, block in blocks.items():
         if config.name == "layer" and int(name) % config.every:
             continue
         sparse = bool(sparse_layers(block))
-        # No policy may be around compiled parts: inductor's code writes into memory that is reused, and what the policy saved would change.
+        # No policy may be around compiled parts: inductor's code writes into memory that is reused, and what the policy
+        # saved would change.
         apart = sparse and "context_fn" in options and job.compile.name != "off"
         own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
         for owner, method in compiled_parts(block) if apart else [(block, "forward")]:
@@ -94,9 +100,11 @@ def both(first: AbstractContextManager, second: AbstractContextManager) -> Itera
 
 
 def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
-    """Return the contexts of one block's forward and of its recomputation. All matmuls are saved, or the first, the third, ...
+    """Return the contexts of one block's forward and of its recomputation. All matmuls are saved, or the first, the
+    third, ...
 
-    Forward and recomputation count matmuls separately, since torch before 2.13 calls the policy again in the recomputation.
+    Forward and recomputation count matmuls separately, since torch before 2.13 calls the policy again in the
+    recomputation.
     """
     matmuls = operators(MATMULS)
     counts: Counter[bool] = Counter()
@@ -112,14 +120,18 @@ def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
 
 
 def operators(names: Iterable[str]) -> set[OpOverload]:
-    """Return the operators for names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an unknown one."""
+    """Return the operators for names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an
+    unknown one.
+    """
     found = set()
     for name in names:
         namespace, operator, *overload = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is None or not set(overload) <= set(packet.overloads()):
             known = [known.replace("::", ".") for known in operator_names()]
-            raise ConfigError(f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
-                              f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}")
+            raise ConfigError(
+                f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
+                f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}"
+            )
         found |= {getattr(packet, name) for name in overload or packet.overloads()}
     return found

@@ -1,4 +1,5 @@
 """The order in which techniques are applied to a model (or to one stage of it) on the meta device."""
+
 from __future__ import annotations
 
 from torch import nn
@@ -16,8 +17,8 @@ SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by paralle
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Turn a meta-device module into this rank's part of it, in place.
 
-    The order is the paper's, and each step needs the one before. FSDP comes last: it shards the parameters that the techniques before it
-    have left on this rank.
+    The order is the paper's, and each step needs the one before. FSDP comes last: it shards the parameters that the
+    techniques before it have left on this rank.
     """
     for technique in TECHNIQUES:
         technique.apply(module, mesh, job)

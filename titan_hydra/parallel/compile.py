@@ -1,4 +1,7 @@
-"""torch.compile for each transformer block separately, where one compilation serves all equal blocks, or for a whole model."""
+"""torch.compile for each transformer block separately, where one compilation serves all equal blocks, or for a whole
+model.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -17,15 +20,16 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow block. Of a block
-    that names its `compiled` methods, as one with experts does, only those are compiled, each by itself.
+    """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow
+    block. Of a block that names its `compiled` methods, as one with experts does, only those are compiled, each by
+    itself.
 
-    compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler joins the parameters of
-    a block into one message, as FSDP2 does, and communicates while it computes.
+    compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler
+    joins the parameters of a block into one message, as FSDP2 does, and communicates while it computes.
 
-    Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups. torch's cache on disk
-    does not distinguish them: from the second run on, ranks would load another rank's code and compute wrong results without an error. The
-    cache key tag prevents that.
+    Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups.
+    torch's cache on disk does not distinguish them: from the second run on, ranks would load another rank's code and
+    compute wrong results without an error. The cache key tag prevents that.
     """
     torch.compiler.config.cache_key_tag = place(mesh)
     config, blocks = job.compile, family_of(job.model).blocks(module)
@@ -42,7 +46,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def compiled_parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the owner and the name of each method of a block that is compiled by itself: those in its `compiled`, else its forward."""
+    """Yield the owner and the name of each method of a block that is compiled by itself: those in its `compiled`, else
+    its forward.
+    """
     for name in getattr(block, "compiled", ("forward",)):
         path, _, method = name.rpartition(".")
         yield block.get_submodule(path), method

@@ -1,9 +1,10 @@
 """Context parallelism: each rank holds a part of every sequence, and only attention combines the parts.
 
 Ring attention (torch's own; arXiv 2310.01889) keeps queries in place and communicates keys and values: gathered at once
-(`cp_rotate=allgather`) or passed from rank to rank (`alltoall`). Ulysses (arXiv 2309.14509) exchanges a part of the sequence with all heads
-for the whole sequence with a part of the heads, and back.
+(`cp_rotate=allgather`) or passed from rank to rank (`alltoall`). Ulysses (arXiv 2309.14509) exchanges a part of the
+sequence with all heads for the whole sequence with a part of the heads, and back.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -30,10 +31,12 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Replace the attention kernel of every block of a stage by one that covers the whole sequence, in place: every child called `sdpa`.
+    """Replace the attention kernel of every block of a stage by one that covers the whole sequence, in place: every
+    child called `sdpa`.
 
-    torch keeps the ring's options for the whole process, so every job sets them; one without context parallelism switches the ring off.
-    Raises ConfigError for a block without such a kernel, and in a ring for a kernel that is not the package's: torch's replaces it there.
+    torch keeps the ring's options for the whole process, so every job sets them; one without context parallelism
+    switches the ring off. Raises ConfigError for a block without such a kernel, and in a ring for a kernel that is not
+    the package's: torch's replaces it there.
     """
     private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
@@ -44,25 +47,32 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     for number, block in family_of(job.model).blocks(module).items():
         found = [part for part in block.modules() if hasattr(part, "sdpa")]
         if not found:
-            raise ConfigError(f"parallelism.cp={mesh.degrees.cp}: block {number} of {job.model.family} has no child called sdpa that could "
-                              "see the whole sequence; nearest legal: 1")
+            raise ConfigError(
+                f"parallelism.cp={mesh.degrees.cp}: block {number} of {job.model.family} has no child called sdpa that could "
+                "see the whole sequence; nearest legal: 1"
+            )
         for attention in found:
             if rotate != "ulysses" and type(attention.sdpa) is not SDPA:
-                raise ConfigError(f"parallelism.cp_rotate={rotate}: a ring replaces the attention kernel of {job.model.family}, a "
-                                  f"{type(attention.sdpa).__name__}, by torch's; nearest legal: ulysses")
+                raise ConfigError(
+                    f"parallelism.cp_rotate={rotate}: a ring replaces the attention kernel of {job.model.family}, a "
+                    f"{type(attention.sdpa).__name__}, by torch's; nearest legal: ulysses"
+                )
             attention.sdpa = Ulysses(attention.sdpa, cp.get_group()) if rotate == "ulysses" else Ring(attention.sdpa, cp)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Return this rank's part of every sequence of a titan_hydra.data.batch.Batch: of each tensor along the dimension it declares."""
+    """Return this rank's part of every sequence of a titan_hydra.data.batch.Batch: of each tensor along the dimension
+    it declares.
+    """
     return batch if mesh.degrees.cp == 1 else batch.of_sequences(lambda length: local_index(length, mesh))
 
 
 def local_index(seq_len: int, mesh: Mesh) -> Tensor:
     """Return the indices of a sequence that this rank holds.
 
-    The cost of a causal query grows with its position. In the ring's load-balanced order rank r takes the r-th chunk of 2 * cp from the
-    front and the r-th from the back, as torch's ring expects; under Ulysses every rank has all queries, and order is kept.
+    The cost of a causal query grows with its position. In the ring's load-balanced order rank r takes the r-th chunk of
+    2 * cp from the front and the r-th from the back, as torch's ring expects; under Ulysses every rank has all queries,
+    and order is kept.
     """
     cp, rank = mesh.degrees.cp, mesh.coordinate("cp")
     in_order = mesh.degrees.cp_rotate == "ulysses" or not mesh.degrees.cp_load_balance
@@ -81,13 +91,16 @@ def enable_ring(job: Job, device_type: str) -> None:
     Raises ConfigError for float32 on CUDA: cuDNN and flash do not support it, and the plain kernel has no ring.
     """
     if device_type == "cuda" and job.precision.compute_dtype == "float32":
-        raise ConfigError("precision.compute_dtype=float32: ring attention has no float32 kernel on CUDA; "
-                          "nearest legal: bfloat16, or parallelism.cp_rotate=ulysses")
+        raise ConfigError(
+            "precision.compute_dtype=float32: ring attention has no float32 kernel on CUDA; "
+            "nearest legal: bfloat16, or parallelism.cp_rotate=ulysses"
+        )
     if device_type == "cpu":
         from . import ring_cpu
 
         ring_cpu.register_ring()
-    OPTIONS.enable_load_balance = job.parallelism.cp_load_balance and job.model.causal  # else all queries cost the same, in any order
+    # else all queries cost the same, in any order
+    OPTIONS.enable_load_balance = job.parallelism.cp_load_balance and job.model.causal
     private.set_rotate_method(job.parallelism.cp_rotate)
     private.enable_ring_dispatcher()
 
@@ -98,7 +111,9 @@ def ring_options() -> tuple[Any, ...]:
 
 
 class Ring(nn.Module):
-    """Attention, causal where `sdpa` is, on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the whole sequence."""
+    """Attention, causal where `sdpa` is, on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the
+    whole sequence.
+    """
 
     def __init__(self, sdpa: SDPA, mesh: DeviceMesh):
         """Take what to compute from `sdpa`. Raises ConfigError if the kernel that it asks for has no ring."""
@@ -110,7 +125,8 @@ class Ring(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
             raise ValueError("ring attention cannot mask documents")
-        # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's options.
+        # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's
+        # options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
         chosen = kernels(self.backend, call_on(q, v, self.causal, ring=True))
@@ -122,7 +138,9 @@ class Ring(nn.Module):
 
 
 class Ulysses(nn.Module):
-    """Attention on q, k, v [batch, heads, seq / ranks, head_dim], computed by `sdpa` on the whole sequence of 1 / ranks of the heads."""
+    """Attention on q, k, v [batch, heads, seq / ranks, head_dim], computed by `sdpa` on the whole sequence of 1 / ranks
+    of the heads.
+    """
 
     def __init__(self, sdpa: nn.Module, group: dist.ProcessGroup):
         super().__init__()
@@ -139,7 +157,9 @@ class Ulysses(nn.Module):
         return self.exchange(self.sdpa(q, k, cut_to(v, width), documents), scatter=2, gather=1)
 
     def exchange(self, x: Tensor, scatter: int, gather: int) -> Tensor:
-        """All-to-all: split dimension `scatter` over the ranks and concatenate along `gather` (the two dimensions are adjacent)."""
+        """All-to-all: split dimension `scatter` over the ranks and concatenate along `gather` (the two dimensions are
+        adjacent).
+        """
         parts = x.unflatten(scatter, (self.group.size(), -1)).movedim(scatter, 0).contiguous()
         parts = all_to_all_single_autograd(parts, None, None, self.group)
         return parts.movedim(0, gather).flatten(gather, gather + 1)

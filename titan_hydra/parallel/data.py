@@ -1,4 +1,5 @@
 """Data parallelism in all its forms: FSDP2 over a mesh of (replicas, shards); DDP and HSDP are special cases."""
+
 from __future__ import annotations
 
 import warnings
@@ -19,10 +20,11 @@ from .mesh import Mesh, local_part
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. Without data-parallel ranks nothing is wrapped.
+    """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. Without data-parallel ranks nothing is
+    wrapped.
 
-    Each block is gathered just before it runs, as is each module before the blocks. What follows them (norm and output) is one group: the
-    first in the backward, so freeing it after the forward would only cost another gather.
+    Each block is gathered just before it runs, as is each module before the blocks. What follows them (norm and output)
+    is one group: the first in the backward, so freeing it after the forward would only cost another gather.
     """
     if mesh.fsdp is None:
         return
@@ -42,22 +44,26 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if last:
             fully_shard(last, **options, reshard_after_forward=always)
     fully_shard(module, **options, reshard_after_forward=reshard)
-    # FSDP warns of modules that return views, as heads under tp and FLUX's modulations: nothing here changes an output in place.
+    # FSDP warns of modules that return views, as heads under tp and FLUX's modulations: nothing here changes an output
+    # in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if mesh.degrees.ep > 1:
         gather_ahead(list(family.blocks(module).values()))
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            # The loss is a sum divided once by the tokens of the global batch: every reduction over ranks must be a plain sum.
-            # By default FSDP divides by the ranks, and with a custom factor HSDP would still do so (TorchTitan #2318).
+            # The loss is a sum divided once by the tokens of the global batch: every reduction over ranks must be a
+            # plain sum. By default FSDP divides by the ranks, and with a custom factor HSDP would still do so
+            # (TorchTitan #2318).
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
 def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
-    """Shard a block. Its experts are sharded over the ranks that hold the same ones: by expert if these divide evenly, else by width.
+    """Shard a block. Its experts are sharded over the ranks that hold the same ones: by expert if these divide evenly,
+    else by width.
 
-    Where this torch can (not 2.11), one group of hooks gathers both: one inside the block would run again when the block is recomputed.
+    Where this torch can (not 2.11), one group of hooks gathers both: one inside the block would run again when the
+    block is recomputed.
     """
     layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:
@@ -78,15 +84,18 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
 
 
 def gather_ahead(blocks: list[Any]) -> None:
-    """Let each block start the gathers of the next one when its forward begins: inside it the host waits for the device, for the numbers of
-    tokens. No backward waits, so what FSDP starts there by itself comes in time. In torch 2.11 experts are gathered by themselves.
+    """Let each block start the gathers of the next one when its forward begins: inside it the host waits for the
+    device, for the numbers of tokens. No backward waits, so what FSDP starts there by itself comes in time. In torch
+    2.11 experts are gathered by themselves.
     """
     for block, later in pairwise(blocks):
         block.set_modules_to_forward_prefetch([part for part in later.modules() if isinstance(part, FSDPModule)])
 
 
 def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules of a stage before its family's blocks and after them. `names` are those of the whole model in running order."""
+    """Return the modules of a stage before its family's blocks and after them. `names` are those of the whole model in
+    running order.
+    """
     blocks = places_of_blocks(names)
     sides = names[: blocks[0]], names[blocks[-1] + 1 :]
     first, last = ([part for name in side if (part := getattr(module, name)) is not None] for side in sides)
@@ -96,7 +105,8 @@ def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module],
 def last_microbatch(module: nn.Module, last: bool) -> None:
     """Set whether this backward is the step's last: replicas reduce their gradients only then (TorchTitan #1929).
 
-    FSDP itself takes every backward for the last: else it would keep the order of earlier forwards, and gather their heads again.
+    FSDP itself takes every backward for the last: else it would keep the order of earlier forwards, and gather their
+    heads again.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)

@@ -1,8 +1,10 @@
 """Expert parallelism: each rank of an `ep` group holds some of the experts; tokens travel to theirs and back.
 
-Experts are split over their first dimension, and what a rank has is sharded by FSDP over the ranks that hold the same experts. Their
-gradient is a plain sum: every token that reached an expert is in it. Under tensor parallelism the tokens are split over the sequence.
+Experts are split over their first dimension, and what a rank has is sharded by FSDP over the ranks that hold the same
+experts. Their gradient is a plain sum: every token that reached an expert is in it. Under tensor parallelism the tokens
+are split over the sequence.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     for layer in sparse_layers(module):
         layer.router.balanced = job.debug.balance_experts
         layer.router.scale = 1 / (job.data.global_batch * job.data.seq_len)
-        if (sequence := [mesh.world.get_group(name) for name in ("cp", "tp") if getattr(mesh.degrees, name) > 1]):
+        if sequence := [mesh.world.get_group(name) for name in ("cp", "tp") if getattr(mesh.degrees, name) > 1]:
             layer.router.over_sequence = Summed(sequence)
         if mesh.degrees.ep == 1:
             continue
@@ -62,8 +64,8 @@ class Balance:
 
 @torch.no_grad()
 def after_step(module: nn.Module, mesh: Mesh, model: Any, finite: Tensor) -> Balance | None:
-    """Move the biases of all routers against the loads of the step, summed over all ranks of the stage, unless its loss or norm is not
-    `finite`. Returns how even the loads were.
+    """Move the biases of all routers against the loads of the step, summed over all ranks of the stage, unless its loss
+    or norm is not `finite`. Returns how even the loads were.
     """
     if not model.sparse:
         return None
@@ -113,7 +115,9 @@ class Route:
     received: list[int]
 
     def there(self, rows: Tensor) -> Tensor:
-        """Send rows, which are in the order of their experts, and return those that arrive, in the order of their ranks."""
+        """Send rows, which are in the order of their experts, and return those that arrive, in the order of their
+        ranks.
+        """
         return wait_tensor(all_to_all_single(rows, self.received, self.sent, self.group))
 
     def back(self, rows: Tensor) -> Tensor:
@@ -136,10 +140,11 @@ class Travel(torch.autograd.Function):
 
 
 class AllToAll(nn.Module):
-    """Computes a rank's rows [tokens, dim] on the ranks that hold their experts. Returns [tokens * k, dim], k rows for each token.
+    """Computes a rank's rows [tokens, dim] on the ranks that hold their experts. Returns [tokens * k, dim], k rows for
+    each token.
 
-    The host waits once for the device, for the numbers of rows, and not in a recomputation. If experts are balanced by force, it knows the
-    numbers.
+    The host waits once for the device, for the numbers of rows, and not in a recomputation. If experts are balanced by
+    force, it knows the numbers.
     """
 
     def __init__(self, group: dist.ProcessGroup, balanced: bool):
@@ -154,7 +159,9 @@ class AllToAll(nn.Module):
         return plan.restore(Travel.apply(rows, route.back, route.there))
 
     def sizes(self, plan: Any) -> tuple[Tensor, list[int], list[int]]:
-        """Return the numbers of rows that arrive [rank, own expert], of those sent to each rank, and of those received from each."""
+        """Return the numbers of rows that arrive [rank, own expert], of those sent to each rank, and of those received
+        from each.
+        """
         rank, ranks, experts = self.group.rank(), self.group.size(), len(plan.counts)
         if self.balanced:  # every rank has the same counts, the first `more` experts one more than the others
             (share, more), each = divmod(len(plan.order), experts), experts // ranks
@@ -169,7 +176,8 @@ class AllToAll(nn.Module):
 
 
 def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the order (int32) that puts `total` rows from [source, expert] into [expert, source], and the order that undoes it.
+    """Return the order (int32) that puts `total` rows from [source, expert] into [expert, source], and the order that
+    undoes it.
 
     Rows of one source for one expert stay together: a row moves as far as the first of them.
     """

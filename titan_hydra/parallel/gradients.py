@@ -1,4 +1,5 @@
 """The norm of the whole model's gradient: the same number on every layout and bit-identical on every rank."""
+
 from __future__ import annotations
 
 import math
@@ -21,9 +22,9 @@ CHUNK = 1024  # elements whose squares are added in float32
 def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the norm of all gradients together, in float32. `pipeline`: the ranks that hold the model's other stages.
 
-    Every rank sums the squares of its shards, divided by the number of ranks that hold a copy; one sum over all ranks gives the total,
-    whatever the meshes. Separate reductions over each mesh dimension could differ between ranks in the last bit, and copies of a weight
-    that are scaled differently drift apart.
+    Every rank sums the squares of its shards, divided by the number of ranks that hold a copy; one sum over all ranks
+    gives the total, whatever the meshes. Separate reductions over each mesh dimension could differ between ranks in the
+    last bit, and copies of a weight that are scaled differently drift apart.
 
     Kernels of devices add up chunks of a tensor first, for which float32 is enough.
     """
@@ -43,14 +44,14 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _norm_on_cpu(x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a tensor in float64, from chunks in float32: torch's kernel adds squares one by one, which was off by 5e-3 for
-    38 million elements; in float64 it takes eight times as long.
+    """Return the norm of a tensor in float64, from chunks in float32: torch's kernel adds squares one by one, which was
+    off by 5e-3 for 38 million elements; in float64 it takes eight times as long.
     """
     flat = x.reshape(-1)
     whole = flat.numel() // CHUNK
     chunks = flat[: whole * CHUNK].view(whole, CHUNK)
     parts = torch.linalg.vector_norm(chunks, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
-    return torch.linalg.vector_norm(torch.cat((parts, flat[whole * CHUNK:])).double())
+    return torch.linalg.vector_norm(torch.cat((parts, flat[whole * CHUNK :])).double())
 
 
 def _parts(gradient: torch.Tensor) -> int:

@@ -1,9 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): linears whose weight stays as it is, plus the product of two thin matrices that are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): linears whose weight stays as it is, plus the product of two thin
+matrices that are trained.
 
-An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal, with the standard deviation of the paper's code
-and PEFT, and B [outputs, rank] at zero, so the model starts as it was. The weight keeps its name: checkpoints, Hugging Face names and the
-family's plan for tensor parallelism hold as without adapters.
+An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal, with the standard deviation of
+the paper's code and PEFT, and B [outputs, rank] at zero, so the model starts as it was. The weight keeps its name:
+checkpoints, Hugging Face names and the family's plan for tensor parallelism hold as without adapters.
 """
+
 from typing import cast
 
 import torch
@@ -34,8 +36,8 @@ class LoraLinear(nn.Linear):
         base = super().forward(x)
         if not isinstance(x, DTensor):
             return base + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
-        # On plain tensors: of a column linear, x is whole and each rank's part of B gives its part of the output; of a row linear, each
-        # rank's parts of x and A give a summand of the whole output, as its part of the weight does.
+        # On plain tensors: of a column linear, x is whole and each rank's part of B gives its part of the output; of a
+        # row linear, each rank's parts of x and A give a summand of the whole output, as its part of the weight does.
         whole = x.placements[0].is_replicate()
         part = x.to_local(grad_placements=[Partial()] if whole else None)
         product = self.factor * F.linear(F.linear(part, self._here(self.lora_a)), self._here(self.lora_b))
@@ -47,16 +49,19 @@ class LoraLinear(nn.Linear):
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Freeze a meta-device stage, in the dtype that it computes in, and add adapters to linears of its blocks, in place.
+    """Freeze a meta-device stage, in the dtype that it computes in, and add adapters to linears of its blocks, in
+    place.
 
-    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear A is whole and B is split by rows;
-    for a row linear A is split by columns and B is whole. Every forward would round frozen weights to the compute dtype anyway.
+    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear A is whole and B
+    is split by rows; for a row linear A is split by columns and B is whole. Every forward would round frozen weights to
+    the compute dtype anyway.
     """
     if job.adapter.name == "none":
         return
     dtype = getattr(torch, job.precision.compute_dtype)
     for owner in module.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False)):  # not by `data`, which keeps the dtype of a DTensor's own part
+        # not by `data`, which keeps the dtype of a DTensor's own part
+        for name, parameter in list(owner.named_parameters(recurse=False)):
             owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}
     for block in family_of(job.model).blocks(module).values():
@@ -68,10 +73,14 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def _adapt(linear: nn.Linear, job: Job) -> None:
-    """Make a linear an adapted one, in place. Raises ConfigError for a module of another kind, whose own forward would be lost."""
+    """Make a linear an adapted one, in place. Raises ConfigError for a module of another kind, whose own forward would
+    be lost.
+    """
     if not is_plain(linear):
-        raise ConfigError(f"adapter={job.adapter.name}: adapts plain linears, and one of {job.model.family} is a {type(linear).__name__}; "
-                          "nearest legal: none, or adapter.linears without it")
+        raise ConfigError(
+            f"adapter={job.adapter.name}: adapts plain linears, and one of {job.model.family} is a {type(linear).__name__}; "
+            "nearest legal: none, or adapter.linears without it"
+        )
     rank, dtype = job.adapter.rank, getattr(torch, job.precision.param_dtype)
     outputs, inputs = linear.weight.shape
     linear.__class__ = LoraLinear

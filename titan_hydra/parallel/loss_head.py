@@ -1,4 +1,7 @@
-"""Head and loss in one, in chunks of tokens: the logits of a whole batch are never in memory, neither in forward nor backward."""
+"""Head and loss in one, in chunks of tokens: the logits of a whole batch are never in memory, neither in forward nor
+backward.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,16 +23,20 @@ from .formats.select import is_plain
 
 
 def convert(model: nn.Module, config: Loss) -> list[str]:
-    """Make a model's head return the loss if it gets targets, as `linear_cross_entropy` does, in place; it keeps its weight under its name.
+    """Make a model's head return the loss if it gets targets, as `linear_cross_entropy` does, in place; it keeps its
+    weight under its name.
 
-    The loss is part of the head, not a function after the model: so the head's weight is used only inside the forward, and FSDP need not
-    keep it gathered afterwards. Raises ConfigError for a head that computes more than a matmul, which would be lost.
+    The loss is part of the head, not a function after the model: so the head's weight is used only inside the forward,
+    and FSDP need not keep it gathered afterwards. Raises ConfigError for a head that computes more than a matmul, which
+    would be lost.
     """
     head: Any = model.output
     chunk = config.chunk_tokens
     if not is_plain(head) or head.bias is not None:
-        raise ConfigError(f"loss={config.name}: multiplies with the head's weight itself, and this head, a {type(head).__name__}, does "
-                          "more; nearest legal: cross_entropy")
+        raise ConfigError(
+            f"loss={config.name}: multiplies with the head's weight itself, and this head, a {type(head).__name__}, does "
+            "more; nearest legal: cross_entropy"
+        )
 
     def forward(head: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         return F.linear(hidden, head.weight) if targets is None else loss_of(hidden, head.weight, targets, chunk)
@@ -39,8 +46,8 @@ def convert(model: nn.Module, config: Loss) -> list[str]:
 
 
 def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Compute `linear_cross_entropy`, also on DTensors: under tensor parallelism each rank has the whole hidden state and a part of the
-    vocabulary.
+    """Compute `linear_cross_entropy`, also on DTensors: under tensor parallelism each rank has the whole hidden state
+    and a part of the vocabulary.
 
     Each rank's logits give a partial gradient of the hidden state, which DTensor sums in the backward.
     """
@@ -61,8 +68,8 @@ class Vocabulary:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
-    """Compute the cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab]: summed for targets [batch, seq], that of each
-    token [batch, seq] for targets [batch, seq, 1]. That of a negative target is 0.
+    """Compute the cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab]: summed for targets [batch,
+    seq], that of each token [batch, seq] for targets [batch, seq, 1]. That of a negative target is 0.
 
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
@@ -72,10 +79,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients together with the loss, while a chunk's logits are in memory; the backward only scales them.
+    """Computes the gradients together with the loss, while a chunk's logits are in memory; the backward only scales
+    them.
 
-    The head's matmul is therefore not repeated. Between forward and backward the weight's gradient is held, in float32 if several chunks
-    accumulate in it: a schedule that runs all forwards first holds one for each microbatch.
+    The head's matmul is therefore not repeated. Between forward and backward the weight's gradient is held, in float32
+    if several chunks accumulate in it: a schedule that runs all forwards first holds one for each microbatch.
     """
 
     @staticmethod
@@ -107,14 +115,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values times a scalar in float32, rounded once to `dtype`, without a float32 copy on CUDA.
 
-    The factor is a tensor of one dimension: CUDA would round one of none to the other factor's bfloat16 first, and bias the whole gradient.
+    The factor is a tensor of one dimension: CUDA would round one of none to the other factor's bfloat16 first, and bias
+    the whole gradient.
     """
     return torch.mul(values, factor.reshape(1), out=torch.empty_like(values, dtype=dtype))
 
 
 class TokenCrossEntropy(torch.autograd.Function):
-    """Computes the loss of each token. What the gradient weighs it with is known only in the backward, which computes each chunk's logits
-    again.
+    """Computes the loss of each token. What the gradient weighs it with is known only in the backward, which computes
+    each chunk's logits again.
     """
 
     @staticmethod
@@ -139,8 +148,8 @@ class TokenCrossEntropy(torch.autograd.Function):
 
 
 def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, factors: Tensor | float | None) -> Tensor:
-    """Return the losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], in float32. With factors [tokens, 1] the logits are
-    replaced by the derivatives of the losses times these.
+    """Return the losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], in float32. With factors
+    [tokens, 1] the logits are replaced by the derivatives of the losses times these.
     """
     counts = targets >= 0
     if vocabulary is not None:

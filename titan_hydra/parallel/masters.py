@@ -1,4 +1,5 @@
 """Mixed precision without FSDP: the optimizer's weights, and copies of them in the compute dtype for the modules."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,11 +17,12 @@ from .mesh import Mesh, local_part
 
 @dataclass
 class Masters:
-    """A rank's parameters as the optimizer holds them, under their plain names, and the copies that the modules compute with.
+    """A rank's parameters as the optimizer holds them, under their plain names, and the copies that the modules compute
+    with.
 
-    The casts are those of FSDP2's mixed precision: weights once a step; each microbatch's gradient, which is in the compute dtype, to the
-    masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, there are no copies and `weights` is the model;
-    under adapters it is a tree of what is trained.
+    The casts are those of FSDP2's mixed precision: weights once a step; each microbatch's gradient, which is in the
+    compute dtype, to the masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, there are
+    no copies and `weights` is the model; under adapters it is a tree of what is trained.
     """
 
     weights: nn.Module
@@ -40,7 +42,8 @@ class Masters:
 
 
 def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
-    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing to cast.
+    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing
+    to cast.
 
     What adapters leave frozen is in the compute dtype already, and the optimizers do not see it.
     """
@@ -66,8 +69,8 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
 
 
 class Tree(nn.Module):
-    """Parameters and buffers under their names, in modules that cannot be run. `frozen` is the tree of what is not trained; it is no part
-    of this one.
+    """Parameters and buffers under their names, in modules that cannot be run. `frozen` is the tree of what is not
+    trained; it is no part of this one.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], frozen: Tree | None = None):

@@ -1,4 +1,7 @@
-"""The device mesh: each rank's coordinates in (pp, dp_replicate, dp_shard, cp, tp), and the process groups that follow from them."""
+"""The device mesh: each rank's coordinates in (pp, dp_replicate, dp_shard, cp, tp), and the process groups that follow
+from them.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.base.private import concatenate, flatten
 from titan_hydra.config.schema import Parallelism
 
-ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # tp innermost: its ranks sit on one node, where links are fastest
+# tp innermost: its ranks sit on one node, where links are fastest
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -24,17 +28,19 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     """Return this rank's shard of a tensor that is sharded as a parameter is."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                              stride=parameter.stride())
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's view of the mesh. `fsdp` is the mesh over which parameters are sharded (and replicated), None if there is none.
+    """This rank's view of the mesh. `fsdp` is the mesh over which parameters are sharded (and replicated), None if
+    there is none.
 
-    `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts, whose last two dimensions divide dp_shard x cp x tp.
-    `batch` contains the ranks that see different samples, `loss` those that see different tokens (batch and cp), `stage` those that hold
-    the same stage of the model, sharded or replicated (all dimensions but pp).
+    `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts, whose last two dimensions divide
+    dp_shard x cp x tp. `batch` contains the ranks that see different samples, `loss` those that see different tokens
+    (batch and cp), `stage` those that hold the same stage of the model, sharded or replicated (all dimensions but pp).
     """
 
     degrees: Parallelism
@@ -63,8 +69,8 @@ class Mesh:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss counts in the sum over all ranks, as tp ranks hold copies. Pipeline ranks without the last stage
-        contribute 0.
+        """Whether this rank's loss counts in the sum over all ranks, as tp ranks hold copies. Pipeline ranks without
+        the last stage contribute 0.
         """
         return self.coordinate("tp") == 0
 
@@ -75,12 +81,12 @@ class Mesh:
 
 
 def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> Mesh:
-    """Build the mesh on all ranks. Raises RuntimeError if the product of the degrees is not the number of ranks, ValueError for a degree
-    below 1.
+    """Build the mesh on all ranks. Raises RuntimeError if the product of the degrees is not the number of ranks,
+    ValueError for a degree below 1.
 
-    Dimensions of size 1 are left out, since each would cost a process group. dp_shard stays wherever parameters are sharded or replicated,
-    so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1. A `sparse` model has experts: FSDP shards them over
-    tp ranks too, which hold different tokens.
+    Dimensions of size 1 are left out, since each would cost a process group. dp_shard stays wherever parameters are
+    sharded or replicated, so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1. A
+    `sparse` model has experts: FSDP shards them over tp ranks too, which hold different tokens.
     """
     if any(getattr(degrees, name) < 1 for name in ORDER):
         raise ValueError(f"a degree is at least 1: {degrees}")
@@ -104,7 +110,9 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
 
 
 def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
-    """Return the mesh of the experts over the same ranks in the same order: ep groups consist of neighbours in dp_shard x cp x tp."""
+    """Return the mesh of the experts over the same ranks in the same order: ep groups consist of neighbours in dp_shard
+    x cp x tp.
+    """
     rest = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
     sizes = {"pp": degrees.pp, "dp_replicate": degrees.dp_replicate, "efsdp": rest, "ep": degrees.ep}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
@@ -120,8 +128,8 @@ def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 def _own_backend(device_type: str, size: int) -> str | None:
     """Return the back end of a mesh's groups of `size` ranks; None for that of the default group.
 
-    On GPUs a group other than the default one has NCCL alone: gloo, which it would inherit, connects each rank with all others (gloo#419),
-    and host tensors go through the default group.
+    On GPUs a group other than the default one has NCCL alone: gloo, which it would inherit, connects each rank with all
+    others (gloo#419), and host tensors go through the default group.
     """
     if device_type != "cuda" or size == dist.get_world_size():
         return None

@@ -1,4 +1,5 @@
 """RMSNorm under tensor parallelism."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,12 +17,13 @@ from .whole import hold_whole, read_whole
 
 
 class Norm(ParallelStyle):
-    """Every rank holds the norm's whole weight and applies it to its part of the residual stream: all of it or, if `split`, a shard of the
-    sequence.
+    """Every rank holds the norm's whole weight and applies it to its part of the residual stream: all of it or, if
+    `split`, a shard of the sequence.
 
-    A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the next reader of the
-    gradient, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626). Here the gradient is summed in
-    `reduce_dtype` in the backward. Norms of single heads are always split, since each rank has heads of its own.
+    A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the next
+    reader of the gradient, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626).
+    Here the gradient is summed in `reduce_dtype` in the backward. Norms of single heads are always split, since each
+    rank has heads of its own.
 
     Raises ConfigError for a module that is not nn.RMSNorm itself, whose own forward would be lost.
     """
@@ -32,8 +34,10 @@ class Norm(ParallelStyle):
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         if type(module) is not nn.RMSNorm:
-            raise ConfigError(f"parallelism.tp={mesh.size()}: the style Norm is for nn.RMSNorm itself, and a norm of this model is a "
-                              f"{type(module).__name__}; nearest legal: 1, or another style in its sharding")
+            raise ConfigError(
+                f"parallelism.tp={mesh.size()}: the style Norm is for nn.RMSNorm itself, and a norm of this model is a "
+                f"{type(module).__name__}; nearest legal: 1, or another style in its sharding"
+            )
         norm: Any = module
         hold_whole(norm, mesh)
         norm.gradient_arises, norm.reduce_dtype = (Partial() if self.split else Replicate()), self.reduce_dtype

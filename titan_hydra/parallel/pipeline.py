@@ -1,4 +1,5 @@
 """Pipeline parallelism: this rank's stages under one of torch's schedules, one local batch at a time."""
+
 from __future__ import annotations
 
 import contextlib
@@ -22,24 +23,36 @@ from titan_hydra.job.schedules import TIME, actions_of_one_stage
 from .mesh import Mesh, local_part
 
 Tensors = dict[str, Tensor]  # of a batch, by name
-Inputs = Callable[[Tensors], tuple[Tensor, Tensors]]  # the first argument of the model's forward, and the others by name
+# the first argument of the model's forward, and the others by name
+Inputs = Callable[[Tensors], tuple[Tensor, Tensors]]
 Summed = Callable[[Tensor, Tensors], Tensor]  # of what the model returned, and the batch
 FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV_F)
 
 
 class Stage(PipelineStage):
-    """torch's pipeline stage, with the shapes of its input and output given. `inputs` are those of an objective, for a microbatch."""
+    """torch's pipeline stage, with the shapes of its input and output given. `inputs` are those of an objective, for a
+    microbatch.
+    """
 
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs):
         hidden = hidden_state(job)
         # Given shapes save torch a run to infer them. The last stage's output is used only by the loss.
-        super().__init__(module, index, stage_count(job), device, output_args=hidden, group=mesh.pipeline,
-                         input_args=hidden if index else torch.empty_like(first, device="meta"))
+        super().__init__(
+            module,
+            index,
+            stage_count(job),
+            device,
+            output_args=hidden,
+            group=mesh.pipeline,
+            input_args=hidden if index else torch.empty_like(first, device="meta"),
+        )
         self.inputs, self.microbatches = inputs, list[Tensors]()
         self.newest: Tensors = {}  # the microbatch whose forward was run last
 
     def forward_one_chunk(self, number: int, args: tuple = (), kwargs: dict | None = None, **options: bool) -> Tensor:  # type: ignore[override]
-        """Run the forward of a microbatch, which `Pipeline` has cut: torch would cut every tensor along its first dimension."""
+        """Run the forward of a microbatch, which `Pipeline` has cut: torch would cut every tensor along its first
+        dimension.
+        """
         self.newest = self.microbatches[number]
         first, others = self.inputs(self.newest)
         output = super().forward_one_chunk(number, (first,), others, **options)
@@ -52,16 +65,26 @@ class Stage(PipelineStage):
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []  # torch 2.11's first exchange with the neighbours, which fails on gloo where both stages are on one rank
+        # torch 2.11's first exchange with the neighbours, which fails on gloo where both stages are on one rank
+        return []
 
 
 class Pipeline:
-    """This rank's stages under the job's schedule. `inputs`, `loss` and `measure` are an objective's; the rank of the last stage computes
-    the sums. `first` has the shape and the dtype of the first stage's input.
+    """This rank's stages under the job's schedule. `inputs`, `loss` and `measure` are an objective's; the rank of the
+    last stage computes the sums. `first` has the shape and the dtype of the first stage's input.
     """
 
-    def __init__(self, modules: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs, loss: Summed,
-                 measure: Summed):
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        mesh: Mesh,
+        job: Job,
+        device: torch.device,
+        first: Tensor,
+        inputs: Inputs,
+        loss: Summed,
+        measure: Summed,
+    ):
         indices = stages_of_ranks(job)[mesh.coordinate("pp")]
         self.stages = [Stage(module, index, mesh, job, device, first, inputs) for module, index in zip(modules, indices, strict=True)]
         self.has_loss = self.stages[-1].is_last
@@ -69,13 +92,16 @@ class Pipeline:
         self.device, self.loss, self.measure = device, loss, measure
         self.summed, self.count = loss, torch.ones((), device=device)
         self.schedule = build_schedule(self.stages, job, self._loss_of)
-        # Made now: NCCL would make the group's communicator at its first mixed exchange, in which not every rank takes part.
+        # Made now: NCCL would make the group's communicator at its first mixed exchange, in which not every rank takes
+        # part.
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
     def forward_backward(self, batch: Any, count: Tensor, last: bool) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `count`. Returns that loss, 0 if another rank has the last stage.
+        """Accumulate a local batch's gradients of its summed loss / `count`. Returns that loss, 0 if another rank has
+        the last stage.
 
-        torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's `last`.
+        torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's
+        `last`.
         """
         return self._run(self.schedule.step, batch, self.loss, count).detach()
 
@@ -85,11 +111,15 @@ class Pipeline:
             return self._run(self.schedule.eval, batch, self.measure, torch.ones((), device=self.device))
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the last stage's share of the mean loss. torch counts microbatches by the target; the stage has the tensors."""
+        """Return the last stage's share of the mean loss. torch counts microbatches by the target; the stage has the
+        tensors.
+        """
         return local_part(self.summed(output, self.stages[-1].newest)) / self.count
 
     def _run(self, run: Callable[..., Any], batch: Any, summed: Summed, count: Tensor) -> Tensor:
-        """Run the schedule over the microbatches of a titan_hydra.data.batch.Batch. Returns the sum of what the last stage computed."""
+        """Run the schedule over the microbatches of a titan_hydra.data.batch.Batch. Returns the sum of what the last
+        stage computed.
+        """
         self.summed, self.count, losses = summed, count, list[Tensor]()
         parts = [part.tensors for part in batch.split(self.size)]
         for stage in self.stages:
@@ -99,8 +129,8 @@ class Pipeline:
 
 
 def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineSchedule:
-    """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by what counts in the global
-    batch.
+    """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by what
+    counts in the global batch.
     """
     kind = resolve(PIPELINE_SCHEDULES[job.pp_schedule.name].schedule)
     single = issubclass(kind, PipelineScheduleSingle)
@@ -112,7 +142,8 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
 
 def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[Action]]:
     """Return the computations of every pipeline rank in order, from torch's own list."""
-    if job.pp_schedule.name in ("gpipe", "1f1b"):  # torch's own list of 1F1B has wrong microbatches on the last rank (2.13)
+    # torch's own list of 1F1B has wrong microbatches on the last rank (2.13)
+    if job.pp_schedule.name in ("gpipe", "1f1b"):
         pp, number, gpipe = job.parallelism.pp, microbatches(job), job.pp_schedule.name == "gpipe"
         return [actions_of_one_stage(rank, pp, number, gpipe) for rank in range(pp)]
     order = schedule.pipeline_order
@@ -120,7 +151,9 @@ def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[Action]]
 
 
 def _computations(step: TorchAction) -> list[Action]:
-    """Return the computations of a step; one that overlaps a forward with a backward has both. What is left out is communication."""
+    """Return the computations of a step; one that overlaps a forward with a backward has both. What is left out is
+    communication.
+    """
     parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
     return [part for part in parts if part[1] in TIME]
 
@@ -129,8 +162,9 @@ def _computations(step: TorchAction) -> list[Action]:
 def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[None]:
     """Remove everything but the forward from a schedule while the block runs.
 
-    torch's own eval also walks through the backward actions, which fails in a V schedule where two adjacent stages are on one rank. The
-    remaining sends and receives still match, as those of a microbatch's backward are removed on both sides.
+    torch's own eval also walks through the backward actions, which fails in a V schedule where two adjacent stages are
+    on one rank. The remaining sends and receives still match, as those of a microbatch's backward are removed on both
+    sides.
     """
     if not isinstance(schedule, PipelineScheduleRuntime):
         yield

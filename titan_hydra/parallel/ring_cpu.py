@@ -2,6 +2,7 @@
 
 Tests on gloo ranks thus execute the same code as GPUs: its dispatch, its rotation, its merging of partial results.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,12 +17,15 @@ from titan_hydra.base.private import flash_on_cpu as FORWARD
 from titan_hydra.base.private import flash_on_cpu_backward as BACKWARD
 
 SEQ_DIM = 2
-# Replicated, or split over heads, batch or sequence, for all tensors alike: [batch, heads, seq, ...] is what each begins with.
+# Replicated, or split over heads, batch or sequence, for all tensors alike: [batch, heads, seq, ...] is what each
+# begins with.
 PLACEMENTS = (Replicate(), Shard(1), Shard(0), Shard(SEQ_DIM))
 
 
 def register_ring() -> None:
-    """Add the CPU's flash kernel to those that torch's ring dispatcher installs when enabled. Repeated calls are harmless."""
+    """Add the CPU's flash kernel to those that torch's ring dispatcher installs when enabled. Repeated calls are
+    harmless.
+    """
     private.ring_kernels[FORWARD] = private.ring_kernels[BACKWARD] = _dispatch
     # The number is that of the first argument whose value, not only its placement, a cached strategy depends on.
     private.register_op_strategy(FORWARD, schema_info=RuntimeSchemaInfo(4))(_forward_strategy)
@@ -40,7 +44,9 @@ def _backward_strategy(schema: OpSchema) -> OpStrategy:
 
 
 def _dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the ring on the local tensors of a call and wrap what it returns, as torch's own handler does for CUDA's kernels."""
+    """Run the ring on the local tensors of a call and wrap what it returns, as torch's own handler does for CUDA's
+    kernels.
+    """
     dispatcher = private.op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
@@ -48,14 +54,48 @@ def _dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dispatcher.wrap(run(info.compute_mesh, *info.local_args, **info.local_kwargs), info.output_sharding.output_spec)
 
 
-def _forward(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-             attn_mask: None = None, scale: float | None = None) -> tuple[Tensor, ...]:
+def _forward(
+    mesh: DeviceMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
     return private.ring_forward(
-        mesh.get_group(), SEQ_DIM, FORWARD, query=query, key=key, value=value, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
+        mesh.get_group(), SEQ_DIM, FORWARD, query=query, key=key, value=value, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+    )
 
 
-def _backward(mesh: DeviceMesh, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-              dropout_p: float, is_causal: bool, *, attn_mask: None = None, scale: float | None = None) -> tuple[Tensor, ...]:
+def _backward(
+    mesh: DeviceMesh,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
     return private.ring_backward(
-        mesh.get_group(), SEQ_DIM, BACKWARD, grad_out=grad_out, grad_out_name="grad_out", query=query, key=key, value=value, out=out,
-        logsumexp=logsumexp, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
+        mesh.get_group(),
+        SEQ_DIM,
+        BACKWARD,
+        grad_out=grad_out,
+        grad_out_name="grad_out",
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        logsumexp=logsumexp,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
+    )

@@ -1,9 +1,10 @@
 """SimpleFSDP (arXiv 2411.00284): fully sharded data parallelism as a parametrization, without hooks and without state.
 
-A parameter is a DTensor sharded over the mesh; reading it in a forward gathers it, and the backward of the gather reduces the gradient to
-the shard. All communication is in the graph, where a compiler can bucket and reorder it. Without a compiler, a gathered parameter lives
-until its backward, unless activation checkpointing reads it again.
+A parameter is a DTensor sharded over the mesh; reading it in a forward gathers it, and the backward of the gather
+reduces the gradient to the shard. All communication is in the graph, where a compiler can bucket and reorder it.
+Without a compiler, a gathered parameter lives until its backward, unless activation checkpointing reads it again.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -39,6 +40,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 def gathering(cls: type, names: tuple[str, ...], gather: Gather) -> type:
     """Return a subclass of a module's class whose parameters are gathered when they are read as attributes."""
+
     def whole(name: str) -> property:
         return property(lambda self: gather(self._parameters[name]))
 
@@ -46,7 +48,8 @@ def gathering(cls: type, names: tuple[str, ...], gather: Gather) -> type:
 
 
 def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
-    """Return this rank's shard on dim 0, uneven if necessary. A tensor-parallel parameter becomes one DTensor over both meshes.
+    """Return this rank's shard on dim 0, uneven if necessary. A tensor-parallel parameter becomes one DTensor over both
+    meshes.
 
     Nothing is communicated: on the meta device there is no data.
     """
@@ -62,19 +65,22 @@ def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
 
 
 def placements_of(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Return the placements: replicated over replicas, if the mesh has them, and sharded on dim 0 over the last dimension."""
+    """Return the placements: replicated over replicas, if the mesh has them, and sharded on dim 0 over the last
+    dimension.
+    """
     return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
 
 class Gather:
-    """Gathers a shard to the whole tensor in the compute dtype; the backward reduces the whole gradient to the shard in the reduction's
-    dtype, as a plain sum.
+    """Gathers a shard to the whole tensor in the compute dtype; the backward reduces the whole gradient to the shard in
+    the reduction's dtype, as a plain sum.
     """
 
     def __init__(self, mesh: Mesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self.mesh: Any = mesh.fsdp
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        if mesh.degrees.tp > 1:  # not asked for in __call__: a compiler finds there the groups of an earlier job in the process
+        # not asked for in __call__: a compiler finds there the groups of an earlier job in the process
+        if mesh.degrees.tp > 1:
             self.tp = mesh.world["tp"]
             self.tp_rank: Any = mesh.coordinate("tp")  # torch annotates it as None
 
@@ -87,14 +93,21 @@ class Gather:
         if isinstance(inner, Shard):
             shape[inner.dim], _ = Shard.local_shard_size_and_offset(shape[inner.dim], self.tp.size(), self.tp_rank)
         local = DTensor.from_local(
-            parameter.to_local(), self.mesh, placements_of(self.mesh), run_check=False,
-            shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
+            parameter.to_local(),
+            self.mesh,
+            placements_of(self.mesh),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
         )
         return DTensor.from_local(self._whole(local), self.tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride())
 
     def _whole(self, parameter: DTensor) -> torch.Tensor:
         replicated = parameter.redistribute(
-            placements=[Replicate()] * self.mesh.ndim, forward_dtype=self.compute_dtype, backward_dtype=self.reduce_dtype,
+            placements=[Replicate()] * self.mesh.ndim,
+            forward_dtype=self.compute_dtype,
+            backward_dtype=self.reduce_dtype,
         )
-        # Each rank has the gradient of its own samples: partial sums. Left out, they would be taken for equal copies (TorchTitan #2217).
+        # Each rank has the gradient of its own samples: partial sums. Left out, they would be taken for equal copies
+        # (TorchTitan #2217).
         return replicated.to_local(grad_placements=[Partial()] * self.mesh.ndim)

@@ -1,4 +1,7 @@
-"""Split masters: modules and FSDP hold the upper half of each weight, in bfloat16, and the optimizer the lower one. Nothing is cast."""
+"""Split masters: modules and FSDP hold the upper half of each weight, in bfloat16, and the optimizer the lower one.
+Nothing is cast.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,8 +22,8 @@ from .mesh import like, local_part
 def split_masters(model: nn.Module, job: Job) -> Masters:
     """Split every parameter of this rank, in place, before the first forward.
 
-    FSDP learns of the new parameters as of those that `load_state_dict` assigns, and leaves the gradients in the dtype of their sum.
-    Without it gradients of vectors are float32, in which norms compute them.
+    FSDP learns of the new parameters as of those that `load_state_dict` assigns, and leaves the gradients in the dtype
+    of their sum. Without it gradients of vectors are float32, in which norms compute them.
     """
     dtype = getattr(torch, gradient_dtype(job))
     wrapped = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -35,7 +38,9 @@ def split_masters(model: nn.Module, job: Job) -> Masters:
 
 @torch.no_grad()
 def split_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Return the upper half of a float32 parameter, with the lower one as its `lower_half`. `dtype` is that of its gradient."""
+    """Return the upper half of a float32 parameter, with the lower one as its `lower_half`. `dtype` is that of its
+    gradient.
+    """
     weight, remainder = halves_of(local_part(parameter))
     half: Any = nn.Parameter(like(parameter, weight), requires_grad=parameter.requires_grad)
     half.grad_dtype, half.lower_half = dtype, remainder
@@ -44,7 +49,9 @@ def split_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter
 
 @torch.no_grad()
 def master_of(parameter: nn.Parameter) -> Tensor:
-    """Return the value of a parameter as the optimizer knows it: of split ones both halves together, in memory of its own."""
+    """Return the value of a parameter as the optimizer knows it: of split ones both halves together, in memory of its
+    own.
+    """
     if not is_split(parameter):
         return parameter.detach()
     return like(parameter, join(local_part(parameter), lower_half(parameter)))

@@ -1,4 +1,5 @@
 """Split a model into pipeline stages, and join a rank's stages again under the plain names."""
+
 from __future__ import annotations
 
 import copy
@@ -15,7 +16,8 @@ from .mesh import Mesh
 def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
     """Return this rank's stages of a meta-device model, in forward order: [model] without pipeline parallelism.
 
-    A stage is the model without some modules, so parameters keep their names and thus their initial values and checkpoints.
+    A stage is the model without some modules, so parameters keep their names and thus their initial values and
+    checkpoints.
     """
     if mesh.degrees.pp == 1:
         return [model]
@@ -24,7 +26,9 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
 
 
 def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
-    """Leave only some of a model's named modules, in place: others of a container ("layers.3") are deleted, other children become None."""
+    """Leave only some of a model's named modules, in place: others of a container ("layers.3") are deleted, other
+    children become None.
+    """
     for name in set(names) - set(kept):
         container, _, member = name.rpartition(".")
         if container:
@@ -35,12 +39,15 @@ def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
 
 
 def whole(stages: list[nn.Module]) -> nn.Module:
-    """Join all of a rank's stages into one module under their plain names, for optimizers and checkpoints. It cannot be run."""
+    """Join all of a rank's stages into one module under their plain names, for optimizers and checkpoints. It cannot be
+    run.
+    """
     if len(stages) == 1:
         return stages[0]
     shell = nn.Module()
     children = [child for stage in stages for child in stage.named_children()]
-    for name, child in sorted(children, key=lambda child: not isinstance(child[1], nn.ModuleDict)):  # blocks first: sums keep their order
+    # blocks first: sums keep their order
+    for name, child in sorted(children, key=lambda child: not isinstance(child[1], nn.ModuleDict)):
         if isinstance(child, nn.ModuleDict) and hasattr(shell, name):
             getattr(shell, name).update(child)
         else:

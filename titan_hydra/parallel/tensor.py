@@ -1,4 +1,5 @@
 """Tensor and sequence parallelism: apply a family's plan (models/*/sharding.py) to the tensor-parallel ranks."""
+
 from __future__ import annotations
 
 import contextlib
@@ -21,10 +22,12 @@ from .norm import Norm
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Split a meta-device stage's weights over the tp ranks, in place, and insert the communication that the plan requires.
+    """Split a meta-device stage's weights over the tp ranks, in place, and insert the communication that the plan
+    requires.
 
-    Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only. Raises ConfigError for a
-    parameter that the plan leaves out: each rank would train a copy of its own, from a part of the gradient.
+    Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only. Raises
+    ConfigError for a parameter that the plan leaves out: each rank would train a copy of its own, from a part of the
+    gradient.
     """
     if mesh.degrees.tp == 1:
         return
@@ -50,14 +53,15 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 def _arrived(embedding: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
     """Wait for the embedding's reduction over ranks; clone() waits and keeps the path of the gradient.
 
-    A compiled block whose input is still being communicated crashes in the backward or, under FSDP, gives the embedding a wrong gradient
-    without an error.
+    A compiled block whose input is still being communicated crashes in the backward or, under FSDP, gives the embedding
+    a wrong gradient without an error.
     """
     return output.clone()
 
 
 def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
-    """Enable async tensor parallelism: the compiler cuts matmuls into pieces and communicates one piece while it computes the next.
+    """Enable async tensor parallelism: the compiler cuts matmuls into pieces and communicates one piece while it
+    computes the next.
 
     Raises ConfigError on a CPU: the pieces are exchanged through memory that GPUs share.
     """
@@ -66,11 +70,14 @@ def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
     if not job.parallelism.async_tp:
         return
     if tp.device_type != "cuda":
-        raise ConfigError("parallelism.async_tp=true: needs GPUs that read each other's memory, and this rank runs on the CPU; "
-                          "nearest legal: false")
+        raise ConfigError(
+            "parallelism.async_tp=true: needs GPUs that read each other's memory, and this rank runs on the CPU; nearest legal: false"
+        )
     share_memory(tp.get_group().group_name)
 
 
 def loss_context(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Return the context of the loss, forward and backward: loss parallel if the logits stay split over the vocabulary."""
+    """Return the context of the loss, forward and backward: loss parallel if the logits stay split over the
+    vocabulary.
+    """
     return loss_parallel() if mesh.degrees.tp > 1 and mesh.degrees.loss_parallel else contextlib.nullcontext()

@@ -1,4 +1,5 @@
 """Modules under tensor parallelism whose weight every rank holds whole."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -22,7 +23,9 @@ class Whole(ParallelStyle):
 
 
 class WholeTree(ParallelStyle):
-    """A module of many parts, each of them `Whole`. With `split`, its output is cut along the sequence, for sequence parallelism."""
+    """A module of many parts, each of them `Whole`. With `split`, its output is cut along the sequence, for sequence
+    parallelism.
+    """
 
     def __init__(self, split: bool):
         super().__init__()
@@ -33,13 +36,17 @@ class WholeTree(ParallelStyle):
             if next(part.parameters(recurse=False), None) is not None:
                 parallelize_module(part, mesh, Whole())
         if self.split:
-            module.register_forward_hook(lambda _, inputs, output: DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-                                         .redistribute(placements=[Shard(1)]).to_local())
+            module.register_forward_hook(
+                lambda _, inputs, output: (
+                    DTensor.from_local(output, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
+                )
+            )
         return module
 
 
 class SplitTokens(ParallelStyle):
-    """Every rank applies the weights to tokens of its own, so its gradient of them is partial. It is summed in `reduce_dtype`.
+    """Every rank applies the weights to tokens of its own, so its gradient of them is partial. It is summed in
+    `reduce_dtype`.
 
     The module reads its weights through its attribute `read`.
     """
@@ -73,7 +80,7 @@ def hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def read_whole(weight: Any, reduce_dtype: torch.dtype, gradient: Placement) -> Tensor:
-    """Return a weight that every rank holds whole, as a plain tensor. Its gradient, which arises on each rank as `gradient`, is summed over
-    the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
+    """Return a weight that every rank holds whole, as a plain tensor. Its gradient, which arises on each rank as
+    `gradient`, is summed over the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
     """
     return weight.redistribute(placements=[Replicate()], backward_dtype=reduce_dtype).to_local(grad_placements=[gradient])

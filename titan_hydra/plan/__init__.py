@@ -1,1 +1,3 @@
-"""What a job would take and how fast it would be, from its configuration alone. Imports no torch, as login nodes plan."""
+"""What a job would take and how fast it would be, from its configuration alone. Imports no torch, as login nodes
+plan.
+"""

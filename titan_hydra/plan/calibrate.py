@@ -1,4 +1,5 @@
 """Fit a device's rates to measured runs, so that the predictions for its other layouts are of this device."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -59,9 +60,8 @@ def measured(name: str, job: Job, tokens_per_second: float) -> Measured:
 def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
     """Fit the rates that the runs depend on, so that the squared logarithms of predicted over measured times are least.
 
-    Times of attention and of matmuls grow differently with the sequence. From runs of one length only their sum is known, so both rates are
-    changed by the same factor.
-    Raises NotPredictable if the start lacks a rate.
+    Times of attention and of matmuls grow differently with the sequence. From runs of one length only their sum is
+    known, so both rates are changed by the same factor. Raises NotPredictable if the start lacks a rate.
     """
     runs = tuple(runs)
     told = tuple(rate for rate in RATES if getattr(start, rate) is not None and _matters(runs, start, rate))
@@ -71,8 +71,10 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
         attention = [rate for rate in ("attention_tflops", "flash_tflops") if getattr(start, rate) is not None]
         together = [["bf16_tflops", *attention], *([rate] for rate in told if rate not in ("bf16_tflops", *attention))]
         told = (*told, *(rate for rate in attention if rate not in told))
-        notes = (f"attention_tflops: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; a run of another "
-                 "length parts them",)
+        notes = (
+            f"attention_tflops: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; a run of another "
+            "length parts them",
+        )
     best, least = start, _error(runs, start, start)
     for step in STEPS:
         moved = True

@@ -1,4 +1,7 @@
-"""The experts of a block as one rank sees them: how many weights, rows and bytes. All experts are taken to get as many tokens."""
+"""The experts of a block as one rank sees them: how many weights, rows and bytes. All experts are taken to get as many
+tokens.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,7 +13,9 @@ from titan_hydra.job.experts import sparse
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`rows` are those that a rank's experts compute, for each token of a context-parallel rank. Widths are elements of a row."""
+    """`rows` are those that a rank's experts compute, for each token of a context-parallel rank. Widths are elements of
+    a row.
+    """
 
     number: int  # of the model's block
     ep: int
@@ -39,25 +44,29 @@ class ExpertShape:
 
     @property
     def chosen(self) -> float:
-        """The bytes of a token that selective checkpointing keeps beside outputs of matmuls: what was sent, scores and indices."""
+        """The bytes of a token that selective checkpointing keeps beside outputs of matmuls: what was sent, scores and
+        indices.
+        """
         return 2 * self.sent + 12 * self.rows
 
     @property
     def traffic(self) -> float:
-        """The bytes of memory traffic of a token beside matmuls: rows put in order and back, weighted and added up, and the activation."""
+        """The bytes of memory traffic of a token beside matmuls: rows put in order and back, weighted and added up, and
+        the activation.
+        """
         return self.rows * self.used * ((5 + 4 * (self.ep > 1)) * self.dim + 5 * self.width)
 
     @property
     def everything(self) -> float:
-        """The bytes of a token that the forward keeps for the backward: rows before and after the experts, four widths between them, scores
-        of all experts in float32, and orders.
+        """The bytes of a token that the forward keeps for the backward: rows before and after the experts, four widths
+        between them, scores of all experts in float32, and orders.
         """
         orders = 16 * (1 + (self.ep > 1))
         return self.rows * (self.used * (2 * self.dim + 4 * self.width) + orders) + 12 * self.number / self.sequence
 
     def backward(self, again: bool) -> float:
-        """Return the bytes of a token that the backward holds beside `everything`, some of which it has freed: in the experts, or, if it
-        computes the block again, where rows go back to their tokens.
+        """Return the bytes of a token that the backward holds beside `everything`, some of which it has freed: in the
+        experts, or, if it computes the block again, where rows go back to their tokens.
         """
         return self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
 
@@ -68,8 +77,17 @@ def experts_of(job: Job) -> ExpertShape | None:
         return None
     model, layout = sparse(job), job.parallelism
     ranks = layout.dp_shard * layout.cp * layout.tp
-    return ExpertShape(model.n_experts, layout.ep, ranks // layout.ep, model.experts_per_token / layout.tp, model.dim, model.expert_dim,
-                   SIZE[job.precision.compute_dtype], model.n_dense_layers, layout.tp)
+    return ExpertShape(
+        model.n_experts,
+        layout.ep,
+        ranks // layout.ep,
+        model.experts_per_token / layout.tp,
+        model.dim,
+        model.expert_dim,
+        SIZE[job.precision.compute_dtype],
+        model.n_dense_layers,
+        layout.tp,
+    )
 
 
 def shared_width(job: Job) -> int:

@@ -1,8 +1,11 @@
-"""The peak of a device's memory, from a job alone: a table of terms, each counted from shapes or fitted to measurements.
+"""The peak of a device's memory, from a job alone: a table of terms, each counted from shapes or fitted to
+measurements.
 
-A step has a few moments that can be its peak: the loss of the last stage, with all activations alive, the backward of the last or the first
-block, the update. The formulas and how far they are off are in docs/plan.md; tests/plan/test_tracker.py counts the same in the fake world.
+A step has a few moments that can be its peak: the loss of the last stage, with all activations alive, the backward of
+the last or the first block, the update. The formulas and how far they are off are in docs/plan.md;
+tests/plan/test_tracker.py counts the same in the fake world.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -59,9 +62,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that are fitted, or that were different in older versions of torch; tests of the paper's tables change the latter."""
+    """Constants that are fitted, or that were different in older versions of torch; tests of the paper's tables change
+    the latter.
+    """
 
-    reserve: float = 1.05  # of what comes and goes: fitted to one H200 with torch 2.11; 1.17 on the paper's ranks of 2024
+    # of what comes and goes: fitted to one H200 with torch 2.11; 1.17 on the paper's ranks of 2024
+    reserve: float = 1.05
     logits: float | None = None  # bytes of a logit at the loss; None: as counted here
     kept_logits: float = 0  # bytes of a logit that older pipeline schedules kept of all microbatches, twice
 
@@ -70,7 +76,8 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
     """Predict the memory of a frozen job's fullest rank. Raises NotPredictable."""
     shape = shape or shape_of(job)
     ranks = len(shape.stages)
-    likely = sorted({0, 1 % ranks, ranks // 2, max(ranks - 2, 0), ranks - 1})  # ends, and inner ranks, which have the most blocks
+    # ends, and inner ranks, which have the most blocks
+    likely = sorted({0, 1 % ranks, ranks // 2, max(ranks - 2, 0), ranks - 1})
     return max((_of_rank(shape, rank, constants) for rank in likely), key=lambda found: found.gib)
 
 
@@ -80,24 +87,31 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     trained, share, of_gradient = shape.trained(shape.stages[rank]), shape.stored / shape.shards, shape.gradient / shape.shards
     copied = shape.job.optimizer.masters == "whole" and not shape.wrapped and shape.used != shape.stored
     copies = trained * shape.used * copied
-    frozen = parameters * shape.used / shape.shards if shape.adapter else 0  # in the compute dtype, and with nothing else
+    # in the compute dtype, and with nothing else
+    frozen = parameters * shape.used / shape.shards if shape.adapter else 0
     always = [Term("weights", trained * share + frozen), Term("optimizer", trained * share * shape.moments), Term("weight copies", copies)]
     moments = [*_moments(shape, rank, parameters, constants)]
     sizes = [sum(term.bytes for term in moving) for _, moving in moments]
     live = max(having * of_gradient * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
-    # The allocator does not reuse the memory of the last step's gradients for anything else, so all of it counts at every moment.
+    # The allocator does not reuse the memory of the last step's gradients for anything else, so all of it counts at
+    # every moment.
     size = max(sizes)
     reserve = Term("reserve", (constants.reserve - 1) * size, "fitted")
     terms = [*always, Term("gradients", trained * of_gradient), *moments[sizes.index(size)][1]]
-    return Peak(rank * world.dp_replicate * world.dp_shard * world.cp * world.tp, rank, (*(term for term in terms if term.bytes), reserve),
-                live + sum(term.bytes for term in always))
+    return Peak(
+        rank * world.dp_replicate * world.dp_shard * world.cp * world.tp,
+        rank,
+        (*(term for term in terms if term.bytes), reserve),
+        live + sum(term.bytes for term in always),
+    )
 
 
 def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -> Iterator[Moment]:
     """Yield what can be the fullest moments of a rank.
 
-    As the backward goes from the last block to the first, saved activations go and gradients come; those of earlier local batches are
-    there. In a pipeline all microbatches in flight may be there, or, when the last one runs, all gradients.
+    As the backward goes from the last block to the first, saved activations go and gradients come; those of earlier
+    local batches are there. In a pipeline all microbatches in flight may be there, or, when the last one runs, all
+    gradients.
     """
     stages, pp, end = shape.stages[rank], len(shape.stages) > 1, len(shape.layers) - 1
     whole = shape.gathered_parameters(stages)
@@ -108,7 +122,8 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     if end in stages:
         for head in _head(shape, rank, constants):
             yield before, [Term(SAVED, flying.at_end * kept), *others, *_unsharded(shape, whole, None, not late), *head]
-    of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)  # of the linears' outputs, and of the weights
+    # of the linears' outputs, and of the weights
+    of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
         block.append(postponed)
@@ -121,10 +136,11 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
 
 
 def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool) -> list[Term]:
-    """Return gathered parameters and gradients that are not reduced yet: in the backward of a block, or, if `reduced` is None, at the loss.
+    """Return gathered parameters and gradients that are not reduced yet: in the backward of a block, or, if `reduced`
+    is None, at the loss.
 
-    ZeRO-3 holds two blocks, and the gradient of `reduced` parameters on their way to other ranks. A pipeline (ZeRO-2) holds all weights,
-    and, if `summed`, gradients of earlier microbatches.
+    ZeRO-3 holds two blocks, and the gradient of `reduced` parameters on their way to other ranks. A pipeline (ZeRO-2)
+    holds all weights, and, if `summed`, gradients of earlier microbatches.
     """
     job, own = shape.job, shape.used * shape.whole * shape.learned
     if not shape.wrapped:
@@ -135,14 +151,17 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
     tied = shape.used * shape.embedding * (not shape.head)  # with the root's other parameters, which stay
     if reduced is None:
-        weights = shape.used * shape.head * (1 + shape.fused_loss) + tied  # the fused loss runs while the gather's buffer is still there
+        # the fused loss runs while the gather's buffer is still there
+        weights = shape.used * shape.head * (1 + shape.fused_loss) + tied
         return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
     weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.whole + tied
     return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced * shape.learned + own)]
 
 
 def saved(shape: Shape) -> float:
-    """Return the bytes that the forward of one block keeps for one microbatch, by the mode of activation checkpointing."""
+    """Return the bytes that the forward of one block keeps for one microbatch, by the mode of activation
+    checkpointing.
+    """
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, ac = shape.residual, shape.ffn_width, job.ac
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
@@ -156,7 +175,10 @@ def saved(shape: Shape) -> float:
     outputs = shape.outputs(1 if both else shape.sequence)
     chosen = used * (dim + shape.values + 2 * dim * both) + 4 * job.model.n_heads / tp + (shape.experts.chosen if shape.experts else 0)
     of_mode = {
-        "full": used * dim, "none": everything, "lean": chosen + used * sum(outputs), "op": chosen + used * sum(outputs[::2]),
+        "full": used * dim,
+        "none": everything,
+        "lean": chosen + used * sum(outputs),
+        "op": chosen + used * sum(outputs[::2]),
         "layer": (used * dim + (ac.every - 1) * everything) / ac.every,
         "memory_budget": ac.budget * everything + (1 - ac.budget) * used * dim,
     }
@@ -164,7 +186,9 @@ def saved(shape: Shape) -> float:
 
 
 def _norms(shape: Shape) -> float:
-    """Return the elements of a token in the outputs of a block's two norms, as the linears take them: whole under tensor parallelism."""
+    """Return the elements of a token in the outputs of a block's two norms, as the linears take them: whole under
+    tensor parallelism.
+    """
     dim = shape.job.model.dim
     if shape.job.parallelism.tp == 1:
         return 2 * dim
@@ -172,23 +196,25 @@ def _norms(shape: Shape) -> float:
 
 
 def _heads(shape: Shape) -> float:
-    """Return the elements of a token in queries, keys, values and attention's output, and in what they are computed from: latents, or
-    queries and keys that are not normalized yet.
+    """Return the elements of a token in queries, keys, values and attention's output, and in what they are computed
+    from: latents, or queries and keys that are not normalized yet.
     """
     before = 2 * shape.latents + (shape.queries + shape.keys) * shape.job.model.qk_norm
     return shape.queries + shape.keys * (1 + shape.values / shape.queries) + shape.values + before
 
 
 def _attention(shape: Shape) -> float:
-    """Return the bytes of a token that attention keeps beside queries, keys, values and its output: sums of exponentials, and the output
-    once more where context parallelism changes its layout.
+    """Return the bytes of a token that attention keeps beside queries, keys, values and its output: sums of
+    exponentials, and the output once more where context parallelism changes its layout.
     """
     job = shape.job
     return 4 * job.model.n_heads / job.parallelism.tp + shape.used * shape.queries * (job.parallelism.cp > 1)
 
 
 def _mask(shape: Shape) -> float:
-    """Return the size of a microbatch's mask of documents, which attention needs unless it is flash's in half precision."""
+    """Return the size of a microbatch's mask of documents, which attention needs unless it is flash's in half
+    precision.
+    """
     job = shape.job
     return shape.samples * job.data.seq_len**2 * call_of(job).masked
 
@@ -196,7 +222,8 @@ def _mask(shape: Shape) -> float:
 def _between_stages(shape: Shape, rank: int) -> list[Term]:
     """Return the masks of all microbatches in flight and, in a pipeline, the buffers between stages.
 
-    torch allocates receive buffers for all microbatches, forward and backward, and keeps a stage's outputs until their backward.
+    torch allocates receive buffers for all microbatches, forward and backward, and keeps a stage's outputs until their
+    backward.
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
@@ -209,8 +236,8 @@ def _between_stages(shape: Shape, rank: int) -> list[Term]:
 
 
 def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
-    """Yield what the head and the loss hold: logits in several forms, or first a chunk of them with the gradients of all, then their
-    scaled copies.
+    """Yield what the head and the loss hold: logits in several forms, or first a chunk of them with the gradients of
+    all, then their scaled copies.
     """
     job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
     tp, dim = job.parallelism.tp > 1, shape.residual
@@ -221,7 +248,8 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
         one = job.loss.chunk_tokens >= tokens  # its product is the gradient; several add up in float32
         each, hidden = (shape.used if one else 4) * weight, shape.used * tokens * job.model.dim
         gradients = Term("head's gradient", (waiting - one) * each + waiting * hidden)
-        chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)  # its logits and its product
+        # its logits and its product
+        chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)
         yield [Term("head and loss", chunk + around), gradients]
         yield [Term("head and loss", shape.used * weight + around), Term("head's gradient", waiting * (each + hidden))]
         return
@@ -231,13 +259,15 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     if last:  # stages keep their outputs
         softmax = 0 if shape.compiled and not split else 4
         each += shape.used * bool(softmax) + (waiting - 1) * (shape.used + softmax)
-    yield [Term("head and loss", each * logits + around),
-           Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches * (last > 0))]
+    yield [
+        Term("head and loss", each * logits + around),
+        Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches * (last > 0)),
+    ]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
-    """Yield what the backward of one block holds, saved or computed again, with its gradients: in its feed-forward, and in ring attention,
-    which sums gradients of queries, keys and values in float32 while keys and values go round.
+    """Yield what the backward of one block holds, saved or computed again, with its gradients: in its feed-forward, and
+    in ring attention, which sums gradients of queries, keys and values in float32 while keys and values go round.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
     width = (5 + (not shape.compiled)) * shape.ffn_width

@@ -1,9 +1,11 @@
 """The bytes that a rank sends and receives in a step, by dimension of the mesh: of each collective the whole tensor."""
+
 from __future__ import annotations
 
 from .shape import Shape
 
-RECOMPUTED = {"none": (0, 0), "full": (2, 1)}  # gathers and reduce-scatters that run again in a block's backward; of others (2, 0)
+# gathers and reduce-scatters that run again in a block's backward; of others (2, 0)
+RECOMPUTED = {"none": (0, 0), "full": (2, 1)}
 
 
 def of_step(shape: Shape, rank: int) -> dict[str, float]:
@@ -15,8 +17,8 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
     ends = (0 in stages) + (last in stages)
     neighbours = sum(other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1))
     sent = {
-        "tp": times * (blocks * sum(tensor(shape)) / (1 if layout.sequence_parallel else 2) + ends * _ends(shape) + _logits(shape)
-                       * (last in stages)),
+        "tp": times
+        * (blocks * sum(tensor(shape)) / (1 if layout.sequence_parallel else 2) + ends * _ends(shape) + _logits(shape) * (last in stages)),
         "cp": times * blocks * _context(shape),
         "pp": times * 2 * neighbours * shape.tokens * shape.used * shape.residual,
         "ep": times * sparse * _experts(shape),
@@ -28,7 +30,8 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
 
 
 def tensor(shape: Shape) -> tuple[float, float]:
-    """Return the bytes that tensor-parallel ranks gather and reduce-scatter in a block, forward and backward. An all-reduce counts as both.
+    """Return the bytes that tensor-parallel ranks gather and reduce-scatter in a block, forward and backward. An
+    all-reduce counts as both.
     """
     scatter = shape.tokens * shape.job.model.dim * shape.used
     gather = scatter * shape.sent / shape.used
@@ -49,8 +52,8 @@ def _logits(shape: Shape) -> float:
 
 
 def _context(shape: Shape) -> float:
-    """Return the bytes that context-parallel ranks exchange in a block: keys and values, and their gradients in float32; or, under Ulysses,
-    all heads' inputs and outputs.
+    """Return the bytes that context-parallel ranks exchange in a block: keys and values, and their gradients in
+    float32; or, under Ulysses, all heads' inputs and outputs.
     """
     job, cp = shape.job, shape.job.parallelism.cp
     if job.parallelism.cp_rotate == "ulysses":
@@ -60,7 +63,9 @@ def _context(shape: Shape) -> float:
 
 
 def _experts(shape: Shape) -> float:
-    """Return the bytes that ranks of an ep group exchange in a block: tokens to their experts and back, and their gradients."""
+    """Return the bytes that ranks of an ep group exchange in a block: tokens to their experts and back, and their
+    gradients.
+    """
     return shape.tokens * shape.experts.sent * sum(exchanges(shape)) if shape.experts else 0.0
 
 
@@ -70,8 +75,8 @@ def exchanges(shape: Shape) -> tuple[int, int]:
 
 
 def _shards(shape: Shape, parameters: float) -> float:
-    """Return the bytes of a local batch's gathers of weights and reductions of gradients. ZeRO-3 gathers twice, but not what the backward
-    begins with.
+    """Return the bytes of a local batch's gathers of weights and reductions of gradients. ZeRO-3 gathers twice, but not
+    what the backward begins with.
     """
     reshard, pp = shape.job.parallelism.reshard_after_forward, len(shape.stages) > 1
     if reshard == "always":

@@ -1,4 +1,7 @@
-"""One answer for one job: memory against what the device has, tokens per second, GPU-hours; and what would make it fit."""
+"""One answer for one job: memory against what the device has, tokens per second, GPU-hours; and what would make it
+fit.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -19,7 +22,8 @@ from .time import Speed
 
 Change = tuple[str, Any, Any]  # key, old value, new value
 MODES = ("none", "lean", "op", "full")  # of activation checkpointing, from the least recomputation
-FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10  # of the device's memory: up to which a job fits, is tight, and from which it is refused
+# of the device's memory: up to which a job fits, is tight, and from which it is refused
+FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ def timed(prediction: Prediction, exact: bool = True) -> Prediction:
 
 
 def of_launch(job: Job) -> Prediction | None:
-    """Predict a job that is about to start; None if its device is unknown, its ranks are simulated, or its family has no formulas."""
+    """Predict a job that is about to start; None if its device is unknown, its ranks are simulated, or its family has
+    no formulas.
+    """
     known = job.hardware.name != "unknown" or job.cluster.device_memory_gib
     if not known or job.comm.name == "fake":
         return None
@@ -80,13 +86,17 @@ def of_launch(job: Job) -> Prediction | None:
 
 
 def objection(prediction: Prediction) -> Fault | None:
-    """Return the fault of a job that is predicted not to fit its devices, with the nearest change that would; None if it fits."""
+    """Return the fault of a job that is predicted not to fit its devices, with the nearest change that would; None if
+    it fits.
+    """
     job, peak, capacity = prediction.job, prediction.peak, prediction.capacity_gib
     if prediction.fits != "no":
         return None
-    what = (f"about {peak.gib:,.1f} GiB (+-{memory.BAND:.0%}) on rank {peak.rank}, most of it {peak.largest.name} "
-            f"({peak.largest.bytes / memory.GIB:,.1f}), and {job.hardware.name if job.hardware.name != 'unknown' else 'a device'} "
-            f"has {capacity:,.1f}")
+    what = (
+        f"about {peak.gib:,.1f} GiB (+-{memory.BAND:.0%}) on rank {peak.rank}, most of it {peak.largest.name} "
+        f"({peak.largest.bytes / memory.GIB:,.1f}), and {job.hardware.name if job.hardware.name != 'unknown' else 'a device'} "
+        f"has {capacity:,.1f}"
+    )
     for changes in _remedies(job):
         other = freeze(_with(job, changes))
         answer = predict(other, exact=False)
@@ -94,8 +104,11 @@ def objection(prediction: Prediction) -> Fault | None:
             (key, old, value), *others = changes
             also = "".join(f" {name}={new}" for name, _, new in others)
             return Fault(key, old, f"takes {what}", legal=(f"{value}{also} ({answer.peak.gib:,.1f} GiB)",))
-    return Fault("gpus", job.gpus, f"each of them takes {what}; no change of ac, loss, local_batch or dp_shard alone makes it fit, titan "
-                 "plan searches further")
+    return Fault(
+        "gpus",
+        job.gpus,
+        f"each of them takes {what}; no change of ac, loss, local_batch or dp_shard alone makes it fit, titan plan searches further",
+    )
 
 
 def too_large(prediction: Prediction) -> bool:
@@ -104,7 +117,9 @@ def too_large(prediction: Prediction) -> bool:
 
 
 def _remedies(job: Job) -> Iterator[list[Change]]:
-    """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller local batches."""
+    """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller
+    local batches.
+    """
     more = MODES[MODES.index(job.ac.name) + 1 :] if job.ac.name in MODES else MODES[-1:]
     modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in more]
     losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
@@ -118,7 +133,9 @@ def _remedies(job: Job) -> Iterator[list[Change]]:
 
 
 def _with(job: Job, changes: list[Change]) -> Job:
-    """Return a job with the changes of a remedy. More shards take a larger global batch, so that each has as many samples."""
+    """Return a job with the changes of a remedy. More shards take a larger global batch, so that each has as many
+    samples.
+    """
     new = {key: value for key, _, value in changes}
     if "ac" in new:
         job = with_mode(job, new["ac"])
@@ -159,8 +176,11 @@ def line(prediction: Prediction) -> list[str]:
     peak, speed, room = prediction.peak, prediction.speed, prediction.capacity_gib
     word = {"yes": "fits", "tight": "tight", "no": "does not fit", None: "unknown device"}[prediction.fits]
     times = ["-", "-"] if speed is None else [f"{speed.tokens_per_second:,.0f}", f"{prediction.gpu_hours:,.1f}"]
-    return [f"{peak.gib:,.1f} +-{memory.BAND:.0%}{f' of {room:,.1f}' if room else ''}", word,
-            *(f"{number} +-{prediction.band:.0%}" if number != "-" else number for number in times)]
+    return [
+        f"{peak.gib:,.1f} +-{memory.BAND:.0%}{f' of {room:,.1f}' if room else ''}",
+        word,
+        *(f"{number} +-{prediction.band:.0%}" if number != "-" else number for number in times),
+    ]
 
 
 def as_json(prediction: Prediction) -> dict:
@@ -172,12 +192,20 @@ def as_json(prediction: Prediction) -> dict:
         return None if value is None else [value * (1 - band), value * (1 + band)]
 
     return {
-        "memory_gib": peak.gib, "memory_gib_band": around(peak.gib, memory.BAND), "allocated_gib": peak.allocated_gib,
-        "capacity_gib": prediction.capacity_gib, "fits": prediction.fits, "rank": peak.rank,
-        "tokens_per_second": rate, "tokens_per_second_band": around(rate, prediction.band),
-        "step_seconds": speed and speed.step_seconds, "gpu_hours": prediction.gpu_hours,
-        "gpu_hours_band": around(prediction.gpu_hours, prediction.band), "hardware": prediction.job.hardware.name,
-        "gpus": all_ranks(prediction.job), "reason": prediction.reason,
+        "memory_gib": peak.gib,
+        "memory_gib_band": around(peak.gib, memory.BAND),
+        "allocated_gib": peak.allocated_gib,
+        "capacity_gib": prediction.capacity_gib,
+        "fits": prediction.fits,
+        "rank": peak.rank,
+        "tokens_per_second": rate,
+        "tokens_per_second_band": around(rate, prediction.band),
+        "step_seconds": speed and speed.step_seconds,
+        "gpu_hours": prediction.gpu_hours,
+        "gpu_hours_band": around(prediction.gpu_hours, prediction.band),
+        "hardware": prediction.job.hardware.name,
+        "gpus": all_ranks(prediction.job),
+        "reason": prediction.reason,
         "terms": [{"name": term.name, "gib": term.bytes / memory.GIB, "tag": term.tag} for term in peak.terms],
         "parts": speed and [{"name": name, "seconds": seconds} for name, seconds in speed.parts.items()],
     }

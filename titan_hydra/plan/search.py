@@ -1,4 +1,5 @@
 """Every legal layout of a job on a number of devices, at a fixed global batch: which fit, and how fast each is."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -37,10 +38,20 @@ class Row:
     def overrides(self) -> str:
         """Return the layout as overrides of a command line."""
         job = self.prediction.job
-        degrees = [f"parallelism.{name}={getattr(job.parallelism, name)}" for name in DEGREES
-                   if name == "dp_shard" or getattr(job.parallelism, name) > 1]
-        schedule = [f"pp_schedule={job.pp_schedule.name}", f"pp_schedule.stages_per_rank={job.pp_schedule.stages_per_rank}",
-                    f"pp_schedule.microbatches={job.pp_schedule.microbatches}"] if job.parallelism.pp > 1 else []
+        degrees = [
+            f"parallelism.{name}={getattr(job.parallelism, name)}"
+            for name in DEGREES
+            if name == "dp_shard" or getattr(job.parallelism, name) > 1
+        ]
+        schedule = (
+            [
+                f"pp_schedule={job.pp_schedule.name}",
+                f"pp_schedule.stages_per_rank={job.pp_schedule.stages_per_rank}",
+                f"pp_schedule.microbatches={job.pp_schedule.microbatches}",
+            ]
+            if job.parallelism.pp > 1
+            else []
+        )
         async_tp = ["parallelism.async_tp=true"] * job.parallelism.async_tp
         batches = [f"data.local_batch={job.data.local_batch}", f"data.global_batch={job.data.global_batch}"]
         return " ".join([f"gpus={job.gpus}", *degrees, *async_tp, *schedule, f"ac={job.ac.name}", *batches])
@@ -54,7 +65,8 @@ def prepared(job: Job, gpus: int) -> Job:
 def search(job: Job, gpus: int) -> tuple[list[Row], int]:
     """Return up to ROWS layouts, the fastest first, and the number of legal points looked at. Raises NotPredictable.
 
-    Those that fit come first, the front of speed against memory before what it dominates; if none fits, those that need least memory.
+    Those that fit come first, the front of speed against memory before what it dominates; if none fits, those that need
+    least memory.
     """
     found = [*_points(prepared(job, gpus))]
     if found and (reason := timed(found[0], exact=False).reason):
@@ -80,8 +92,8 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
 
 def _points(job: Job) -> Iterator[Prediction]:
-    """Yield the memory of the legal points of the space; of those that differ in checkpointing alone, the one that recomputes least among
-    what fits.
+    """Yield the memory of the legal points of the space; of those that differ in checkpointing alone, the one that
+    recomputes least among what fits.
     """
     for layout in _layouts(job):
         for batches in _batches(layout):
@@ -129,8 +141,12 @@ def _batches(job: Job) -> Iterator[Job]:
     if pp == 1:
         cuts = [(size, None) for size in divisors(samples) if size <= LARGEST]
     else:
-        cuts = [(size * number, number) for size in (1, 2, 4) for number in {samples // size, 4 * pp, 2 * pp, pp}
-                if number and samples % (size * number) == 0]
+        cuts = [
+            (size * number, number)
+            for size in (1, 2, 4)
+            for number in {samples // size, 4 * pp, 2 * pp, pp}
+            if number and samples % (size * number) == 0
+        ]
     for local, number in cuts:
         cut = changed(job, data={"local_batch": local}, pp_schedule={"microbatches": number})
         if not checks.check(cut, (checks.RANKS, checks.LAYOUT)):

@@ -1,4 +1,7 @@
-"""What the formulas of memory and time need of a job: who holds which part of the model, and how many tokens a rank works on."""
+"""What the formulas of memory and time need of a job: who holds which part of the model, and how many tokens a rank
+works on.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -74,7 +77,9 @@ class Shape:
 
     @property
     def format(self) -> Format | None:
-        """The number format that the linears compute in; None: the compute dtype, or a format that is emulated in it."""
+        """The number format that the linears compute in; None: the compute dtype, or a format that is emulated in
+        it.
+        """
         return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
 
     @property
@@ -130,7 +135,9 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """The halves of a block, attention and feed-forward, whose input tensor-parallel ranks gather: routed experts take split tokens."""
+        """The halves of a block, attention and feed-forward, whose input tensor-parallel ranks gather: routed experts
+        take split tokens.
+        """
         return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
 
     @property
@@ -151,7 +158,9 @@ class Shape:
 
     @cached_property
     def more(self) -> float:
-        """By how many parameters a gathered sparse block has more than `block` counts: it has the experts of one ep rank."""
+        """By how many parameters a gathered sparse block has more than `block` counts: it has the experts of one ep
+        rank.
+        """
         return self.experts.parameters * (1 - self.shards / self.experts.shards) if self.experts else 0.0
 
     @cached_property
@@ -161,7 +170,9 @@ class Shape:
 
     @property
     def alone(self) -> float:
-        """The parameters of a sparse block's experts if no other rank has a shard of them, so that they are not gathered; else 0."""
+        """The parameters of a sparse block's experts if no other rank has a shard of them, so that they are not
+        gathered; else 0.
+        """
         return self.experts.parameters if self.experts and self.experts.shards == 1 else 0.0
 
     def gathered_parameters(self, stages: list[int]) -> float:
@@ -170,7 +181,9 @@ class Shape:
 
     @cached_property
     def adapter(self) -> float:
-        """The trained parameters of a block's adapters on a tensor-parallel rank; 0 without adapters, where all are trained."""
+        """The trained parameters of a block's adapters on a tensor-parallel rank; 0 without adapters, where all are
+        trained.
+        """
         tp = self.job.parallelism.tp
         return self.job.adapter.rank * sum(one.share("inputs", tp) + one.share("outputs", tp) for one in adapted(self.job))
 
@@ -189,7 +202,7 @@ class Shape:
         experts = self.experts
         routed = [experts.number * experts.dim / experts.sequence, *[experts.rows * experts.dim * experts.width] * 3] if experts else []
         sizes = [one.size(self.job.parallelism.tp) for one in self.linears]
-        return [*sizes[: self.after], *routed, *sizes[self.after:]]
+        return [*sizes[: self.after], *routed, *sizes[self.after :]]
 
     @cached_property
     def after(self) -> int:
@@ -197,20 +210,23 @@ class Shape:
         return 1 + [one.column for one in self.linears].index(False)
 
     def outputs(self, rows: int) -> list[float]:
-        """Return the widths of a token in the outputs of a block's matmuls on this rank, in running order; those of row linears are split
-        over `rows` ranks.
+        """Return the widths of a token in the outputs of a block's matmuls on this rank, in running order; those of row
+        linears are split over `rows` ranks.
         """
         widths = [one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows) for one in self.linears]
-        return [*widths[: self.after], *(self.experts.outputs if self.experts else ()), *widths[self.after:]]
+        return [*widths[: self.after], *(self.experts.outputs if self.experts else ()), *widths[self.after :]]
 
 
 def shape_of(job: Job) -> Shape:
-    """Return the shape of a frozen job. Raises NotPredictable if its family has no formulas for parameters and FLOPs."""
+    """Return the shape of a frozen job. Raises NotPredictable if its family has no formulas for parameters and
+    FLOPs.
+    """
     family, degrees, model = family_of(job.model), job.parallelism, job.model
     if family.parameters is None or family.flops is None:
         lacks = "parameters" if family.parameters is None else "flops"
-        raise NotPredictable(f"model.family={model.family}: has no formula for its {lacks} (Family({lacks}=...)), so nothing can be "
-                             "predicted")
+        raise NotPredictable(
+            f"model.family={model.family}: has no formula for its {lacks} (Family({lacks}=...)), so nothing can be predicted"
+        )
     if family.takes != "tokens":
         raise NotPredictable(f"model.family={model.family}: takes {family.takes}, and predictions know models of tokens alone")
     linears, experts = family.linears(model), experts_of(job)
@@ -220,13 +236,27 @@ def shape_of(job: Job) -> Shape:
     layers = _layers(job) if pp else (model.n_layers,)
     less, dense = (lighter(job), experts.dense) if experts else (0, 0)
     block = (family.parameters(model) - ends + dense * less) / model.n_layers
-    whole = (sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0))
+    whole = sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0)
     block = (block - whole) / degrees.tp + whole
     samples, shards = microbatch_size(job), degrees.dp_shard * degrees.cp
     return Shape(
-        job, linears, block, _dense(layers, dense), less / degrees.tp, table, 0 if model.tie_embeddings else table, layers,
-        stages_of_ranks(job) if pp else [[0]], microbatches(job), samples, samples * job.data.seq_len / degrees.cp,
-        local_batches(job), shards, shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1, experts)
+        job,
+        linears,
+        block,
+        _dense(layers, dense),
+        less / degrees.tp,
+        table,
+        0 if model.tie_embeddings else table,
+        layers,
+        stages_of_ranks(job) if pp else [[0]],
+        microbatches(job),
+        samples,
+        samples * job.data.seq_len / degrees.cp,
+        local_batches(job),
+        shards,
+        shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1,
+        experts,
+    )
 
 
 def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:

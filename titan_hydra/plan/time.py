@@ -1,7 +1,9 @@
-"""The seconds of a step, from a job and its hardware: what a block computes and sends, how the pipeline waits, what FSDP cannot hide.
+"""The seconds of a step, from a job and its hardware: what a block computes and sends, how the pipeline waits, what
+FSDP cannot hide.
 
 Rates come from conf/hardware; `Factors` are those that belong to no device. Both were fitted as docs/plan.md tells.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
@@ -17,8 +19,10 @@ from . import messages
 from .shape import NotPredictable, Shape, shape_of
 
 Passes = dict[str, tuple[float, float]]  # seconds of the forward and of the backward, by what takes them
-BAND, UNMEASURED = 0.15, 0.20  # half-widths of the error band, relative: of a preset that was fitted to runs, and of one that was not
-TOKEN_BYTES = 36  # of memory traffic for each parameter: 28 of AdamW in float32, 8 of the norm (H200: 7.95 and 3.5 ms for 10^9)
+# half-widths of the error band, relative: of a preset that was fitted to runs, and of one that was not
+BAND, UNMEASURED = 0.15, 0.20
+# of memory traffic for each parameter: 28 of AdamW in float32, 8 of the norm (H200: 7.95 and 3.5 ms for 10^9)
+TOKEN_BYTES = 36
 LATENCY = 0.01  # seconds of a step outside all that is counted
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
 
@@ -29,7 +33,8 @@ class Factors:
 
     eager: float = 4.0  # element-wise traffic of a block, in passes over its activations
     compiled: float = 0.5  # at the lower bound of the fit: the rates of matmuls hold the rest
-    cast: float = 2.0  # memory traffic of Float8 casts, in times of what is counted for tensorwise scaling (H200: 2.1; not fitted)
+    # memory traffic of Float8 casts, in times of what is counted for tensorwise scaling (H200: 2.1; not fitted)
+    cast: float = 2.0
     rowwise: float = 2.1  # times as many for rowwise (H200: 120 ms against 56)
     async_tp: float = 0.67  # share of tensor-parallel communication that async TP leaves visible
     ring: float = 0.84  # rate of attention in a ring of context-parallel ranks
@@ -54,7 +59,8 @@ class Speed:
 def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, exact: bool = True) -> Speed:
     """Predict the speed of a frozen job. Raises NotPredictable.
 
-    `exact` plays the pipeline's schedule with the times of its own stages; otherwise its idle time is that of equal stages.
+    `exact` plays the pipeline's schedule with the times of its own stages; otherwise its idle time is that of equal
+    stages.
     """
     shape, hardware = shape or shape_of(job), job.hardware
     needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in OPTIONAL]
@@ -65,8 +71,16 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
     block, head = block_passes(shape, factors), head_passes(shape, factors)
     parts = {name: sum(block[name]) * job.model.n_layers * shape.microbatches * shape.rounds / len(shape.stages) for name in block}
     parts["head and loss"] = sum(head) * shape.microbatches * shape.rounds / len(shape.stages)
-    parts["optimizer"] = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards * TOKEN_BYTES \
-        * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
+    parts["optimizer"] = (
+        max(map(shape.parameters, range(len(shape.layers))))
+        * len(shape.stages[0])
+        / shape.shards
+        * TOKEN_BYTES
+        * (1 + shape.moments)
+        / 3
+        / _bandwidth(shape, factors)
+        + LATENCY
+    )
     forward, backward = (sum(passes[side] for passes in block.values()) for side in (0, 1))
     if len(shape.stages) > 1:
         passes = (2 + splits_backward(job)) * len(shape.stages[0]) * shape.microbatches
@@ -109,12 +123,20 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
 def recomputed(shape: Shape) -> tuple[float, float, float]:
     """Return the shares of a block's forward that run again in its backward: of matmuls, of attention, of the rest."""
     ac, sizes = shape.job.ac, shape.sizes
-    return {"none": (0, 0, 0), "lean": (0, 0, 1), "op": (sum(sizes[1::2]) / sum(sizes), 0, 1), "full": (1, 1, 1),
-            "layer": (1 / ac.every,) * 3, "memory_budget": (1 - ac.budget,) * 3}[ac.name]
+    return {
+        "none": (0, 0, 0),
+        "lean": (0, 0, 1),
+        "op": (sum(sizes[1::2]) / sum(sizes), 0, 1),
+        "full": (1, 1, 1),
+        "layer": (1 / ac.every,) * 3,
+        "memory_budget": (1 - ac.budget,) * 3,
+    }[ac.name]
 
 
 def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the seconds of the head and the loss for one microbatch, forward and backward, as in eager: 16 and 20 bytes a logit."""
+    """Return the seconds of the head and the loss for one microbatch, forward and backward, as in eager: 16 and 20
+    bytes a logit.
+    """
     model, tokens = shape.job.model, shape.tokens
     matmul = 2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
     logits = tokens * shape.vocabulary * 4 / _bandwidth(shape, factors)
@@ -122,7 +144,9 @@ def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
 
 
 def _experts(shape: Shape) -> float:
-    """Return the seconds of the experts' matmuls for one microbatch, once. The rows of an expert are few, so that the rate is low."""
+    """Return the seconds of the experts' matmuls for one microbatch, once. The rows of an expert are few, so that the
+    rate is low.
+    """
     if not shape.experts:
         return 0.0
     hardware, rows = shape.job.hardware, shape.tokens * shape.experts.rows
@@ -132,7 +156,9 @@ def _experts(shape: Shape) -> float:
 
 
 def _exchange(shape: Shape) -> tuple[float, float]:
-    """Return the seconds in which rows travel to their experts and back, forward and backward; each device has its way out of a node."""
+    """Return the seconds in which rows travel to their experts and back, forward and backward; each device has its way
+    out of a node.
+    """
     if not shape.experts or shape.experts.ep == 1:
         return 0.0, 0.0
     hardware, ep = shape.job.hardware, shape.experts.ep
@@ -167,8 +193,9 @@ def _attention_rate(job: Job, factors: Factors) -> float:
 def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     """Return the bytes of memory traffic of a token's casts to Float8 in forward and backward.
 
-    Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The weights' gradients take
-    both their factors transposed: a byte read and one written; under tensor parallelism these are gathered, so whole.
+    Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The
+    weights' gradients take both their factors transposed: a byte read and one written; under tensor parallelism these
+    are gathered, so whole.
     """
     dim = shape.job.model.dim
     if not shape.format:
@@ -186,7 +213,8 @@ def _link(shape: Shape, ranks_inside: int, ranks: int) -> float:
     hardware = shape.job.hardware
     if ranks_inside * ranks <= hardware.gpus_per_node:
         return hardware.nvlink_gbs * 1e9
-    lanes = max(hardware.gpus_per_node // ranks_inside, 1)  # devices of a node that are in the group: each has a way out
+    # devices of a node that are in the group: each has a way out
+    lanes = max(hardware.gpus_per_node // ranks_inside, 1)
     return min(hardware.nic_gbs * lanes * 0.9, hardware.nvlink_gbs) * 1e9
 
 
@@ -231,13 +259,14 @@ def _call(job: Job) -> float:
 def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], exact: bool) -> float:
     """Return the seconds in which the pipeline works through one local batch."""
     job, last, pp, call = shape.job, len(shape.layers) - 1, len(shape.stages), _call(shape.job)
-    forward, backward = ([layers * block[side] + head[side] * (stage == last) + call for stage, layers in enumerate(shape.layers)]
-                         for side in (0, 1))
+    forward, backward = (
+        [layers * block[side] + head[side] * (stage == last) + call for stage, layers in enumerate(shape.layers)] for side in (0, 1)
+    )
     half = [(seconds + call) / 2 for seconds in backward]  # of a backward in two passes
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
-    most = max(sum(forward[stage] + backward[stage] + call * splits_backward(job) for stage in stages)
-               for stages in shape.stages)
-    number = min(shape.microbatches, (4 if exact else 2) * pp)  # idle time grows no more, so the rest costs the slowest rank's work
+    most = max(sum(forward[stage] + backward[stage] + call * splits_backward(job) for stage in stages) for stages in shape.stages)
+    # idle time grows no more, so the rest costs the slowest rank's work
+    number = min(shape.microbatches, (4 if exact else 2) * pp)
     if job.pp_schedule.name == "csv":
         number = shape.microbatches
     elif not exact:

@@ -1,8 +1,9 @@
 """Compare a cell's losses with the baseline's at equal steps: does the cell learn the same?
 
-With the same weights and the same data in the same order, two correct layouts differ only by the rounding of sums in another order, which
-training then amplifies. docs/report.md gives the width of the band and the measurements behind it.
+With the same weights and the same data in the same order, two correct layouts differ only by the rounding of sums in
+another order, which training then amplifies. docs/report.md gives the width of the band and the measurements behind it.
 """
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from .cells import ReportCell, mean
 WINDOW = 10  # rows that a mean difference covers: a single outlier is not a trend
 NEIGHBOURS = 25  # rows on either side from which the noise of the baseline's loss is taken
 SHARE = 0.1  # of that noise that a mean difference may reach, once rounding has been amplified by training
-ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}  # share of the loss that a mean may be off by rounding alone; FORMATS has the rest
+# share of the loss that a mean may be off by rounding alone; FORMATS has the rest
+ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}
 
 
 @dataclass(frozen=True)
 class Band:
-    """The result of comparing a cell's losses with the baseline's: the step at which they left the band, None if they never did.
-    Differences are fractions of the baseline's loss.
+    """The result of comparing a cell's losses with the baseline's: the step at which they left the band, None if they
+    never did. Differences are fractions of the baseline's loss.
     """
 
     step: int | None = None
@@ -57,16 +59,19 @@ def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
 
 
 def off_by(reference: list[float], own: list[float]) -> list[float]:
-    """Return for each row the relative difference of the losses, averaged over the row and up to WINDOW - 1 rows before it."""
+    """Return for each row the relative difference of the losses, averaged over the row and up to WINDOW - 1 rows before
+    it.
+    """
     relative = [(b - a) / (a or 1.0) for a, b in zip(reference, own, strict=True)]
-    return [mean(relative[max(0, row - WINDOW + 1):row + 1]) for row in range(len(relative))]
+    return [mean(relative[max(0, row - WINDOW + 1) : row + 1]) for row in range(len(relative))]
 
 
 def tolerances(reference: list[float], precision: str) -> list[float]:
     """Return for each row how far the mean difference may deviate, as a fraction of the loss.
 
-    The tolerance is what rounding does to a forward pass, plus, from the second row on, a share of the baseline's own noise from batch to
-    batch: amplified differences end up there. The first row is logged before any update and gets no such share.
+    The tolerance is what rounding does to a forward pass, plus, from the second row on, a share of the baseline's own
+    noise from batch to batch: amplified differences end up there. The first row is logged before any update and gets no
+    such share.
     """
     noise = noise_of(tuple(reference))
     return [rounding(precision) + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
@@ -79,8 +84,10 @@ def noise_of(reference: tuple[float, ...]) -> list[float]:
 
 
 def local_noise(losses: Sequence[float], row: int) -> float:
-    """Return the standard deviation of the loss from row to row, without its trend: that of neighbours' differences, by root two."""
-    near = losses[max(0, row - NEIGHBOURS):row + NEIGHBOURS + 1]
+    """Return the standard deviation of the loss from row to row, without its trend: that of neighbours' differences, by
+    root two.
+    """
+    near = losses[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
     trend = mean(steps)
     return math.sqrt(sum((step - trend) * (step - trend) for step in steps) / len(steps) / 2) if steps else 0.0
@@ -88,8 +95,9 @@ def local_noise(losses: Sequence[float], row: int) -> float:
 
 def coarser(*cells: ReportCell) -> str:
     """Return the number format with the largest rounding among those that the cells compute in."""
-    return max((cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") or "bfloat16" for cell in cells),
-               key=rounding)
+    return max(
+        (cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") or "bfloat16" for cell in cells), key=rounding
+    )
 
 
 def rounding(precision: str) -> float:

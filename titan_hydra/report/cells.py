@@ -1,4 +1,7 @@
-"""The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running runs."""
+"""The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running
+runs.
+"""
+
 from __future__ import annotations
 
 import hashlib
@@ -31,7 +34,9 @@ BUSY = 1.25  # load per core above which other programs shared the machine
 
 @dataclass(frozen=True)
 class ReportCell:
-    """One run directory. `config` is flat (dotted key to value); files that are missing or unreadable count as empty."""
+    """One run directory. `config` is flat (dotted key to value); files that are missing or unreadable count as
+    empty.
+    """
 
     name: str
     directory: Path
@@ -45,7 +50,8 @@ class ReportCell:
     load: dict[str, float] = field(default_factory=dict)  # of the machine: cores, and load averages at start and end
     unreadable: tuple[str, ...] = ()  # what was left out: env.json, rows of metrics.jsonl
     repeat: bool = False  # the baseline once more, at the end of a packed sweep
-    members: dict[str, ReportCell] = field(default_factory=dict)  # of a `Mean`: its cells, by the value of the key in which they differ
+    # of a `Mean`: its cells, by the value of the key in which they differ
+    members: dict[str, ReportCell] = field(default_factory=dict)
 
     @property
     def single(self) -> list[ReportCell]:
@@ -66,11 +72,16 @@ class ReportCell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the logged rows, without the first (warm-up), rows off the logging interval, and profiled ones."""
+        """Tokens per second of the logged rows, without the first (warm-up), rows off the logging interval, and
+        profiled ones.
+        """
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         profiled = self.column("profiled_steps")
-        return [rate for step, rate in self.column("tokens_per_second", 1).items()
-                if (step % every == 0 or step == last) and step not in profiled]
+        return [
+            rate
+            for step, rate in self.column("tokens_per_second", 1).items()
+            if (step % every == 0 or step == last) and step not in profiled
+        ]
 
     @property
     def lost(self) -> bool:  # failed, or damaged
@@ -83,14 +94,20 @@ class ReportCell:
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """The numbers of result.json; for an unfinished run computed from its rows, each a mean over `metrics.log_every` steps."""
+        """The numbers of result.json; for an unfinished run computed from its rows, each a mean over
+        `metrics.log_every` steps.
+        """
         if not self.partial:
             return self.result
         known = {name: self.column(name).values() for name in ("memory_reserved_gib", "mfu")}
         quarters = quantiles(self.steady, n=4) if len(self.steady) > 1 else None
-        return {"tokens_per_second": median(self.steady), "tokens_per_second_iqr": quarters and quarters[2] - quarters[0],
-                "measured_steps": len(self.steady), "memory_gib": max(known["memory_reserved_gib"], default=None),
-                "mfu": median(known["mfu"]) if known["mfu"] else None}
+        return {
+            "tokens_per_second": median(self.steady),
+            "tokens_per_second_iqr": quarters and quarters[2] - quarters[0],
+            "measured_steps": len(self.steady),
+            "memory_gib": max(known["memory_reserved_gib"], default=None),
+            "mfu": median(known["mfu"]) if known["mfu"] else None,
+        }
 
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # per device: the median of the steady steps
     iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # distance of the same steps' quartiles
@@ -124,7 +141,9 @@ class ReportCell:
 
     @cached_property
     def means(self) -> Mapping[int, float]:
-        """The mean loss of the steps since the row before, at each logged step; of rows of version 0.1 the loss of one step."""
+        """The mean loss of the steps since the row before, at each logged step; of rows of version 0.1 the loss of one
+        step.
+        """
         means = self.column("loss_mean")
         return means if len(means) == len(self.losses) else dict(self.losses) | dict(means)
 
@@ -139,8 +158,11 @@ class ReportCell:
     @cached_property
     def validation(self) -> dict[int, float]:
         """The held-out loss of each validated step."""
-        return {event["step"]: event["validation_loss"] for event in self.events
-                if event["event"] == "validation" and event.get("validation_loss") is not None}
+        return {
+            event["step"]: event["validation_loss"]
+            for event in self.events
+            if event["event"] == "validation" and event.get("validation_loss") is not None
+        }
 
     @property
     def held_out(self) -> float | None:
@@ -160,7 +182,9 @@ class ReportCell:
         return self.columns["step"].steps[-1] if self.columns.get("step") else 0
 
     def places(self, axis: str) -> dict[float, float]:
-        """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of training)."""
+        """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of
+        training).
+        """
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
         places: dict[float, float] = {}
         seconds, before = 0.0, 0
@@ -178,11 +202,12 @@ class ReportCell:
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return the keys of the identity hash, and what the held-out loss is a loss of, with their values, but for those `without`: equal
-        for cells that differ in these alone.
+        """Return the keys of the identity hash, and what the held-out loss is a loss of, with their values, but for
+        those `without`: equal for cells that differ in these alone.
         """
-        outside = {key for key, spec in known_keys().items()
-                   if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss"}.union(without)
+        outside = {
+            key for key, spec in known_keys().items() if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss"
+        }.union(without)
         return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
 
     @property
@@ -217,7 +242,10 @@ class ReportCell:
 
 @dataclass(frozen=True)
 class Mean(ReportCell):
-    """Cells that differ in one key alone (for example a seed) as one cell: its numbers are means, its noise comes from their spread."""
+    """Cells that differ in one key alone (for example a seed) as one cell: its numbers are means, its noise comes from
+    their spread.
+    """
+
     def of(self, name: str) -> list[float]:
         """List one attribute of the members, without those for which it is None."""
         return [value for cell in self.members.values() if (value := getattr(cell, name)) is not None]
@@ -290,9 +318,16 @@ def read_cell(chosen: RunCell, now: State) -> ReportCell:
     unreadable = [f"rows of {file}: {count}" for file, count in ((layout.METRICS.name, damaged), (layout.EVENTS.name, other)) if count]
     if not environment and layout.ENV.of(chosen.directory).exists():
         unreadable.append(layout.ENV.name)
-    return replace(cell, config=dotted_config(layout.CONFIG.read(chosen.directory)), env=environment,
-                   result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {}, columns=columns_of(rows), events=events,
-                   load=rank.get("load") or {}, unreadable=tuple(unreadable))
+    return replace(
+        cell,
+        config=dotted_config(layout.CONFIG.read(chosen.directory)),
+        env=environment,
+        result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {},
+        columns=columns_of(rows),
+        events=events,
+        load=rank.get("load") or {},
+        unreadable=tuple(unreadable),
+    )
 
 
 def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
@@ -312,12 +347,26 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
     config = {key: value for key, value in first.config.items() if key != over}
     overrides = [override for override in first.overrides if key_of(override) != over]
     unreadable = tuple(f"{what} ({cell.name})" for cell in cells for what in cell.unreadable)
-    return Mean(name, first.directory, overrides, first.state, config, first.env, first.result, first.columns, first.events, first.load,
-                unreadable, members={as_typed(cell.config.get(over)): cell for cell in cells})
+    return Mean(
+        name,
+        first.directory,
+        overrides,
+        first.state,
+        config,
+        first.env,
+        first.result,
+        first.columns,
+        first.events,
+        first.load,
+        unreadable,
+        members={as_typed(cell.config.get(over)): cell for cell in cells},
+    )
 
 
 def labels(cells: list[ReportCell], sweep: bool) -> list[str]:
-    """Return the names without the parts that all share; in a sweep only whole `key=value` words, as users choose the others."""
+    """Return the names without the parts that all share; in a sweep only whole `key=value` words, as users choose the
+    others.
+    """
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])
     names = [cell.name for cell in cells]

@@ -1,4 +1,7 @@
-"""The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files, plotly on the page."""
+"""The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files,
+plotly on the page.
+"""
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -19,7 +22,8 @@ from .table import Report
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
 ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
-    ("grad_norm", "Gradient norm", "before clipping", "grad_norm"), ("lr", "Learning rate", "", "lr"),
+    ("grad_norm", "Gradient norm", "before clipping", "grad_norm"),
+    ("lr", "Learning rate", "", "lr"),
     ("rate", "Throughput over time", "tokens/s per device", "tokens_per_second"),
     ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
     ("step_seconds", "Step times", "seconds", "step_seconds"),
@@ -64,7 +68,9 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bar:
-    """One row's bar: its value, half its spread (of the quartiles, or the standard error), its label `text`, and a remark `said`."""
+    """One row's bar: its value, half its spread (of the quartiles, or the standard error), its label `text`, and a
+    remark `said`.
+    """
 
     row: int
     value: float | None
@@ -105,7 +111,8 @@ def bar_charts(report: Report) -> Iterator[Bars]:
 
 
 def curves(report: Report) -> Iterator[Lines]:
-    """Yield every line chart over steps: losses and their distance from the baseline's first. Charts without lines are included.
+    """Yield every line chart over steps: losses and their distance from the baseline's first. Charts without lines are
+    included.
 
     Only rows with at least two values and no failure get a line.
     """
@@ -144,21 +151,31 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
 
 def both_losses(report: Report) -> Lines:
     """Chart the held-out loss of each row, and thin below it its training loss."""
-    chart = lines_of(report, "validation", "Held-out and training loss", f"nats per token; thin: training{_other_samples(report)}",
-                     lambda cell: cell.validation)
+    chart = lines_of(
+        report,
+        "validation",
+        "Held-out and training loss",
+        f"nats per token; thin: training{_other_samples(report)}",
+        lambda cell: cell.validation,
+    )
     rows = {line.row for line in chart.lines}
     training = lines_of(report, "training", "", "", lambda cell: cell.means).lines
     return replace(chart, lines=[*(replace(line, faint=True) for line in training if line.row in rows), *chart.lines])
 
 
 def sizes(report: Report) -> Iterator[Lines]:
-    """Yield charts of the last held-out losses over training FLOPs and over parameters, a point a row, where rows differ in them."""
+    """Yield charts of the last held-out losses over training FLOPs and over parameters, a point a row, where rows
+    differ in them.
+    """
     for name, title, over, of in (
         ("compute", "Held-out loss against compute", "training FLOPs", lambda cell: (cell.flops or 0) * (cell.tokens or 0)),
         ("parameters", "Held-out loss against parameters", "parameters", lambda cell: cell.parameters or 0),
     ):
-        points = [Curve(number, row.label, [size], [row.cell.held_out]) for number, row in enumerate(report.rows)
-                  if (size := of(row.cell)) and row.cell.held_out is not None and isfinite(row.cell.held_out)]
+        points = [
+            Curve(number, row.label, [size], [row.cell.held_out])
+            for number, row in enumerate(report.rows)
+            if (size := of(row.cell)) and row.cell.held_out is not None and isfinite(row.cell.held_out)
+        ]
         several = len({point.x[0] for point in points}) > 1
         yield Lines(name, title, f"nats per token{_other_samples(report)}", points if several else [], over)
 
@@ -168,8 +185,8 @@ def _other_samples(report: Report) -> str:
 
 
 def looks(report: Report) -> list[Look]:
-    """Return how the lines of each row look. In a sweep over several keys the one with the most values has colours and the others have
-    dashes, if there are enough. Else neighbours differ in both, and the baseline is broad and grey.
+    """Return how the lines of each row look. In a sweep over several keys the one with the most values has colours and
+    the others have dashes, if there are enough. Else neighbours differ in both, and the baseline is broad and grey.
     """
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
@@ -178,14 +195,16 @@ def looks(report: Report) -> list[Look]:
         rest = [tuple(one.get(key) for key in keys[1:]) for one in own]
         others = list(dict.fromkeys(rest))
         if len(values[keys[0]]) <= len(LINES) and len(others) <= len(DASHES):
-            return [Look(LINES[values[keys[0]].index(one.get(keys[0]))], DASHES[others.index(mine)])
-                    for one, mine in zip(own, rest, strict=True)]
+            return [
+                Look(LINES[values[keys[0]].index(one.get(keys[0]))], DASHES[others.index(mine)])
+                for one, mine in zip(own, rest, strict=True)
+            ]
     return [Look(*line_style(number), row is report.reference) for number, row in enumerate(report.rows)]
 
 
 def distances(report: Report) -> Lines:
-    """Chart the distance of each loss from the baseline's, with the tolerance bands: the same mean relative difference that decides whether
-    the loss is in the band.
+    """Chart the distance of each loss from the baseline's, with the tolerance bands: the same mean relative difference
+    that decides whether the loss is in the band.
 
     One band for each number format; Float8 has the widest.
     """
@@ -198,23 +217,39 @@ def distances(report: Report) -> Lines:
         off = [abs(share) for share in off_by(base, [row.cell.losses[step] for step in steps])]
         most = max((share for share in off if isfinite(share)), default=0.0)
         said = f"at most {most:.1e}" if most else "the same bits"
-        lines.append(Curve(number, f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}", thin(steps, report),
-                          [share if share and isfinite(share) else None for share in thin(off, report)]))
+        lines.append(
+            Curve(
+                number,
+                f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}",
+                thin(steps, report),
+                [share if share and isfinite(share) else None for share in thin(off, report)],
+            )
+        )
         precision = coarser(report.baseline.cell, row.cell)
         limits = thin(tolerances(base, precision), report)
         bands.setdefault(precision, (f"the baseline's band ({precision})", thin(steps, report), limits))
-    return Lines("difference", "Loss against the baseline's", f"difference by the loss, means over {WINDOW} rows", lines, log=True,
-                 bands=list(bands.values()))
+    return Lines(
+        "difference",
+        "Loss against the baseline's",
+        f"difference by the loss, means over {WINDOW} rows",
+        lines,
+        log=True,
+        bands=list(bands.values()),
+    )
 
 
 def thin(values: list[Any], report: Report) -> list[Any]:
-    """Keep so many values of a long line, evenly spaced, that all lines of a diagram have TOGETHER; always the first and the last."""
+    """Keep so many values of a long line, evenly spaced, that all lines of a diagram have TOGETHER; always the first
+    and the last.
+    """
     every = -(-len(values) // max(min(POINTS, TOGETHER // len(report.rows)), 2))
     return values if every < 2 else values[:-1][::every] + values[-1:]
 
 
 def scaling(report: Report) -> Lines:
-    """Chart the tokens per second of all devices over their number; each label gives the share of ideal scaling at the end."""
+    """Chart the tokens per second of all devices over their number; each label gives the share of ideal scaling at the
+    end.
+    """
     found: dict[str, list[int]] = {}
     for number, row in enumerate(report.rows):
         if row.cell.rate and row.cell.gpus:
@@ -227,8 +262,10 @@ def scaling(report: Report) -> Lines:
             continue
         ideal = [totals[0] * count / devices[0] for count in devices]
         name = short(" ".join(common([row.label for row in rows])) or rows[0].label, 26)
-        lines += [Curve(curve[0], f"{name}, {_kind(rows)}: {totals[-1] / ideal[-1]:.0%}", devices, totals),
-                  Curve(-1, "ideal", devices, ideal)]
+        lines += [
+            Curve(curve[0], f"{name}, {_kind(rows)}: {totals[-1] / ideal[-1]:.0%}", devices, totals),
+            Curve(-1, "ideal", devices, ideal),
+        ]
     return Lines("scaling", "Scaling", "tokens/s of all devices", lines, over="devices", log=True)
 
 

@@ -1,4 +1,7 @@
-"""The columns of metrics.jsonl that a report uses, in eight bytes a value: a thousand runs of a thousand rows have to fit into memory."""
+"""The columns of metrics.jsonl that a report uses, in eight bytes a value: a thousand runs of a thousand rows have to
+fit into memory.
+"""
+
 from __future__ import annotations
 
 from array import array
@@ -6,8 +9,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-KEPT = ("loss", "loss_mean", "grad_norm", "lr", "tokens_per_second", "memory_reserved_gib", "mfu", "step_seconds", "tokens_seen",
-        "profiled_steps")
+KEPT = (
+    "loss",
+    "loss_mean",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "memory_reserved_gib",
+    "mfu",
+    "step_seconds",
+    "tokens_seen",
+    "profiled_steps",
+)
 
 
 class Column(Mapping[int, float]):

@@ -1,8 +1,9 @@
 """Which cells may be compared: what must be equal for tokens/s, what for losses, and what a sweep varies on purpose.
 
-The schema says of each key what it changes (config/field.py). Techniques may always differ: how a job is split, its schedule, precision,
-activation checkpointing, compilation, the local batch.
+The schema says of each key what it changes (config/field.py). Techniques may always differ: how a job is split, its
+schedule, precision, activation checkpointing, compilation, the local batch.
 """
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from functools import cache
@@ -32,12 +33,15 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what is not in config.json
 }
 RECIPES = ("experiment", "debug", "sweeps")  # overrides that may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}  # sweeping these varies that on purpose
+# sweeping these varies that on purpose
+MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key that must be equal but differs between cells with numbers; `values` maps each value to the labels of its cells."""
+    """A key that must be equal but differs between cells with numbers; `values` maps each value to the labels of its
+    cells.
+    """
 
     key: str
     values: dict[str, list[str]]  # as a person reads them
@@ -78,11 +82,11 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
 
 
 def on_purpose(key: str, swept: set[str]) -> bool:
-    """Whether the sweep varies a key: some override that differs between its cells sets the key, its group, or a recipe that may set any
-    key.
+    """Whether the sweep varies a key: some override that differs between its cells sets the key, its group, or a recipe
+    that may set any key.
 
-    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose. Nor do experts that
-    are balanced by force: their figures are of a model that nobody trains.
+    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose.
+    Nor do experts that are balanced by force: their figures are of a model that nobody trains.
     """
     if (key in PLACE and key != "gpus") or key == "debug.balance_experts":
         return False
@@ -91,8 +95,8 @@ def on_purpose(key: str, swept: set[str]) -> bool:
 
 
 def even(cells: list[ReportCell], swept: set[str]) -> bool:
-    """Whether different global batches hold the same number of tokens (the paper's long sequences), or the same number per device if the
-    sweep varies the devices (weak scaling).
+    """Whether different global batches hold the same number of tokens (the paper's long sequences), or the same number
+    per device if the sweep varies the devices (weak scaling).
     """
     tokens = [(cell.config.get("data.global_batch") or 0) * (cell.config.get("data.seq_len") or 0) for cell in cells]
     if len(set(tokens)) == 1:
@@ -106,14 +110,19 @@ def swept_keys(overrides: list[list[str]]) -> set[str]:
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
-    """Raise ConfigError with one line for each difference that is neither on purpose nor in `allowed`, nor of the held-out loss alone."""
+    """Raise ConfigError with one line for each difference that is neither on purpose nor in `allowed`, nor of the
+    held-out loss alone.
+    """
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]
     if unknown:
         known = (*EQUAL, *PLACE, "versions")
         hint = did_you_mean(suggest(unknown[0], known), otherwise=f"; there are {', '.join(known)}")
         raise ConfigError(f"--allow {unknown[0]}: not a key that must be equal{hint}")
-    lines = [f"{difference}; leave cells out, or --allow {difference.key}" for difference in found
-             if not (difference.purpose or difference.key in HELD_OUT or is_allowed(difference.key, allowed))]
+    lines = [
+        f"{difference}; leave cells out, or --allow {difference.key}"
+        for difference in found
+        if not (difference.purpose or difference.key in HELD_OUT or is_allowed(difference.key, allowed))
+    ]
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -140,7 +149,9 @@ def _within(key: str, group: str) -> bool:
 
 
 def _shown(key: str, value: object, values: Iterable) -> str:
-    """Format a value for the reader; of a group its name, unless all have the same, and the keys in which those of this name differ."""
+    """Format a value for the reader; of a group its name, unless all have the same, and the keys in which those of this
+    name differ.
+    """
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
         return as_typed(value)
     own, others = dict(value), [dict(other) for other in values]

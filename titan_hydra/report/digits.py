@@ -1,11 +1,14 @@
 """Format numbers with no more digits than their noise justifies."""
+
 import math
 
 MINUS = "\N{MINUS SIGN}"
 
 
 def rate(value: float | None, noise: float | None = None) -> str | None:
-    """Format tokens per second: whole above 100, three digits below, and no digit beyond the second digit of the noise."""
+    """Format tokens per second: whole above 100, three digits below, and no digit beyond the second digit of the
+    noise.
+    """
     if value is None or not math.isfinite(value):
         return None if value is None else str(value)
     if noise and math.isfinite(noise):
@@ -15,7 +18,9 @@ def rate(value: float | None, noise: float | None = None) -> str | None:
 
 
 def with_error(value: float | None, error: float | None, digits: int) -> str | None:
-    """Format a mean with its standard error, both to the second digit of the error; without an error, with `digits` decimals."""
+    """Format a mean with its standard error, both to the second digit of the error; without an error, with `digits`
+    decimals.
+    """
     if value is None or error is None or not math.isfinite(error):
         return None if value is None else f"{value:,.{digits}f}"
     digits = min(max(1 - math.floor(math.log10(error)), 0), 6) if error else digits
@@ -23,7 +28,9 @@ def with_error(value: float | None, error: float | None, digits: int) -> str | N
 
 
 def percent(fraction: float | None, digits: int = 2) -> str | None:
-    """Format a difference as a signed percentage, truncated rather than rounded, as in the paper: never more than was measured."""
+    """Format a difference as a signed percentage, truncated rather than rounded, as in the paper: never more than was
+    measured.
+    """
     value = truncated_percent(fraction, digits)
     return None if value is None else f"{'+' if value >= 0 else MINUS}{abs(value):.{digits}f} %"
 
@@ -39,4 +46,4 @@ def truncated_percent(fraction: float | None, digits: int = 2) -> float | None:
     """Convert a fraction to a percentage, rounded down to `digits` decimals."""
     if fraction is None or not math.isfinite(fraction * 1e4):
         return None
-    return math.floor(round(fraction * 100 * 10 ** digits, 6)) / 10 ** digits
+    return math.floor(round(fraction * 100 * 10**digits, 6)) / 10**digits

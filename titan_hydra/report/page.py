@@ -1,7 +1,10 @@
-"""The report as one HTML page: tables, interactive plots, the keys in which cells differ, environment, and the commands to reproduce it.
+"""The report as one HTML page: tables, interactive plots, the keys in which cells differ, environment, and the commands
+to reproduce it.
 
-It works without network: its content policy forbids every address. plotly draws the plots; the template and the script are in assets.
+It works without network: its content policy forbids every address. plotly draws the plots; the template and the script
+are in assets.
 """
+
 from __future__ import annotations
 
 import base64
@@ -26,7 +29,8 @@ from .table import Report
 if TYPE_CHECKING:
     from jinja2 import Template
 
-QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")  # groups that are not part of the experiment
+# groups that are not part of the experiment
+QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")
 
 
 def page(report: Report, live: float = 0) -> str:
@@ -37,8 +41,18 @@ def page(report: Report, live: float = 0) -> str:
     css, script = (Markup((ASSETS / f"report.{ending}").read_text(encoding="utf-8")) for ending in ("css", "js"))
     caption = " \N{MIDDLE DOT} ".join(filter(None, (report.caption, created(report))))
     return template("report.html").render(
-        name=report.name, caption=caption, table=_table(report), more=more(report), data=data(report), live=live, light=light, dark=dark,
-        css=css, script=script, plotly=Markup(packed_plotly()))
+        name=report.name,
+        caption=caption,
+        table=_table(report),
+        more=more(report),
+        data=data(report),
+        live=live,
+        light=light,
+        dark=dark,
+        css=css,
+        script=script,
+        plotly=Markup(packed_plotly()),
+    )
 
 
 @cache
@@ -78,8 +92,11 @@ def _table(report: Report) -> dict[str, Any]:
             cells.append({"text": text, "kind": " ".join(kinds)})
         kind = "failed" if row.cell.lost else "flagged" if row.flagged else "baseline" if row.baseline else ""
         rows.append({"kind": kind, "cells": cells})
-    return {"head": [{"title": title, "word": title in WORDS} for title, *_ in report.columns], "rows": rows,
-            "notes": [{"text": note, "bad": "left the baseline" in note} for note in filter(None, (*report.notes, report.left_out))]}
+    return {
+        "head": [{"title": title, "word": title in WORDS} for title, *_ in report.columns],
+        "rows": rows,
+        "notes": [{"text": note, "bad": "left the baseline" in note} for note in filter(None, (*report.notes, report.left_out))],
+    }
 
 
 def data(report: Report) -> dict[str, Any]:
@@ -104,16 +121,21 @@ def digits(value: float | None) -> float | None:
 def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
     """Describe one pipeline's timeline for the plots: its boxes, and the kinds of box that occur, with their names."""
     kinds = {box.kind for box in one.boxes}
-    return {"kind": "timeline", "name": f"pipeline-{number}", "title": one.title, "unit": "", "note": one.note,
-            "boxes": [{**asdict(box), "length": box.length} for box in one.boxes],
-            "kinds": [(name, kind) for kind, name in timeline.NAMES.items() if kind in kinds]}
+    return {
+        "kind": "timeline",
+        "name": f"pipeline-{number}",
+        "title": one.title,
+        "unit": "",
+        "note": one.note,
+        "boxes": [{**asdict(box), "length": box.length} for box in one.boxes],
+        "kinds": [(name, kind) for kind, name in timeline.NAMES.items() if kind in kinds],
+    }
 
 
 def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
     """Describe one row of the table for the plots: label, line style, coordinates on each axis."""
     axes = {axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)] for axis in charts.AXES}
-    return {"label": row.label, **asdict(look), "reference": row.baseline, "partial": row.cell.partial,
-            "flagged": row.flagged, **axes}
+    return {"label": row.label, **asdict(look), "reference": row.baseline, "partial": row.cell.partial, "flagged": row.flagged, **axes}
 
 
 def more(report: Report) -> dict[str, Any]:
@@ -134,10 +156,18 @@ def environment(report: Report) -> dict[str, Any]:
     facts: dict[str, list[str]] = {}
     for row in report.rows:
         env, load = row.cell.env, {"cores": 0, "start": 0, "end": 0} | row.cell.load
-        known = {"commit": row.cell.commit, "device": row.cell.device, "host": env.get("host"), "platform": env.get("platform"),
-                 "python": row.cell.version("python"), "torch": row.cell.version("torch"), "torchao": row.cell.version("torchao"),
-                 "triton": row.cell.version("triton"), "hydra-core": (env.get("versions") or {}).get("hydra-core"),
-                 "load": row.cell.load and f"{load['start']:.1f} to {load['end']:.1f} on {load['cores']:.0f} cores"}
+        known = {
+            "commit": row.cell.commit,
+            "device": row.cell.device,
+            "host": env.get("host"),
+            "platform": env.get("platform"),
+            "python": row.cell.version("python"),
+            "torch": row.cell.version("torch"),
+            "torchao": row.cell.version("torchao"),
+            "triton": row.cell.version("triton"),
+            "hydra-core": (env.get("versions") or {}).get("hydra-core"),
+            "load": row.cell.load and f"{load['start']:.1f} to {load['end']:.1f} on {load['cores']:.0f} cores",
+        }
         for name, value in known.items():
             facts.setdefault(name, []).append(value or NONE)
     facts = {name: values for name, values in facts.items() if set(values) != {NONE}}

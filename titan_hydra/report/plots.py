@@ -1,4 +1,5 @@
 """Draw the diagrams of a report into PNG and SVG files. matplotlib is imported only if something is drawn."""
+
 from __future__ import annotations
 
 import textwrap
@@ -19,18 +20,23 @@ if TYPE_CHECKING:
 
 WIDTH = 7.2  # inches
 FOOTER = 140  # characters of a line of it
-FILES = ("loss", "difference", "validation", "compute", "parameters", "scaling")  # diagrams of lines that become files; the page has more
+# diagrams of lines that become files; the page has more
+FILES = ("loss", "difference", "validation", "compute", "parameters", "scaling")
 
 
 def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
-    """Draw every diagram that has data, lines over an axis of `Cell.places`, losses on a log scale if `log`. Yields the files."""
+    """Draw every diagram that has data, lines over an axis of `Cell.places`, losses on a log scale if `log`. Yields the
+    files.
+    """
     import matplotlib
 
     origin, report = "  \N{MIDDLE DOT}  ".join(filter(None, (report.left_out, report.origin))), report.drawn
     makers = [(chart.name, lambda chart=chart: draw_bars(report, chart)) for chart in charts.bar_charts(report)]
     makers += [(chart.name, lambda chart=chart: lines(report, chart, axis, log)) for chart in charts.drawn(report) if chart.name in FILES]
-    makers += [(f"pipeline-{number}", lambda one=one: timeline.draw_timeline(one, *figure(1.7 + 0.34 * len(one.ranks)))) for number, one in
-               enumerate(timeline.pipelines(report), start=1)]
+    makers += [
+        (f"pipeline-{number}", lambda one=one: timeline.draw_timeline(one, *figure(1.7 + 0.34 * len(one.ranks))))
+        for number, one in enumerate(timeline.pipelines(report), start=1)
+    ]
     for name, make in makers:
         with matplotlib.rc_context(settings(name)):
             drawn = make()
@@ -49,7 +55,9 @@ def figure(height: float) -> tuple[Figure, Axes]:
 
 
 def below(drawn: Figure, origin: str) -> None:
-    """Add the legend and the origin line below the axes. The legend follows the table's order, since lines may overlap."""
+    """Add the legend and the origin line below the axes. The legend follows the table's order, since lines may
+    overlap.
+    """
     handles, names = drawn.axes[0].get_legend_handles_labels()
     columns = 2 if max(map(len, names), default=0) < 56 else 1
     rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
@@ -65,7 +73,9 @@ def below(drawn: Figure, origin: str) -> None:
 
 
 def draw_bars(report: Report, chart: Bars) -> Figure:
-    """Draw one horizontal bar a cell; beside it, in columns, its value and remark. A dashed line marks the baseline's value."""
+    """Draw one horizontal bar a cell; beside it, in columns, its value and remark. A dashed line marks the baseline's
+    value.
+    """
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
     width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
     for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
@@ -96,7 +106,9 @@ def _known(bar: Bar) -> bool:
 
 
 def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) -> None:
-    """Write a bar's value to the right of the axes, in a column `width` points wide, and its remark to the right of that column."""
+    """Write a bar's value to the right of the axes, in a column `width` points wide, and its remark to the right of
+    that column.
+    """
     beside: dict[str, Any] = {
         "xycoords": ("axes fraction", "data"),
         "textcoords": "offset points",
@@ -131,8 +143,14 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
         x = row.cell.on(axis, one.x) if row and chart.over == "step" else one.x
         marker = MARKERS[style.dash] if len(one.x) < 12 and row else None
         y = [float("nan") if value is None else value for value in one.y]
-        axes.plot(x, y, label="" if one.faint else short(one.label, 60), marker=None if one.faint else marker,
-                  markersize=3.5 if len(one.x) > 1 else 6, **look)
+        axes.plot(
+            x,
+            y,
+            label="" if one.faint else short(one.label, 60),
+            marker=None if one.faint else marker,
+            markersize=3.5 if len(one.x) > 1 else 6,
+            **look,
+        )
         if one.low:
             axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, linewidth=0)
     scale(axes, chart, log)

@@ -1,4 +1,5 @@
 """What was to be expected of the runs of a report: the columns of `titan report --predicted`."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -17,8 +18,8 @@ from .table import Report
 
 
 def with_predictions(report: Report) -> Report:
-    """Return a report whose rows have predictions, for the rates that `titan tune` left in the sweep's folder, else for each run's own
-    hardware. Raises ConfigError if nothing can be predicted.
+    """Return a report whose rows have predictions, for the rates that `titan tune` left in the sweep's folder, else for
+    each run's own hardware. Raises ConfigError if nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.rows]

@@ -1,4 +1,5 @@
 """A row of the report's table: a cell compared with the baseline, and the columns that it has."""
+
 from dataclasses import dataclass
 from math import hypot
 
@@ -93,12 +94,19 @@ COLUMNS = (
     ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
 )
 PREDICTED = (  # with --predicted
-    ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(row.predicted_rate, ",.0f"),
-     lambda row: row.predicted_rate),
-    ("to the prediction", "to_prediction_percent", lambda row: percent(row.to_prediction),
-     lambda row: truncated_percent(row.to_prediction)),
-    ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
-     lambda row: row.prediction and row.prediction.peak.gib),
+    ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(row.predicted_rate, ",.0f"), lambda row: row.predicted_rate),
+    (
+        "to the prediction",
+        "to_prediction_percent",
+        lambda row: percent(row.to_prediction),
+        lambda row: truncated_percent(row.to_prediction),
+    ),
+    (
+        "predicted GiB",
+        "predicted_memory_gib",
+        lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
+        lambda row: row.prediction and row.prediction.peak.gib,
+    ),
 )
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
 
@@ -116,16 +124,17 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
     few = any(one.measured is not None and one.measured < FEW for one in (cell, baseline))
     doubt = "" if difference is None else FEW_STEPS if few else NOISE if noise is not None and abs(difference) < noise else ""
     comparable = not cell.lost and cell.members.keys() == baseline.members.keys() and compare.same(cell, baseline, compare.LEARNING)
-    return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline),
-                     band(baseline, cell) if comparable else None)
+    return ReportRow(
+        cell, label, False, difference, noise, doubt, loss_change(cell, baseline), band(baseline, cell) if comparable else None
+    )
 
 
 def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
-    """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference; None if either is not a
-    `Mean`.
+    """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference;
+    None if either is not a `Mean`.
 
-    The loss is the held-out one if all members have it, over the same samples. If both are means over the same values (the same seeds), the
-    differences are paired.
+    The loss is the held-out one if all members have it, over the same samples. If both are means over the same values
+    (the same seeds), the differences are paired.
     """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None

@@ -1,4 +1,5 @@
 """`titan report --serve`: serve the page on this machine only, updated while a sweep runs."""
+
 import functools
 import json
 import secrets
@@ -16,11 +17,15 @@ EVERY = 3  # seconds between two requests of a page
 
 
 def serve(make: Callable[[], Report], port: int) -> None:
-    """Serve the page until Ctrl-C; `make` reads the runs for each request. The address holds a secret that no other user knows."""
+    """Serve the page until Ctrl-C; `make` reads the runs for each request. The address holds a secret that no other
+    user knows.
+    """
     make()  # report errors in the request before serving anything
     word = secrets.token_urlsafe(9)
-    pages = {f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
-             f"/{word}/data.json": ("application/json", lambda: json.dumps(news(make())))}
+    pages = {
+        f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
+        f"/{word}/data.json": ("application/json", lambda: json.dumps(news(make()))),
+    }
     try:
         server = ThreadingHTTPServer((LOOPBACK, port), functools.partial(Handler, pages))
     except (OSError, OverflowError) as error:
@@ -35,7 +40,9 @@ def serve(make: Callable[[], Report], port: int) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handles one request. Only this machine's own host names are accepted, so that no other site's page can send one."""
+    """Handles one request. Only this machine's own host names are accepted, so that no other site's page can send
+    one.
+    """
 
     def __init__(self, pages: dict[str, tuple[str, Callable[[], str]]], *given: Any) -> None:
         """Answer a request; `pages` gives by path the media type and a function that makes the page."""
@@ -56,8 +63,13 @@ class Handler(BaseHTTPRequestHandler):
         """Send a response that no cache keeps."""
         body = text.encode()
         self.send_response(status)
-        for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": len(body), "Cache-Control": "no-store",
-                            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}.items():
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": len(body),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(body)

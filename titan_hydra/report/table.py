@@ -1,4 +1,7 @@
-"""The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes below it."""
+"""The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes
+below it.
+"""
+
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +18,8 @@ from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, ReportRow, against
 
 DRAWN = 100  # rows that the diagrams show at most: a reader cannot tell more apart, and a browser cannot draw them
 SLOW = 0.2  # share by which a run may be slower than predicted
-ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")  # no column if all cells have the same
+# no column if all cells have the same
+ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,22 @@ class Report:
         return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._slow(), *self._mixed(), *self._forced()]
 
     def _slow(self) -> list[str]:
-        return [f"{row.label}: {-row.to_prediction:.0%} slower than predicted for hardware={row.prediction.job.hardware.name}"
-                for row in self.rows if row.to_prediction is not None and row.to_prediction < -SLOW]
+        return [
+            f"{row.label}: {-row.to_prediction:.0%} slower than predicted for hardware={row.prediction.job.hardware.name}"
+            for row in self.rows
+            if row.to_prediction is not None and row.to_prediction < -SLOW
+        ]
 
     def _states(self) -> list[str]:
         notes = []
         for row in self.rows:
             cell, steps = row.cell, row.cell.config.get("steps")
             if isinstance(cell, Mean):
-                notes += [f"{row.label}: {self.over}={value}: {one.word}" + (", and left out" if one.rate is None else " so far")
-                          for value, one in cell.members.items() if not one.done]
+                notes += [
+                    f"{row.label}: {self.over}={value}: {one.word}" + (", and left out" if one.rate is None else " so far")
+                    for value, one in cell.members.items()
+                    if not one.done
+                ]
             elif cell.partial:
                 notes.append(f"* {row.label}: {cell.word} at step {cell.step} of {steps}; over {cell.measured} logged rows so far")
             elif cell.state.failure:
@@ -133,8 +143,11 @@ class Report:
         return notes
 
     def _bands(self) -> list[str]:
-        return [f"{row.label}: the loss left the baseline's band at {row.band.told}; whatever its speed, it does not learn the same"
-                for row in self.rows if row.flagged]
+        return [
+            f"{row.label}: the loss left the baseline's band at {row.band.told}; whatever its speed, it does not learn the same"
+            for row in self.rows
+            if row.flagged
+        ]
 
     def _drift(self) -> list[str]:
         reference, notes = self.baseline.cell.rate, []
@@ -154,19 +167,27 @@ class Report:
         notes = []
         for difference in self.found:
             leave = " (on purpose)" if difference.purpose else "" if difference.key in compare.HELD_OUT else " (allowed)"
-            lost = [name for name, without in (
-                ("no difference in tokens/s", difference.work and not compare.is_allowed(difference.key, self.allowed)),
-                ("losses are not compared", difference.learning),
-                ("held-out losses are not compared", difference.key in compare.HELD_OUT)) if without]
+            lost = [
+                name
+                for name, without in (
+                    ("no difference in tokens/s", difference.work and not compare.is_allowed(difference.key, self.allowed)),
+                    ("losses are not compared", difference.learning),
+                    ("held-out losses are not compared", difference.key in compare.HELD_OUT),
+                )
+                if without
+            ]
             values = "; ".join(f"{value} ({', '.join(of)})" for value, of in difference.values.items())
             if lost or not difference.purpose:
                 notes.append(f"{difference.key} differs{leave}: {values}" + (f": {', '.join(lost)}" if lost else ""))
         return notes
 
 
-def build(selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: Set[str] = frozenset(),
-          over: str | None = None) -> Report:
-    """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in what must be equal."""
+def build(
+    selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: Set[str] = frozenset(), over: str | None = None
+) -> Report:
+    """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in what must be
+    equal.
+    """
     repeats = [cell for cell in cells if cell.repeat]
     cells = [cell for cell in cells if not cell.repeat]
     if not cells:
@@ -176,8 +197,9 @@ def build(selection: Selection, cells: list[ReportCell], baseline: str | None = 
         raise ConfigError(f"--over {over}: no cell has such a key" + did_you_mean(close))
     sweep = selection.manifest is not None
     swept = compare.swept_keys([cell.overrides for cell in cells]) if sweep else set()
-    known = [(cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True)
-             if cell.rate is not None or cell.loss is not None]
+    known = [
+        (cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True) if cell.rate is not None or cell.loss is not None
+    ]
     found = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
     allowed = {*allowed, *([over] if over else [])}
     compare.refuse(found, allowed)
@@ -191,7 +213,9 @@ def build(selection: Selection, cells: list[ReportCell], baseline: str | None = 
 
 
 def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None) -> ReportCell:
-    """Return the baseline: the cell with that name, label or hash, or the mean that contains it; without a name, the first cell."""
+    """Return the baseline: the cell with that name, label or hash, or the mean that contains it; without a name, the
+    first cell.
+    """
     if name is None:
         return cells[0]
     for cell, label in zip(cells, shown, strict=True):

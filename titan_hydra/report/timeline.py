@@ -1,6 +1,7 @@
-"""The timeline of each pipeline rank: the actions that a run recorded in schedule.json, simulated with durations of 1 for a forward, 2 for
-a backward and 1 for each half of one.
+"""The timeline of each pipeline rank: the actions that a run recorded in schedule.json, simulated with durations of 1
+for a forward, 2 for a backward and 1 for each half of one.
 """
+
 from __future__ import annotations
 
 import sys
@@ -41,8 +42,7 @@ class Timeline:
         found = []
         for rank, played in enumerate(self.ranks):
             chunks = sorted({stage for _, (stage, _, _) in played})
-            found += [Box(rank, start, kind, number, COLOURS[kind][min(chunks.index(stage), 1)])
-                      for start, (stage, kind, number) in played]
+            found += [Box(rank, start, kind, number, COLOURS[kind][min(chunks.index(stage), 1)]) for start, (stage, kind, number) in played]
         return found
 
     @property
@@ -90,15 +90,24 @@ def pipelines(report: Report) -> list[Timeline]:
 
 
 def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:
-    """Draw one row for each rank and one box for each action, with its microbatch; a rank's later stages are paler, idle time is empty."""
+    """Draw one row for each rank and one box for each action, with its microbatch; a rank's later stages are paler,
+    idle time is empty.
+    """
     count = len(pipeline.ranks)
     width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # points of one unit of time
     axes.barh(range(count), pipeline.end, height=0.8, color=LIGHT["wash"], zorder=0)
     for box in pipeline.boxes:
         axes.barh(box.rank, box.length, left=box.start, height=0.8, color=LIGHT[box.colour], edgecolor=LIGHT["paper"], linewidth=0.5)
         if width * box.length > 6 * len(str(box.microbatch)):
-            axes.text(box.start + box.length / 2, box.rank, str(box.microbatch), ha="center", va="center", fontsize=7,
-                      color=LIGHT["ink" if box.colour.startswith("pale") else "paper"])
+            axes.text(
+                box.start + box.length / 2,
+                box.rank,
+                str(box.microbatch),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=LIGHT["ink" if box.colour.startswith("pale") else "paper"],
+            )
     for kind in dict.fromkeys(box.kind for box in pipeline.boxes):
         axes.barh(0, 0, color=LIGHT[COLOURS[kind][0]], label=NAMES[kind])
     axes.text(1, 1.03, pipeline.note, transform=axes.transAxes, ha="right", color=LIGHT["soft"], fontsize=8.5)

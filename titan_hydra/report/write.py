@@ -1,4 +1,5 @@
 """Write a report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report gives the same bytes."""
+
 import csv
 import io
 import re
@@ -9,9 +10,23 @@ from .digits import truncated_percent
 from .row import WORDS
 from .table import Report
 
-LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-         "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{MINUS SIGN}": "$-$", "\N{EN DASH}": "--", "<": r"\textless{}",
-         ">": r"\textgreater{}", "|": r"\textbar{}"}
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\N{MINUS SIGN}": "$-$",
+    "\N{EN DASH}": "--",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+}
 
 
 def terminal(report: Report) -> None:
@@ -38,19 +53,42 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """Return all columns as CSV with full digits, empty and constant ones included, and beside them the run's state and directory."""
+    """Return all columns as CSV with full digits, empty and constant ones included, and beside them the run's state and
+    directory.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    further = ("baseline", "state", "partial", "reason", "directory", "doubt", "noise_percent", "load", "cores", "lowest_held_out_step",
-               "best_checkpoint")
+    further = (
+        "baseline",
+        "state",
+        "partial",
+        "reason",
+        "directory",
+        "doubt",
+        "noise_percent",
+        "load",
+        "cores",
+        "lowest_held_out_step",
+        "best_checkpoint",
+    )
     writer.writerow([machine for _, machine, *_ in report.every] + [*further])
     for row in report.rows:
         state, load = row.cell.state, row.cell.load
         values = [value(row) for *_, value in report.every]
         reason = state.failure.line if state.failure else state.damage
-        values += [row.baseline, row.cell.word, row.cell.partial, reason, row.cell.directory.name, row.doubt,
-                   truncated_percent(row.noise), max(load.get("start", 0), load.get("end", 0)) if load else None, load.get("cores"),
-                   row.cell.lowest and row.cell.lowest[1], row.cell.result.get("best_checkpoint")]
+        values += [
+            row.baseline,
+            row.cell.word,
+            row.cell.partial,
+            reason,
+            row.cell.directory.name,
+            row.doubt,
+            truncated_percent(row.noise),
+            max(load.get("start", 0), load.get("end", 0)) if load else None,
+            load.get("cores"),
+            row.cell.lowest and row.cell.lowest[1],
+            row.cell.result.get("best_checkpoint"),
+        ]
         writer.writerow(["" if value is None else value for value in values])
     return out.getvalue()
 
@@ -60,8 +98,16 @@ def latex(report: Report) -> str:
     titles = [title for title, *_ in report.columns]
     align = "".join("l" if title in WORDS else "r" for title in titles)
     caption = _tex(report.name) + (f" ({_tex(report.caption)})" if report.caption else "")
-    lines = [r"% needs \usepackage{booktabs}", r"\begin{table}", r"  \centering", rf"  \caption{{{caption}}}",
-             rf"  \begin{{tabular}}{{{align}}}", r"    \toprule", f"    {_ampersands(titles)}", r"    \midrule"]
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}",
+        r"  \centering",
+        rf"  \caption{{{caption}}}",
+        rf"  \begin{{tabular}}{{{align}}}",
+        r"    \toprule",
+        f"    {_ampersands(titles)}",
+        r"    \midrule",
+    ]
     lines += [f"    {_ampersands(texts)}" for texts in report.texts]
     lines += [r"    \bottomrule", r"  \end{tabular}"]
     if report.notes:

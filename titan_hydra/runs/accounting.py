@@ -1,4 +1,7 @@
-"""SLURM's report on an attempt: its state of a job that is over, and what it and srun wrote into the attempt's slurm.log."""
+"""SLURM's report on an attempt: its state of a job that is over, and what it and srun wrote into the attempt's
+slurm.log.
+"""
+
 import re
 import signal
 from dataclasses import dataclass
@@ -40,7 +43,9 @@ class SlurmVerdict:
 
 
 def of(attempt: Path, state: str | None) -> SlurmVerdict | None:
-    """Return SLURM's verdict from its state of the job and slurm.log; None if the job ended by itself, or was preempted."""
+    """Return SLURM's verdict from its state of the job and slurm.log; None if the job ended by itself, or was
+    preempted.
+    """
     log = layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20)
     if layout.SPENT.of(attempt).exists():  # the batch script's mark
         return SlurmVerdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
@@ -59,14 +64,18 @@ def without_trace(attempt: Path) -> SlurmVerdict:
 
 def _host(state: str, log: str) -> str | None:
     """Return the host that SLURM's message names as the cause."""
-    patterns = {"NODE_FAIL": r"STEP \S+ ON (\S+) CANCELLED AT \S+ DUE TO NODE FAILURE|Node failure on (\S+)",
-                "OUT_OF_MEMORY": r"srun: error: (\S+?): tasks? [\d,-]+: Out Of Memory"}
+    patterns = {
+        "NODE_FAIL": r"STEP \S+ ON (\S+) CANCELLED AT \S+ DUE TO NODE FAILURE|Node failure on (\S+)",
+        "OUT_OF_MEMORY": r"srun: error: (\S+?): tasks? [\d,-]+: Out Of Memory",
+    }
     found = re.search(patterns[state], log) if state in patterns else None
     return next(filter(None, found.groups())) if found else None
 
 
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
-    """Return how ranks ended, as srun reported it, in the order of its lines: {rank: (exit status, or -signal; host; line)}."""
+    """Return how ranks ended, as srun reported it, in the order of its lines: {rank: (exit status, or -signal; host;
+    line)}.
+    """
     found: dict[int, tuple[int, str, int]] = {}
     for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20))):
         status = _status(how)

@@ -1,8 +1,11 @@
-"""The steps in a run's checkpoints folder: which are complete, whether their bytes are intact, and which are kept. Imports no torch.
+"""The steps in a run's checkpoints folder: which are complete, whether their bytes are intact, and which are kept.
+Imports no torch.
 
-`step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set aside, `*.deleting` is being deleted. The manifest of a
-step lists every other file in it with its size and CRC-32, and is the last file written before the rename that makes the step complete.
+`step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set aside, `*.deleting` is being deleted.
+The manifest of a step lists every other file in it with its size and CRC-32, and is the last file written before the
+rename that makes the step complete.
 """
+
 import contextlib
 import json
 import os
@@ -45,10 +48,13 @@ def step_of(path: Path) -> int:
 
 
 def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]], held_out: float | None = None) -> None:
-    """Write the manifest of a step. `sums` has size and CRC-32 of every file by name; `held_out` is its held-out loss, if measured."""
+    """Write the manifest of a step. `sums` has size and CRC-32 of every file by name; `held_out` is its held-out loss,
+    if measured.
+    """
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
-    text = json.dumps({"format": 1, "step": step, "world_size": world_size, "time": time.time(), "validation_loss": held_out,
-                       "files": files}, indent=1)
+    text = json.dumps(
+        {"format": 1, "step": step, "world_size": world_size, "time": time.time(), "validation_loss": held_out, "files": files}, indent=1
+    )
     with layout.MANIFEST.of(path).open("w") as file:
         file.write(text + "\n")
         file.flush()
@@ -75,11 +81,14 @@ def best(folder: Path) -> Path | None:
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return what is wrong with this rank's share of a step's files, a line each. Reads every byte; together the ranks read all."""
+    """Return what is wrong with this rank's share of a step's files, a line each. Reads every byte; together the ranks
+    read all.
+    """
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
-    if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):  # a wrong mv, or a restore from elsewhere
+    # a wrong mv, or a restore from elsewhere
+    if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):
         return [f"{layout.MANIFEST.name} is that of step {manifest.get('step')}"] if rank == 0 else []
     names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
     return [wrong for name in names[rank::ranks] if (wrong := _wrong(path / name, manifest["files"][name]))]
@@ -109,8 +118,8 @@ def checksum(file: Path) -> str:
 
 
 def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = False) -> list[Path]:
-    """Return the complete steps that need not be kept: all but the newest keep_latest (0: all are kept), the multiples of keep_every, and
-    with keep_best the one of the lowest held-out loss.
+    """Return the complete steps that need not be kept: all but the newest keep_latest (0: all are kept), the multiples
+    of keep_every, and with keep_best the one of the lowest held-out loss.
     """
     old = complete(folder)[:-keep_latest] if keep_latest else []
     kept = best(folder) if keep_best and old else None
@@ -118,7 +127,8 @@ def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = F
 
 
 def asked_for(run: Path, step: str | None) -> Path:
-    """Return the checkpoint of a run whose step is a number or `best`, that of the lowest held-out loss; the run itself for None.
+    """Return the checkpoint of a run whose step is a number or `best`, that of the lowest held-out loss; the run itself
+    for None.
 
     Raises ConfigError if there is none: a best one also if some other step had a lower loss, and was not kept.
     """
@@ -139,7 +149,9 @@ def asked_for(run: Path, step: str | None) -> Path:
 
 
 def lowest_held_out(run: Path) -> tuple[float | None, int | None]:
-    """Return the lowest held-out loss that a run has recorded and its step, the first of equals; (None, None) if there is none."""
+    """Return the lowest held-out loss that a run has recorded and its step, the first of equals; (None, None) if there
+    is none.
+    """
     rows = (row for row in layout.EVENTS.rows(run)[0] if row["event"] == "validation")
     losses = [(loss, row["step"]) for row in rows if isfinite(loss := row.get("validation_loss") or nan)]
     return min(losses, default=(None, None))

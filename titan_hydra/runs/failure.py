@@ -1,4 +1,7 @@
-"""Determine what failed: a rank's exception as a record, and from all ranks' records and SLURM's state the rank and the cause."""
+"""Determine what failed: a rank's exception as a record, and from all ranks' records and SLURM's state the rank and the
+cause.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -14,20 +17,23 @@ from titan_hydra.base.text import printable
 
 from . import accounting, hang, hints, layout
 
-STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # asked to end, not failed
+# asked to end, not failed
+STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
 DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
 # Messages of a rank whose peer has died; the peer is the guilty one. The spellings are gloo's, NCCL's and TCPStore's.
-SECONDARY = (r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
-             r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer")
+SECONDARY = (
+    r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
+    r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer"
+)
 DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed: the guilty rank, its exit status, one line for lists, the detail (traceback or end of its log), the class of
-    the failure, the guilty rank's host (or SLURM's nodes), and the attempt's folder.
+    """How an attempt failed: the guilty rank, its exit status, one line for lists, the detail (traceback or end of its
+    log), the class of the failure, the guilty rank's host (or SLURM's nodes), and the attempt's folder.
     """
 
     rank: int | None
@@ -54,7 +60,8 @@ def describe(error: BaseException) -> tuple[int, dict]:
         "traceback": "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)),
         "time": time.time(),
         "secondary": any(_is_secondary(link) for link in chain),
-        **next((link.facts for link in chain if hasattr(link, "facts")), {}),  # where the rank was: train.watchdog adds it
+        # where the rank was: train.watchdog adds it
+        **next((link.facts for link in chain if hasattr(link, "facts")), {}),
     }
     return _status(error, chain), record
 
@@ -79,7 +86,9 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it came from: pipeline stages and the compiler wrap exceptions in their own."""
+    """Return an exception and those that it came from: pipeline stages and the compiler wrap exceptions in their
+    own.
+    """
     chain: list[BaseException] = []
     while error is not None and error not in chain and len(chain) < 16:
         chain.append(error)
@@ -95,12 +104,13 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
-    """Return the cause of the end of an attempt that is over; None if all ranks ended well, were asked to stop, or left no record (power
-    cut).
+    """Return the cause of the end of an attempt that is over; None if all ranks ended well, were asked to stop, or left
+    no record (power cut).
 
-    The cause is the earliest error of a rank's own, or the earliest rank that died without a record. If no rank has an error of its own,
-    SLURM's state of the job (`slurm_state`, or slurm.log if SLURM has forgotten the job) takes precedence. Errors that only report the loss
-    of another rank count last: a time-out first, with the rank that did not notice it.
+    The cause is the earliest error of a rank's own, or the earliest rank that died without a record. If no rank has an
+    error of its own, SLURM's state of the job (`slurm_state`, or slurm.log if SLURM has forgotten the job) takes
+    precedence. Errors that only report the loss of another rank count last: a time-out first, with the rank that did
+    not notice it.
     """
     ranks = Ended.all(attempt)
     own = [rank for rank in ranks if rank.error and not rank.error["secondary"]]
@@ -119,7 +129,9 @@ def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
 
 
 def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
-    """Return the failure of a time-out, in the words of the rank that noticed it first; guilty is the one that was behind all."""
+    """Return the failure of a time-out, in the words of the rank that noticed it first; guilty is the one that was
+    behind all.
+    """
     failure = first.failure()
     if (said := hang.verdict(attempt)) and said.rank is not None:
         return replace(failure, rank=said.rank, line=said.line, host=said.host, detail=said.text)
@@ -214,7 +226,9 @@ class Ended:
 
     @property
     def log(self) -> Path:
-        """The rank's log; for a rank that died before opening it (an import error), the output that its parent captured."""
+        """The rank's log; for a rank that died before opening it (an import error), the output that its parent
+        captured.
+        """
         log = layout.LOG.of(self.attempt, self.rank)
         if log.exists():
             return log
@@ -223,11 +237,12 @@ class Ended:
 
 
 def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
-    """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are not in order.
+    """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are
+    not in order.
 
-    srun does not report ranks that ended with status 0, nor those of a lost node, of which no rank was heard. It ends ranks itself by
-    SIGTERM, which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun unless its
-    line is the first. srun sends no other signals.
+    srun does not report ranks that ended with status 0, nor those of a lost node, of which no rank was heard. It ends
+    ranks itself by SIGTERM, which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a
+    hang, was killed by srun unless its line is the first. srun sends no other signals.
     """
     deaths, hung = accounting.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
     seen = {}

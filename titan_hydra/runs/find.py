@@ -1,4 +1,5 @@
-"""Find runs by what is typed: a run directory, a sweep's manifest or name, a folder of runs, a run's name, or the start of a hash.
+"""Find runs by what is typed: a run directory, a sweep's manifest or name, a folder of runs, a run's name, or the start
+of a hash.
 
 A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells in order:
 
@@ -7,6 +8,7 @@ A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells 
 
 A cell with "repeat": true is the baseline run again at the end of a packed job.
 """
+
 import contextlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +32,9 @@ class RunCell:
 
 @dataclass(frozen=True)
 class Selection:
-    """Runs that a command treats together. `manifest` is the sweep's folder, None for runs of no sweep or of several."""
+    """Runs that a command treats together. `manifest` is the sweep's folder, None for runs of no sweep or of
+    several.
+    """
 
     name: str
     cells: list[RunCell]
@@ -129,7 +133,9 @@ def runs_option(folder: Path) -> str:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run directory: it has config.json or attempts/, even if its other files are missing or damaged."""
+    """Whether a folder is a run directory: it has config.json or attempts/, even if its other files are missing or
+    damaged.
+    """
     if not path.name.isprintable() or path.name.startswith((".", "_")):
         return False
     try:

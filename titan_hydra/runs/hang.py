@@ -1,9 +1,11 @@
-"""Determine from all ranks' flight recorders which rank is late, in which collective of which mesh dimension, at which step.
+"""Determine from all ranks' flight recorders which rank is late, in which collective of which mesh dimension, at which
+step.
 
-A rank waits for another if it has begun an operation of a group that the other has not begun. Following these waits leads to a rank that
-waits for no other. If they form a circle, one of its ranks omitted an operation that it had executed in the step before. (Completion is
-ignored: torch's recorder also marks failed operations as complete.)
+A rank waits for another if it has begun an operation of a group that the other has not begun. Following these waits
+leads to a rank that waits for no other. If they form a circle, one of its ranks omitted an operation that it had
+executed in the step before. (Completion is ignored: torch's recorder also marks failed operations as complete.)
 """
+
 import math
 import time
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from pathlib import Path
 
 from . import layout
 
-OTHER = "undefined"  # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
+# torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
+OTHER = "undefined"
 Operation = dict  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
 
 
@@ -60,7 +63,9 @@ class Dump:
 
     @property
     def blocked(self) -> bool:
-        """Whether the main thread is inside a collective. A rank may have begun collectives that it does not wait for yet."""
+        """Whether the main thread is inside a collective. A rank may have begun collectives that it does not wait for
+        yet.
+        """
         return any("/torch/distributed/" in frame or "wait_tensor" in frame for frame in self.content["stacks"].get("MainThread", []))
 
     def in_step(self, step: int) -> list[Operation]:
@@ -71,7 +76,9 @@ class Dump:
         return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, float("inf"))]
 
     def left_out(self) -> Operation | None:
-        """Return the first operation of the previous step that this step replaced by a different one; None if there is none."""
+        """Return the first operation of the previous step that this step replaced by a different one; None if there is
+        none.
+        """
         step = self.content["step"]
         before, now = ([one for one in self.in_step(number) if one["mesh"] != OTHER] for number in (step - 1, step))
         for usual, done in zip(before, now, strict=False):
@@ -81,7 +88,9 @@ class Dump:
 
 
 def series(rank: int, one: Operation) -> tuple:
-    """Return what an operation is numbered within: its group and back end (a group on GPUs has NCCL and gloo), or sender and receiver."""
+    """Return what an operation is numbered within: its group and back end (a group on GPUs has NCCL and gloo), or
+    sender and receiver.
+    """
     if "peer" in one:
         return ("message", rank, one["peer"]) if one["op"] == "send" else ("message", one["peer"], rank)
     return (one["mesh"], tuple(one["ranks"]), one.get("backend"))
@@ -126,16 +135,21 @@ def verdict(attempt: Path) -> Verdict | None:
 
 
 def given_up(attempt: Path) -> float:
-    """Return the time of an attempt's first time-out or lost connection, or infinity. A frozen rank may go on after it."""
+    """Return the time of an attempt's first time-out or lost connection, or infinity. A frozen rank may go on after
+    it.
+    """
     errors = (rank.get("error") or {} for rank in layout.RANK.read_all(attempt).values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
-    """Return every wait of a rank for another: the first operation that the other has not begun or, if the other left no dump, the last."""
+    """Return every wait of a rank for another: the first operation that the other has not begun or, if the other left
+    no dump, the last.
+    """
     found = []
     for dump in dumps.values():
-        for one in (one for one in dump.operations if one["op"] != "send" or not one["done"]):  # a send can end before it is received
+        # a send can end before it is received
+        for one in (one for one in dump.operations if one["op"] != "send" or not one["done"]):
             key = series(dump.rank, one)
             for other in [one["peer"]] if "peer" in one else one["ranks"]:
                 if other != dump.rank and (other not in dumps or reached(dumps[other], key, one) < one["seq"]):
@@ -147,7 +161,9 @@ def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
 
 
 def reached(dump: Dump, key: tuple, one: Operation) -> int:
-    """Return how far a rank has got in the series of another rank's operation. The two sides of a message are numbered separately."""
+    """Return how far a rank has got in the series of another rank's operation. The two sides of a message are numbered
+    separately.
+    """
     if "peer" not in one:
         return dump.last(key)
     mirror = "recv" if one["op"] == "send" else "send"
@@ -166,8 +182,10 @@ def told(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, v
     if came := None if gone else next((one for one in dumps[rank].recorded if one["time"] > dumps[rank].until), None):
         after = f"{came['time'] - wait.operation['time']:.0f} s after rank {wait.rank}"
         line = f"rank {rank} was late at step {step}, {phase}: it went on {after}, which waited in {wait}"
-        text = [f"{name} came late: at step {step}, {phase}, it went on at {clock(came['time'])}, {after}, which waited in {wait} and had "
-                "given up. The rank, or its host, was paused until then."]
+        text = [
+            f"{name} came late: at step {step}, {phase}, it went on at {clock(came['time'])}, {after}, which waited in {wait} and had "
+            "given up. The rank, or its host, was paused until then."
+        ]
     elif verb == "left out":
         text = [f"{name} left out {wait} in step {step}, and went on; the number is that of the step before."]
     elif not gone:
@@ -189,9 +207,14 @@ def names(ranks: set[int]) -> str:
 
 
 def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
-    """Describe the state of every rank: none is behind, or the waits form a circle and the step before is not recorded."""
-    places = [f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}" + "".join(
-        f"; waits for rank {wait.other} in {wait}" for wait in waits if wait.rank == rank) for rank, dump in sorted(dumps.items())]
+    """Describe the state of every rank: none is behind, or the waits form a circle and the step before is not
+    recorded.
+    """
+    places = [
+        f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}"
+        + "".join(f"; waits for rank {wait.other} in {wait}" for wait in waits if wait.rank == rank)
+        for rank, dump in sorted(dumps.items())
+    ]
     words = "the ranks wait for one another: one has left out an operation, or they do different things" if waits else "no rank is behind"
     return Verdict(None, None, words, words[0].upper() + words[1:] + "." + "".join(places))
 

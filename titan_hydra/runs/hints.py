@@ -1,4 +1,7 @@
-"""Suggest what to try after a failure: overrides that can be typed, based on the run's own config.json and legal by the checks."""
+"""Suggest what to try after a failure: overrides that can be typed, based on the run's own config.json and legal by the
+checks.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -18,7 +21,12 @@ if TYPE_CHECKING:
     from .failure import Failure
 
 NEXT = {  # ac.name: what keeps less for the backward, the nearest first
-    "none": ("lean", "op", "full"), "memory_budget": ("full",), "lean": ("op", "full"), "op": ("full",), "layer": ("full",)}
+    "none": ("lean", "op", "full"),
+    "memory_budget": ("full",),
+    "lean": ("op", "full"),
+    "op": ("full",),
+    "layer": ("full",),
+}
 
 
 def hint(failure: Failure) -> str:
@@ -50,7 +58,9 @@ def hint(failure: Failure) -> str:
 
 
 def less_memory(job: Job) -> Iterator[str]:
-    """Yield overrides that need less device memory, the smallest change first: more recomputation, then a smaller local batch."""
+    """Yield overrides that need less device memory, the smallest change first: more recomputation, then a smaller local
+    batch.
+    """
     faults = check(job)
     for name in NEXT.get(job.ac.name, ()):
         tried = copy.deepcopy(job)
@@ -64,7 +74,9 @@ def less_memory(job: Job) -> Iterator[str]:
 
 
 def _job_of(directory: Path) -> Job | None:
-    """Return the job of a run directory; None if its config.json is missing, was written by another version, or names modules not here."""
+    """Return the job of a run directory; None if its config.json is missing, was written by another version, or names
+    modules not here.
+    """
     try:
         return from_dict(Job, layout.CONFIG.read(directory))
     except (KeyError, TypeError, AttributeError, ConfigError):

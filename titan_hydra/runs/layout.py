@@ -1,8 +1,10 @@
-"""The files of a run directory and of a sweep: the name of each, who writes it, what it holds, and the shape of its JSON.
+"""The files of a run directory and of a sweep: the name of each, who writes it, what it holds, and the shape of its
+JSON.
 
-Readers treat a JSON file of any other shape as damaged, and so as absent. `python -m titan_hydra.runs.layout` prints the table of
-docs/architecture.md.
+Readers treat a JSON file of any other shape as damaged, and so as absent. `python -m titan_hydra.runs.layout` prints
+the table of docs/architecture.md.
 """
+
 import contextlib
 import json
 import os
@@ -22,7 +24,9 @@ from .shapes import Each, Fields, Moment, Place, Test, test_of
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A kind of file or folder. In `name`, which is relative to the folder that `of` is given, <n> and <r> stand for a number."""
+    """A kind of file or folder. In `name`, which is relative to the folder that `of` is given, <n> and <r> stand for a
+    number.
+    """
 
     name: str
     writer: str
@@ -34,7 +38,9 @@ class Entry:
         return folder / re.sub("<.+>", str(number), self.name)
 
     def all(self, folder: Path) -> dict[int, Path]:
-        """Return those in a folder by number, ascending. Others with such a name, as a copy called 1.bak, are left out."""
+        """Return those in a folder by number, ascending. Others with such a name, as a copy called 1.bak, are left
+        out.
+        """
         pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]*)", self.name.rstrip("/")))
         found = {path.relative_to(folder).as_posix(): path for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))}
         return dict(sorted((int(match[1]), path) for name, path in found.items() if (match := pattern.fullmatch(name))))
@@ -58,7 +64,9 @@ class Entry:
         write_json(self.of(folder, number), content)
 
     def rows(self, folder: Path, number: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Read the intact rows of a .jsonl file, and count the damaged. A last one without a line end is still being written."""
+        """Read the intact rows of a .jsonl file, and count the damaged. A last one without a line end is still being
+        written.
+        """
         path = self.of(folder, number)
         try:
             *lines, last = path.read_bytes().split(b"\n")
@@ -69,7 +77,9 @@ class Entry:
         return rows, ended.count(None)
 
     def last(self, folder: Path) -> dict[str, Any]:
-        """Return the last intact row; {} if there is none. Only the last two lines are tried: the last may be being written."""
+        """Return the last intact row; {} if there is none. Only the last two lines are tried: the last may be being
+        written.
+        """
         lines = last_lines(self.of(folder), 2, 8192).splitlines()
         return next((row for line in reversed(lines) if (row := self._row(line.encode())) is not None), {})
 
@@ -90,6 +100,7 @@ def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
         return ""
 
 
+# fmt: off
 NUMBER = float | None
 PROCESS = {"pid": int, "host": str, "born": str | None}
 ENDED = {"ended": Moment, "exit_status": int | None, "host": str, "killed": bool}
@@ -171,6 +182,7 @@ SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", 
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
 RATES = Entry("hardware.json", "`titan tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that SLURM jobs run")
+# fmt: on
 
 
 def table_of_files() -> str:

@@ -2,6 +2,7 @@
 
 Which job runs a cell is recorded in the cell's own attempt, so two launchers of one sweep write different files.
 """
+
 import getpass
 import os
 import re
@@ -17,7 +18,9 @@ from . import layout
 
 
 def folder_of(cells: list[Any]) -> Path | None:
-    """Return the sweep's folder: the existing one if the same cells were started before, else a new one; None for a single cell."""
+    """Return the sweep's folder: the existing one if the same cells were started before, else a new one; None for a
+    single cell.
+    """
     if len(cells) == 1:
         return None
     job, rows = cells[0].job, [entry_of(cell) for cell in cells]

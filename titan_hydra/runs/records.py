@@ -1,4 +1,5 @@
 """Helpers that several commands share: dotted keys of a configuration, and whether a process is alive."""
+
 import os
 import socket
 from dataclasses import is_dataclass
@@ -18,12 +19,17 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def dotted_config(content: dict) -> dict[str, Any]:
-    """Return what a config.json holds, by dotted key. Keys that are younger than the run, as one of version 0.1, have their defaults."""
+    """Return what a config.json holds, by dotted key. Keys that are younger than the run, as one of version 0.1, have
+    their defaults.
+    """
     found = flat(content)
     if found.get("model.extra") == {}:  # every run of version 0.1 has it
         del found["model.extra"]
-    younger = {key: default_of(spec) for key, spec in known_keys().items() if key not in found
-               and (spec.metadata["late"] or not spec.metadata["identity"]) and not is_dataclass(kind_of(key))}
+    younger = {
+        key: default_of(spec)
+        for key, spec in known_keys().items()
+        if key not in found and (spec.metadata["late"] or not spec.metadata["identity"]) and not is_dataclass(kind_of(key))
+    }
     return younger | found if found else {}
 
 
@@ -38,14 +44,18 @@ def process(pid: int) -> dict:
 
 
 def alive(record: dict | None) -> bool:
-    """Whether a process recorded by `process` still runs on this host. Another process that has reused its id does not count."""
+    """Whether a process recorded by `process` still runs on this host. Another process that has reused its id does not
+    count.
+    """
     if not record or record.get("host") != socket.gethostname():
         return False
     return record.get("born") is not None and _born(record["pid"]) == record["born"]
 
 
 def _born(pid: int) -> str | None:
-    """Return the boot id and clock tick at which a process started, unique to it; None once it has ended (or is a zombie)."""
+    """Return the boot id and clock tick at which a process started, unique to it; None once it has ended (or is a
+    zombie).
+    """
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

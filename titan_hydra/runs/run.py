@@ -1,4 +1,5 @@
 """The place of one rank in a run: what the worker passes to the trainer beside the job."""
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from . import layout
 class Run:
     """One rank of one attempt. `directory` is the run's, `attempt` the folder attempts/<n> in it, both absolute.
 
-    A replica group (`fault_tolerance`) is a world of its own: its ranks are counted within it, and its files are in its own folders
-    (`folders_of`).
+    A replica group (`fault_tolerance`) is a world of its own: its ranks are counted within it, and its files are in its
+    own folders (`folders_of`).
     """
 
     directory: Path
@@ -21,7 +22,8 @@ class Run:
     world_size: int = 1
     store: Any = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
     replica: int = 0
-    submission: str = ""  # token of the SLURM submission: then each replica group is a job, whose attempts are in its own folder
+    # token of the SLURM submission: then each replica group is a job, whose attempts are in its own folder
+    submission: str = ""
 
     @property
     def home(self) -> Path:
@@ -34,7 +36,9 @@ class Run:
         return layout.MEETINGS.of(self.home) / self.submission if self.submission else layout.MEETINGS.of(self._attempt)
 
     def record_of(self, rank: int) -> Path:
-        """Return the path of a rank's record. The file name counts ranks as the launcher does: over all groups that it has started."""
+        """Return the path of a rank's record. The file name counts ranks as the launcher does: over all groups that it
+        has started.
+        """
         return layout.RANK.of(self._attempt, rank + (0 if self.submission else self.replica * self.world_size))
 
     @property
@@ -68,5 +72,7 @@ def group_at(home: Path) -> tuple[Path, int]:
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
-    """Return the run folder and attempt folder of a replica group: the run's own for group 0, folders below them for the others."""
+    """Return the run folder and attempt folder of a replica group: the run's own for group 0, folders below them for
+    the others.
+    """
     return (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica)) if replica else (directory, attempt)

@@ -2,9 +2,10 @@
 
     runs/<name>-<hash>/config.json overrides.txt env.json attempts/<n>/... and what the trainer adds
 
-An attempt is claimed by renaming a prepared folder to attempts/<n>, which fails if that exists. The folder already contains the owner's
-record, so an attempt never exists without a known owner.
+An attempt is claimed by renaming a prepared folder to attempts/<n>, which fails if that exists. The folder already
+contains the owner's record, so an attempt never exists without a known owner.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -41,8 +42,8 @@ SILENCE = 120  # seconds without a sign of life after which a run on another hos
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: its kind (new, not submitted, queued, running, done, interrupted, failed, or unknown if SLURM does not answer),
-    its newest attempt (0: none), and its failure. `inspect` can also return the kind damaged.
+    """Where a run stands: its kind (new, not submitted, queued, running, done, interrupted, failed, or unknown if SLURM
+    does not answer), its newest attempt (0: none), and its failure. `inspect` can also return the kind damaged.
     """
 
     kind: str
@@ -94,7 +95,8 @@ def states(directories: list[Path]) -> list[State]:
 
 
 def inspect(directory: Path, queue: Queue | None = None) -> State:
-    """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be read.
+    """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be
+    read.
 
     The launcher uses `state`, which treats an unreadable file as absent: the run continues and writes it again.
     """
@@ -126,17 +128,21 @@ def damage_of(directory: Path, now: State) -> str:
 
 
 def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
-    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the submitter.
+    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the
+    submitter.
 
-    Replica groups are jobs of one submission. The run goes on while one of them does, and failed if one has when all are over.
+    Replica groups are jobs of one submission. The run goes on while one of them does, and failed if one has when all
+    are over.
     """
     groups = [job_state(directory, attempt, owner, queue)]
     for home, number, other in submitted_groups(directory, owner["token"]):
         groups.append(State("done", number) if groups[0].kind == "done" else job_state(home, number, other, queue))
     if len(groups) == 1:
         return groups[0]
-    named = [replace(group, failure=group.failure and replace(group.failure, line=f"replica group {number}: {group.failure.line}"))
-             for number, group in enumerate(groups)]
+    named = [
+        replace(group, failure=group.failure and replace(group.failure, line=f"replica group {number}: {group.failure.line}"))
+        for number, group in enumerate(groups)
+    ]
     kinds = ("running", "queued", "unknown", "failed", "interrupted", "not submitted", "done")
     first = min(named, key=lambda group: kinds.index(group.kind))
     hosts = [group.host for group in groups if group.host]
@@ -144,7 +150,9 @@ def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> Sta
 
 
 def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict]]:
-    """Yield run folder, newest attempt and its attempt.json of the replica groups but the first that a submission to SLURM has claimed."""
+    """Yield run folder, newest attempt and its attempt.json of the replica groups but the first that a submission to
+    SLURM has claimed.
+    """
     homes = homes_of(directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values()))[1:]
     for home in homes:
         number = newest_attempt(home)
@@ -167,7 +175,8 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
             owner = note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    over = owner.get("packed") and layout.EXIT.of(folder).exists() and not layout.STOPPED.of(folder).exists()  # other cells may run
+    # other cells may run
+    over = owner.get("packed") and layout.EXIT.of(folder).exists() and not layout.STOPPED.of(folder).exists()
     if job and job.active and not over:
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
@@ -203,14 +212,18 @@ def note(attempt: Path, **known: object) -> dict:
 
 
 def being_submitted(owner: dict) -> bool:
-    """Whether the process that claimed an attempt may still submit it. On another host only the elapsed time can tell."""
+    """Whether the process that claimed an attempt may still submit it. On another host only the elapsed time can
+    tell.
+    """
     if owner["host"] == socket.gethostname():
         return alive(owner) and "ended" not in owner
     return "ended" not in owner and time.time() - owner["started"] < SILENCE
 
 
 def queue_of(directories: list[Path]) -> Queue:
-    """Ask SLURM about the newest attempts of these runs: one squeue call for all, none if no run was submitted to SLURM."""
+    """Ask SLURM about the newest attempts of these runs: one squeue call for all, none if no run was submitted to
+    SLURM.
+    """
     owners = []
     for directory in directories:
         with contextlib.suppress(PermissionError):  # `inspect` names it
@@ -228,7 +241,8 @@ def running_ranks(attempt: Path) -> list[dict]:
 def host_of_running(attempt: Path) -> str | None:
     """Return the host on which an attempt is running; None if it is over.
 
-    The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may outlive both.
+    The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may
+    outlive both.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
     if owner.get("executor") == "slurm":
@@ -251,7 +265,9 @@ def heard_lately(attempt: Path) -> bool:
 
 
 def file_time(folder: Path) -> float:
-    """Return the present time by the clock that gives the files of a folder theirs; hosts' own clocks may differ from it by an hour."""
+    """Return the present time by the clock that gives the files of a folder theirs; hosts' own clocks may differ from
+    it by an hour.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_mtime
@@ -260,16 +276,22 @@ def file_time(folder: Path) -> float:
 
 
 def heard_of_ranks(attempt: Path) -> bool:
-    """Whether a rank of an attempt has not ended, and some rank has written to a file within the last SILENCE seconds."""
-    return not layout.EXIT.of(attempt).exists() and any(
-        "exit_status" not in rank for rank in layout.RANK.read_all(attempt).values()) and heard_lately(attempt)
+    """Whether a rank of an attempt has not ended, and some rank has written to a file within the last SILENCE
+    seconds.
+    """
+    return (
+        not layout.EXIT.of(attempt).exists()
+        and any("exit_status" not in rank for rank in layout.RANK.read_all(attempt).values())
+        and heard_lately(attempt)
+    )
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
-    """Claim attempt `number` of a run. Returns its folder, or None if another launcher was faster: then read the state again.
+    """Claim attempt `number` of a run. Returns its folder, or None if another launcher was faster: then read the state
+    again.
 
-    `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields of attempt.json: for a
-    SLURM job its executor, token, user and code. Raises OSError if nothing can be written.
+    `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields of
+    attempt.json: for a SLURM job its executor, token, user and code. Raises OSError if nothing can be written.
     """
     owner |= {"overrides": overrides}
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +320,9 @@ def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: 
 
 
 def _rename_into(directory: Path, number: int, owner: dict) -> Path | None:
-    """Create an attempt's folder and its owner's record in one rename; None if another launcher has it. Raises OSError on a full disk."""
+    """Create an attempt's folder and its owner's record in one rename; None if another launcher has it. Raises OSError
+    on a full disk.
+    """
     final = layout.ATTEMPT.of(directory, number)
     attempts = final.parent
     attempts.mkdir(parents=True, exist_ok=True)
@@ -345,7 +369,9 @@ def _write_attempt(folder: Path, owner: dict) -> None:
 
 
 def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
-    """Write the configuration of the newest attempt; settings outside the identity may have changed since the last one."""
+    """Write the configuration of the newest attempt; settings outside the identity may have changed since the last
+    one.
+    """
     layout.CONFIG.write(directory, to_dict(job))
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in overrides))
     for folder in (directory, layout.ATTEMPT.of(directory, newest_attempt(directory))):
@@ -360,7 +386,9 @@ def end_attempt(attempt: Path) -> None:
 
 @functools.cache
 def describe_environment() -> dict:
-    """Return code, versions and machine of this run. Includes nothing from os.environ, and a diff without what looks like a secret."""
+    """Return code, versions and machine of this run. Includes nothing from os.environ, and a diff without what looks
+    like a secret.
+    """
     diff = _git("diff", "HEAD")
     return {
         "git_sha": _git("rev-parse", "HEAD"),

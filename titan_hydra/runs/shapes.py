@@ -1,4 +1,7 @@
-"""The shapes of JSON values: a description of types, and the test that it stands for. layout.py gives each file its shape."""
+"""The shapes of JSON values: a description of types, and the test that it stands for. layout.py gives each file its
+shape.
+"""
+
 import dataclasses
 import re
 import typing
@@ -27,13 +30,17 @@ class Each:
 
 
 def test_of(kind: Any) -> Test:
-    """Return a test whether a JSON value is of a type: plain, a union, list[...], dict[str, ...], `Fields`, or a dataclass."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):  # a file of another version may lack keys or have others
+    """Return a test whether a JSON value is of a type: plain, a union, list[...], dict[str, ...], `Fields`, or a
+    dataclass.
+    """
+    # a file of another version may lack keys or have others
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         kind = Fields({}, typing.get_type_hints(kind))
     if isinstance(kind, Fields):
         needed, tests = kind.needed.keys(), {name: test_of(inner) for name, inner in (kind.needed | kind.others).items()}
-        return lambda value: isinstance(value, dict) and needed <= value.keys() and all(
-            tests[name](inner) for name, inner in value.items() if name in tests)
+        return lambda value: (
+            isinstance(value, dict) and needed <= value.keys() and all(tests[name](inner) for name, inner in value.items() if name in tests)
+        )
     outer: Any
     if isinstance(kind, Each):
         outer, inner = (dict if kind.named else list), (kind.shape,)
@@ -49,13 +56,15 @@ def test_of(kind: Any) -> Test:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string that can be printed and used as a path: JSON can encode a zero byte and half of a surrogate pair."""
+    """Whether a value is a string that can be printed and used as a path: JSON can encode a zero byte and half of a
+    surrogate pair.
+    """
     return isinstance(value, str) and (value.isprintable() or not re.search("[\0\ud800-\udfff]", value))
 
 
 def is_whole(value: Any) -> bool:
     """Whether a value is a whole number of at most 63 bits, small enough to be multiplied by a float."""
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2 ** 63
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def is_number(value: Any) -> bool:
@@ -63,7 +72,12 @@ def is_number(value: Any) -> bool:
 
 
 PLAIN: dict[Any, Test] = {
-    str: is_text, int: is_whole, float: is_number, None: lambda value: value is None, type(None): lambda value: value is None,
-    Any: lambda value: True, Moment: lambda value: is_number(value) and 0 <= value < 2 ** 36,
+    str: is_text,
+    int: is_whole,
+    float: is_number,
+    None: lambda value: value is None,
+    type(None): lambda value: value is None,
+    Any: lambda value: True,
+    Moment: lambda value: is_number(value) and 0 <= value < 2**36,
     Place: lambda value: is_text(value) and len(value) < 4096 and all(len(part.encode()) < 256 for part in value.split("/")),
 }

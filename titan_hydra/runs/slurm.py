@@ -1,4 +1,5 @@
 """Ask SLURM about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
+
 import getpass
 import re
 import shutil
@@ -10,13 +11,16 @@ from dataclasses import dataclass, field
 LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-SETTINGS: list[tuple[float, str]] = []  # when scontrol was asked for all settings, and its answer: once, or again LIMIT after none
+# when scontrol was asked for all settings, and its answer: once, or again LIMIT after none
+SETTINGS: list[tuple[float, str]] = []
 FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start, name
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One job, or one task of an array. `state` is SLURM's own name of it, `start` when it started or is expected to."""
+    """One job, or one task of an array. `state` is SLURM's own name of it, `start` when it started or is expected
+    to.
+    """
 
     id: str
     state: str
@@ -36,13 +40,17 @@ class SlurmJob:
 
 @dataclass
 class Queue:
-    """SLURM's jobs at one moment. `answers` is False if SLURM is down or not installed: then nothing is known about any job."""
+    """SLURM's jobs at one moment. `answers` is False if SLURM is down or not installed: then nothing is known about any
+    job.
+    """
 
     jobs: dict[str, SlurmJob] = field(default_factory=dict)
     answers: bool = True
 
     def find(self, owner: dict) -> SlurmJob | None:
-        """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's name."""
+        """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's
+        name.
+        """
         if owner["job_id"]:
             return self.jobs.get(owner["job_id"])
         named = [job for job in self.jobs.values() if job.name.endswith(owner["token"])]
@@ -50,9 +58,11 @@ class Queue:
 
 
 def ask_queue(owners: list[dict]) -> Queue:
-    """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has forgotten.
+    """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has
+    forgotten.
 
-    squeue also lists jobs whose end was recorded before: an administrator may requeue them, and after a failed sbatch they may appear late.
+    squeue also lists jobs whose end was recorded before: an administrator may requeue them, and after a failed sbatch
+    they may appear late.
     """
     owners = [owner for owner in owners if not elsewhere(owner)]
     if not owners:
@@ -77,7 +87,7 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
     ids = sorted(job_ids)
     found = {}
     for first in range(0, len(ids), 500):  # a command line has a limit
-        out = call("sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first:first + 500]), "-o", "JobID,State,NodeList")
+        out = call("sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first : first + 500]), "-o", "JobID,State,NodeList")
         for line in (out or "").splitlines():
             job_id, state, nodes = [*line.split("|"), "", ""][:3]
             if state:
@@ -86,7 +96,9 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
 
 
 def setting(name: str) -> str:
-    """Return a setting of this machine's SLURM, such as ClusterName; "" if SLURM is not installed or does not answer."""
+    """Return a setting of this machine's SLURM, such as ClusterName; "" if SLURM is not installed or does not
+    answer.
+    """
     if not SETTINGS or (not SETTINGS[-1][1] and time.monotonic() - SETTINGS[-1][0] > LIMIT):
         text = call("scontrol", "show", "config") or ""
         SETTINGS[:] = [(time.monotonic(), text)]
@@ -95,7 +107,9 @@ def setting(name: str) -> str:
 
 
 def elsewhere(owner: dict) -> str:
-    """Return the cluster of an attempt that was submitted to another one than this machine's, which knows nothing of its jobs; else ""."""
+    """Return the cluster of an attempt that was submitted to another one than this machine's, which knows nothing of
+    its jobs; else "".
+    """
     own = owner.get("cluster") and setting("ClusterName")
     return owner["cluster"] if own and own != owner["cluster"] else ""
 

@@ -2,6 +2,7 @@
 
 Only the ends of files are read, and SLURM is asked once for all runs.
 """
+
 import argparse
 import functools
 import math
@@ -21,7 +22,8 @@ from .run import homes_of
 from .rundir import State
 from .slurm import Queue
 
-SILENT = 60.0  # seconds without a step after which a running cell is called silent; for slow steps, STEPS_SILENT of them
+# seconds without a step after which a running cell is called silent; for slow steps, STEPS_SILENT of them
+SILENT = 60.0
 STEPS_SILENT = 10
 LASTING = ("start", "validation", "checkpoint", "end")  # phases outside of the steps
 FIRST_STEP = 300.0  # seconds that the first step may take, with its compilation
@@ -58,13 +60,19 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep, or all runs where there is none") -> None:
     """Add the argument that selects runs, and --runs."""
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="a sweep, one of its cells, a run's name or directory, a folder of "
-                        f"runs, or the start of a hash (default: {default})")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="TARGET",
+        help=f"a sweep, one of its cells, a run's name or directory, a folder of runs, or the start of a hash (default: {default})",
+    )
     add_runs(parser)
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects: as find.select_runs, or a cell, unless a sweep has its name; None: the newest sweep."""
+    """Return the runs that `target` selects: as find.select_runs, or a cell, unless a sweep has its name; None: the
+    newest sweep.
+    """
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
     runs = runs.absolute()
@@ -150,7 +158,9 @@ def identities() -> dict[str, bool]:
 
 
 def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
-    """Read the few files that show the progress of a run. `file_now` is the present time by the clock of its file system."""
+    """Read the few files that show the progress of a run. `file_now` is the present time by the clock of its file
+    system.
+    """
     if state.kind in ("new", "damaged"):
         return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
@@ -166,16 +176,27 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         beat = layout.BEAT.read(attempt)
         if beat:  # now by the clock of rank 0's host: its last heartbeat, and how long ago that was written
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
-        steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(layout.RANK.of(attempt))  # a step is done
+        # a step is done
+        steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(layout.RANK.of(attempt))
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
         if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
             phase = "step"
         to_go = (steps - step) * last["step_seconds"] if steady and steps and step is not None else None
     return RunRow(
-        cell, directory, state, steps, step, result.get("tokens_per_second", last.get("tokens_per_second")),
-        result.get("final_loss") or last.get("loss"), _where(state, rank, config), duration(state, attempt, rank, told, now), to_go, silent,
-        phase, layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
+        cell,
+        directory,
+        state,
+        steps,
+        step,
+        result.get("tokens_per_second", last.get("tokens_per_second")),
+        result.get("final_loss") or last.get("loss"),
+        _where(state, rank, config),
+        duration(state, attempt, rank, told, now),
+        to_go,
+        silent,
+        phase,
+        layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
         _best(home) if config.get("checkpoint", {}).get("keep_best") else None,
     )
 
@@ -200,14 +221,16 @@ def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:
 
 
 def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
-    """Return the job that is shown for a run: its first replica group, or, while only others run, the first of these."""
+    """Return the job that is shown for a run: its first replica group, or, while only others run, the first of
+    these.
+    """
     jobs = jobs_of(directory, state)
     return next((job for job in jobs if job[2].kind == state.kind == "running"), jobs[0])
 
 
 def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
-    """Return the seconds since rank 0 last made progress, if that is longer than expected from its beats (one a second) and its step times.
-    None if it makes progress, or is in a phase without a limit.
+    """Return the seconds since rank 0 last made progress, if that is longer than expected from its beats (one a second)
+    and its step times. None if it makes progress, or is in a phase without a limit.
     """
     if not beat:
         return None
@@ -219,7 +242,9 @@ def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
 
 
 def _where(state: State, rank: dict, config: dict) -> str | None:
-    """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it waits."""
+    """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it
+    waits.
+    """
     if state.kind == "queued":
         return None
     if named := state.host or (state.job.nodes if state.job else None):

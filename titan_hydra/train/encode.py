@@ -1,4 +1,7 @@
-"""Encode captioned images with frozen encoders: ahead of a run into files that `data=encoded_images` reads, or in the data thread."""
+"""Encode captioned images with frozen encoders: ahead of a run into files that `data=encoded_images` reads, or in the
+data thread.
+"""
+
 from __future__ import annotations
 
 import json
@@ -24,10 +27,19 @@ if TYPE_CHECKING:
     from titan_hydra.data import Wanted
 
 
-def encode_files(lines: Path, target: Path, encoders: Path, size: int, text_len: int, dtype: torch.dtype, batch: int, per_file: int,
-                 show: Callable[[str], None]) -> dict[str, Any]:
-    """Write the latents and embeddings of the captioned images that a .jsonl file lists, and return their description, which is written
-    last. Raises ConfigError for what cannot be read, in images too.
+def encode_files(
+    lines: Path,
+    target: Path,
+    encoders: Path,
+    size: int,
+    text_len: int,
+    dtype: torch.dtype,
+    batch: int,
+    per_file: int,
+    show: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write the latents and embeddings of the captioned images that a .jsonl file lists, and return their description,
+    which is written last. Raises ConfigError for what cannot be read, in images too.
     """
     listed = list(captioned(lines))
     if missing := [file for file, _ in listed if not file.is_file()]:
@@ -38,8 +50,8 @@ def encode_files(lines: Path, target: Path, encoders: Path, size: int, text_len:
     save_file({name: tensor[0].to("cpu", dtype) for name, tensor in empty.items()}, target / EMPTY)
     counts = []
     for first in range(0, len(listed), per_file):
-        part = listed[first:first + per_file]
-        rows = [encoded(part[start:start + batch], tools, size, text_len) for start in range(0, len(part), batch)]
+        part = listed[first : first + per_file]
+        rows = [encoded(part[start : start + batch], tools, size, text_len) for start in range(0, len(part), batch)]
         tensors = {name: torch.cat([row[name] for row in rows]).to("cpu", dtype).contiguous() for name in rows[0]}
         save_file(tensors, target / f"images-{len(counts):05d}.safetensors")
         counts.append(len(part))
@@ -51,7 +63,9 @@ def encode_files(lines: Path, target: Path, encoders: Path, size: int, text_len:
 
 
 def captioned(lines: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the images and captions of a .jsonl file, {"image": a path beside the file, "caption": text} on each line."""
+    """Yield the images and captions of a .jsonl file, {"image": a path beside the file, "caption": text} on each
+    line.
+    """
     try:
         rows = lines.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -67,7 +81,9 @@ def captioned(lines: Path) -> Iterator[tuple[Path, str]]:
 
 
 def encoded(part: list[tuple[Path, str]], tools: Encoders, size: int, text_len: int) -> dict[str, Tensor]:
-    """Return the means and standard deviations of the latents of some images, and their captions' embeddings, in float32."""
+    """Return the means and standard deviations of the latents of some images, and their captions' embeddings, in
+    float32.
+    """
     pixels = torch.from_numpy(np.stack([pixels_of(file, size) for file, _ in part])).to(tools.device)
     with torch.no_grad():
         mean, std = tools.autoencoder.encode(pixels)
@@ -98,8 +114,8 @@ def pixels_of(file: Path, size: int) -> np.ndarray:
 
 
 def open_image_files(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
-    """Encode images one by one in the data thread, on this rank's device, in a stream of its own: in the step's stream, each would wait for
-    all that is queued there. Its few small kernels go first.
+    """Encode images one by one in the data thread, on this rank's device, in a stream of its own: in the step's stream,
+    each would wait for all that is queued there. Its few small kernels go first.
     """
     model: Any = wanted.job.model
     tools = Encoders(home(source.encoders), device_here())

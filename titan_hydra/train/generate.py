@@ -1,4 +1,7 @@
-"""Generate text with the model of a checkpoint, in one process: each new token takes a forward over all before it, without a cache."""
+"""Generate text with the model of a checkpoint, in one process: each new token takes a forward over all before it,
+without a cache.
+"""
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +20,19 @@ from titan_hydra.models.init import reset_buffers
 from .world import exact_float32
 
 
-def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str,
-             chat: bool = False) -> Iterator[str]:
-    """Yield the continuation of a prompt, at most `max_tokens` tokens, in pieces of whole characters. With `chat` the prompt is a message
-    of the user's, and the answer to it ends with the first special token.
+def generate(
+    checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str, chat: bool = False
+) -> Iterator[str]:
+    """Yield the continuation of a prompt, at most `max_tokens` tokens, in pieces of whole characters. With `chat` the
+    prompt is a message of the user's, and the answer to it ends with the first special token.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
     if chat:
         ids = words.locate(read_template(checkpoint).prompt([{"role": "user", "content": prompt}])).ids
     else:
-        ids = words.document(prompt)[:-1] or [words.eos_id]  # without begin-of-text, the end of a document stands before the next
+        # without begin-of-text, the end of a document stands before the next
+        ids = words.document(prompt)[:-1] or [words.eos_id]
     ends = {words.eos_id, *(words.special.values() if chat else ())}
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
@@ -40,13 +45,15 @@ def generate(checkpoint: Path, prompt: str, max_tokens: int, temperature: float,
             break
         new.append(token)
         if not (longer := words.decode(new)).endswith("\ufffd"):  # else its last character lacks bytes
-            yield longer[len(text):]
+            yield longer[len(text) :]
             text = longer
-    yield words.decode(new)[len(text):]
+    yield words.decode(new)[len(text) :]
 
 
 def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dtype: str) -> nn.Module:
-    """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. `config` is its own."""
+    """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. `config` is
+    its own.
+    """
     config.attention = "auto"  # the run's kernel may not exist here
     with torch.device("meta"):
         model = models.build(config, seq_len)
@@ -77,7 +84,9 @@ def continuation(model: nn.Module, ids: list[int], count: int, temperature: floa
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw a token from softmax(logits / temperature) over the `top_k` likeliest (0: over all); temperature 0 takes the likeliest."""
+    """Draw a token from softmax(logits / temperature) over the `top_k` likeliest (0: over all); temperature 0 takes the
+    likeliest.
+    """
     if temperature == 0:
         return int(logits.argmax())
     values, tokens = logits.topk(min(top_k or len(logits), len(logits)))

@@ -1,4 +1,7 @@
-"""The interface of replica groups to the loop, for a run without them. fault_tolerance has the classes that communicate."""
+"""The interface of replica groups to the loop, for a run without them. fault_tolerance has the classes that
+communicate.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class Groups:
-    """A run without replica groups: every step counts, and nothing is exchanged. All ranks must call the same methods in the same order."""
+    """A run without replica groups: every step counts, and nothing is exchanged. All ranks must call the same methods
+    in the same order.
+    """
 
     leads = True  # this group writes the run's result
 

@@ -1,4 +1,5 @@
 """The training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
+
 from __future__ import annotations
 
 import contextlib
@@ -103,8 +104,17 @@ def record_schedule(path: Path, ranks: list[list[Action]]) -> None:
 class Loop:
     """The steps of a run on this rank, and all that they use."""
 
-    def __init__(self, trainer: Trainer, groups: Groups, loader: Loader, held_out: Loader | None, checkpointer: Checkpointer,
-                 metrics: Metrics, watch: Watchdog, start: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        groups: Groups,
+        loader: Loader,
+        held_out: Loader | None,
+        checkpointer: Checkpointer,
+        metrics: Metrics,
+        watch: Watchdog,
+        start: int,
+    ) -> None:
         """Take what `begin` has built; `start` is the step to continue from."""
         self.trainer, self.groups, self.loader, self.held_out = trainer, groups, loader, held_out
         self.checkpointer, self.metrics, self.watch, self.start, self.job = checkpointer, metrics, watch, start, trainer.job
@@ -154,7 +164,9 @@ class Loop:
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
 
     def validate(self, step: int) -> float:
-        """Measure held-out loss if it is due, always on the same samples, and record it with its own duration. Returns it, or infinity."""
+        """Measure held-out loss if it is due, always on the same samples, and record it with its own duration. Returns
+        it, or infinity.
+        """
         config = self.job.validation
         every = config.interval or math.ceil(self.job.steps / 10)
         if self.held_out is None or (step % every and step != self.job.steps):
@@ -167,12 +179,13 @@ class Loop:
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
-        """Save if a checkpoint is due, or the run is to stop. Raises Stopped if it is; `missed`: a meeting of the groups was, too."""
+        """Save if a checkpoint is due, or the run is to stop. Raises Stopped if it is; `missed`: a meeting of the
+        groups was, too.
+        """
         if stop or missed:
             refuse_stale(self.watch.run)
         self.watch.at("checkpoint")
-        self.checkpointer.after_step(step, votes, self.loader.state(), step == self.job.steps, stop or missed,
-                                     held_out)
+        self.checkpointer.after_step(step, votes, self.loader.state(), step == self.job.steps, stop or missed, held_out)
         if missed or (stop and step < self.job.steps):
             saved = "its checkpoint is written" if self.checkpointer.on else "nothing is saved, as checkpoint=off"
             raise Stopped(f"stopped after step {step} of {self.job.steps}; {saved}")
@@ -199,7 +212,8 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
 
 
 def listen(trainer: Trainer) -> None:
-    """Record SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on the stop at the end of the next step.
+    """Record SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on the stop at the end of the
+    next step.
 
     A forked child (a data loader's) inherits this handler and must ignore the signals.
     """
@@ -231,14 +245,16 @@ def slow_formats(job: Job, device: torch.device) -> list[str]:
 
 
 def few_cores(device: torch.device) -> list[str]:
-    """Return a note for a rank with a GPU and less than four cores, which its main thread, the backward's, NCCL's, gloo's and the data's
-    share. SLURM's default is often one.
+    """Return a note for a rank with a GPU and less than four cores, which its main thread, the backward's, NCCL's,
+    gloo's and the data's share. SLURM's default is often one.
     """
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cpu" or cores >= 4:
         return []
-    return [f"note: {counted(cores, 'core')} for each rank of this host, and a GPU is kept busy by four or more; on SLURM "
-            "cluster.cpus_per_task asks for them"]
+    return [
+        f"note: {counted(cores, 'core')} for each rank of this host, and a GPU is kept busy by four or more; on SLURM "
+        "cluster.cpus_per_task asks for them"
+    ]
 
 
 def write_result(job: Job, directory: Path, measured: dict) -> None:

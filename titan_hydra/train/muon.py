@@ -1,7 +1,9 @@
-"""Muon on sharded matrices: one rank orthogonalizes a whole matrix, with two exchanges for as many matrices as there are ranks.
+"""Muon on sharded matrices: one rank orthogonalizes a whole matrix, with two exchanges for as many matrices as there
+are ranks.
 
 torch's own Muon computes on DTensors, where all ranks orthogonalize each matrix together in about 15 collectives.
 """
+
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -17,11 +19,11 @@ from titan_hydra.parallel.mesh import local_part
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon with the same updates, for matrices that the ranks of `group` shard or replicate; None: plain tensors. Of stacked
-    experts [experts, rows, columns] each is a matrix of its own.
+    """torch's Muon with the same updates, for matrices that the ranks of `group` shard or replicate; None: plain
+    tensors. Of stacked experts [experts, rows, columns] each is a matrix of its own.
 
-    Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without a host
-    synchronization.
+    Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without
+    a host synchronization.
     """
 
     _step_supports_amp_scaling = True
@@ -61,7 +63,10 @@ class Muon(torch.optim.Muon):
         return gradient.lerp(momentum, options["momentum"]).bfloat16()
 
     def orthogonal(self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-        """Return this rank's shards of orthogonalized matrices, at most one matrix for each rank of the group: rank i computes the i-th."""
+        """Return this rank's shards of orthogonalized matrices, at most one matrix for each rank of the group: rank i
+        computes the i-th.
+        """
+
         def orthogonalize(whole: Tensor) -> Tensor:
             if whole.ndim > 2:
                 return torch.stack([orthogonalize(matrix) for matrix in whole])
@@ -74,8 +79,10 @@ class Muon(torch.optim.Muon):
         own = matrices[rank] if rank < len(matrices) else None
         parts = [] if own is None else [part_of(own, coordinate(own, other)) for other in ranks]
         # The owner wants each part once, from the ranks that hold the same copy of the matrix as it does.
-        given = [direction.flatten() if same_copy(matrix, rank, owner) else nothing
-                 for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))]
+        given = [
+            direction.flatten() if same_copy(matrix, rank, owner) else nothing
+            for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))
+        ]
         sizes = [elements_of(part) if same_copy(own, rank, other) else 0 for other, part in enumerate(parts)] or [0] * len(ranks)
         received = self.exchange([*given, *[nothing] * (len(ranks) - len(given))], sizes)
         answers = [nothing] * len(ranks)
@@ -98,7 +105,9 @@ class Muon(torch.optim.Muon):
 
 
 def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
-    """Return the mesh coordinate of a rank of the group that joins all ranks of the matrix's mesh, in row-major order."""
+    """Return the mesh coordinate of a rank of the group that joins all ranks of the matrix's mesh, in row-major
+    order.
+    """
     return [int(index) for index in np.unravel_index(rank, matrix.device_mesh.shape)]
 
 

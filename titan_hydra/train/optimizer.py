@@ -1,4 +1,7 @@
-"""Optimizers and the learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler state."""
+"""Optimizers and the learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler
+state.
+"""
+
 import math
 from typing import Any
 
@@ -41,13 +44,20 @@ def muon(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Op
 
 def sgd(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
     """Build SGD for all parameters. It is not fused: torch shards no fused SGD."""
-    return [torch.optim.SGD(_groups(list(model.parameters()), config), lr=config.lr, momentum=config.sgd_momentum,
-                            weight_decay=config.weight_decay)]
+    return [
+        torch.optim.SGD(
+            _groups(list(model.parameters()), config), lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay
+        )
+    ]
 
 
 def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
     return (SplitAdamW if config.masters == "split" else torch.optim.AdamW)(
-        _groups(parameters, config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
+        _groups(parameters, config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
         fused=True,
     )
 
@@ -63,8 +73,8 @@ def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
 def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite: torch.Tensor) -> None:
     """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device.
 
-    torch's fused optimizers, and Muon, do both in their own pass over the gradients without a host synchronization. For others the
-    gradients are divided in place, and the host waits for `finite`.
+    torch's fused optimizers, and Muon, do both in their own pass over the gradients without a host synchronization. For
+    others the gradients are divided in place, and the host waits for `finite`.
     """
     for optimizer in optimizers:
         if scales_gradients(optimizer):
@@ -112,7 +122,9 @@ def wsd(step: int, steps: int, config: LrSchedule) -> float:
 
 
 def _decay(step: int, steps: int, config: LrSchedule, decay_steps: int, shape: str) -> float:
-    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more followed, so that the last still learns."""
+    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more followed, so that the last
+    still learns.
+    """
     decay_steps = min(decay_steps, steps - config.warmup_steps)
     if step <= steps + 1 - decay_steps:
         return 1.0

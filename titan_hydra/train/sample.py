@@ -1,4 +1,5 @@
 """Draw images with a model of rectified flow: from noise to an image, in Euler steps against the velocity."""
+
 from __future__ import annotations
 
 import math
@@ -24,10 +25,12 @@ from .generate import device_here, load_model
 from .objectives.diffusion import as_latents, coordinates
 
 
-def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str,
-           encoders: str | None = None) -> list[np.ndarray]:
-    """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the guidance strength: how far a step
-    goes beyond that of the empty prompt, or the guidance input of a distilled model. Raises ConfigError if the model draws no images.
+def sample(
+    checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str, encoders: str | None = None
+) -> list[np.ndarray]:
+    """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the guidance
+    strength: how far a step goes beyond that of the empty prompt, or the guidance input of a distilled model. Raises
+    ConfigError if the model draws no images.
     """
     config: Any = read_model_config(checkpoint)
     if family_of(config).takes != "latents":
@@ -44,10 +47,13 @@ def sample(checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, s
 
 
 def encoders_of(section: dict, folder: str | None) -> Encoders:
-    """Return the encoders of a folder, or of that which the run's data section names. Raises ConfigError if there is none."""
+    """Return the encoders of a folder, or of that which the run's data section names. Raises ConfigError if there is
+    none.
+    """
     if not (named := folder or section.get("encoders")):
-        raise ConfigError(f"data={section['name']}: prompts and images need the encoders that the run's images had: name the folder with "
-                          "--encoders")
+        raise ConfigError(
+            f"data={section['name']}: prompts and images need the encoders that the run's images had: name the folder with --encoders"
+        )
     return Encoders(home(named), device_here())
 
 
@@ -58,7 +64,9 @@ def decoded(latents: Tensor, tools: Encoders) -> np.ndarray:
 
 
 def times(steps: int, shift: float) -> list[float]:
-    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 makes more of them noisy, as large images need."""
+    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 makes more of them noisy, as
+    large images need.
+    """
     even = [1 - step / steps for step in range(steps + 1)]
     return [math.exp(shift) / (math.exp(shift) + 1 / time - 1) if time else 0.0 for time in even]
 
@@ -69,8 +77,7 @@ def flow(model: nn.Module, noise: Tensor, captions: Sequence[Caption], empty: Ca
     weight = next(model.parameters())
     text = torch.from_numpy(np.stack([one.text for one in captions])).to(weight)
     pooled = torch.from_numpy(np.stack([one.pooled for one in captions])).to(weight)
-    no_text, no_pooled = (torch.from_numpy(row).to(weight).expand_as(rows)
-                          for row, rows in ((empty.text, text), (empty.pooled, pooled)))
+    no_text, no_pooled = (torch.from_numpy(row).to(weight).expand_as(rows) for row, rows in ((empty.text, text), (empty.pooled, pooled)))
     distilled = getattr(model, "guidance_in", None) is not None
     positions = coordinates(round(noise.shape[1] ** 0.5)).expand(len(captions), -1, -1).to(weight.device)
     told = {"guidance": torch.full((len(captions),), scale, device=weight.device)} if distilled else {}

@@ -1,4 +1,5 @@
 """Log-probabilities of given texts, and of the answers of pairs, under the model of a run or export, in one process."""
+
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -30,12 +31,12 @@ LOGITS = 2**28  # at most in a forward; a single text may need more
 
 
 def score_texts(place: Path, file: Path, text_key: str, context: int | None, dtype: str) -> Iterator[dict[str, float]]:
-    """Yield for each text of a file its row, counted from 1, the negative log-probability in nats of its tokens and of the end-of-text
-    after them, and their number. `place` is a run, a checkpoint or an export.
+    """Yield for each text of a file its row, counted from 1, the negative log-probability in nats of its tokens and of
+    the end-of-text after them, and their number. `place` is a run, a checkpoint or an export.
 
-    A text of more than `context` tokens is scored in windows of so many, each of which begins in the middle of the one before: a token is
-    predicted from half a context at least. The default is the run's data.seq_len; of an export, what its model reads at most.
-    Raises ConfigError for a file without text, or with a row that cannot be read.
+    A text of more than `context` tokens is scored in windows of so many, each of which begins in the middle of the one
+    before: a token is predicted from half a context at least. The default is the run's data.seq_len; of an export, what
+    its model reads at most. Raises ConfigError for a file without text, or with a row that cannot be read.
     """
     if initial.is_hf(place):
         reader, at_most = Folder(place), None
@@ -67,16 +68,17 @@ def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) ->
     totals = [0.0] * len(rows)
     while parts:
         length = len(parts[0][1])
-        now, parts = parts[:max(room // length, 1)], parts[max(room // length, 1):]
-        tokens = np.stack([np.pad(part, (0, length - len(part))) for _, part, _ in now])  # what follows a token does not change its loss
+        now, parts = parts[: max(room // length, 1)], parts[max(room // length, 1) :]
+        # what follows a token does not change its loss
+        tokens = np.stack([np.pad(part, (0, length - len(part))) for _, part, _ in now])
         for (number, part, first), losses in zip(now, token_losses(model, torch.from_numpy(tokens)), strict=True):
-            totals[number] += losses[first - 1:len(part) - 1].sum().item()
+            totals[number] += losses[first - 1 : len(part) - 1].sum().item()
     return totals
 
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Yield for each window of a row its begin, the first token whose loss counts in it, and its end. Each token but the row's first counts
-    once; a window takes `context` tokens.
+    """Yield for each window of a row its begin, the first token whose loss counts in it, and its end. Each token but
+    the row's first counts once; a window takes `context` tokens.
     """
     begin, first = 0, 1
     while first < length:
@@ -87,14 +89,16 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 @torch.no_grad()
 def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the loss of each token [batch, n] but the first, given those before it: [batch, n - 1], float64 on the host."""
+    """Return the loss of each token [batch, n] but the first, given those before it: [batch, n - 1], float64 on the
+    host.
+    """
     tokens = tokens.long().to(next(model.parameters()).device)
     return F.cross_entropy(model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none").double().cpu()
 
 
 def score(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
-    """Write the pairs of a file into another, with the columns REFERENCE. Returns their number. Raises ConfigError at a row that is no
-    pair, or is longer than what the model reads; then nothing is written.
+    """Write the pairs of a file into another, with the columns REFERENCE. Returns their number. Raises ConfigError at a
+    row that is no pair, or is longer than what the model reads; then nothing is written.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
@@ -117,7 +121,7 @@ def log_probabilities(model: nn.Module, turns: Turns) -> list[float]:
     """Return the log-probability of what is to be learned in each document, from a forward of its own."""
     found, begin = [], 0
     for length in turns.documents:
-        losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin:begin + length]))[0]
-        found.append(-losses[torch.from_numpy(turns.trained[begin + 1:begin + length])].sum().item())
+        losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin : begin + length]))[0]
+        found.append(-losses[torch.from_numpy(turns.trained[begin + 1 : begin + length])].sum().item())
         begin += length
     return found

@@ -1,4 +1,7 @@
-"""AdamW of split masters: the state, its checkpoints and the bits of its steps are those of torch's fused AdamW of float32 weights."""
+"""AdamW of split masters: the state, its checkpoints and the bits of its steps are those of torch's fused AdamW of
+float32 weights.
+"""
+
 from typing import Any
 
 import torch
@@ -12,7 +15,8 @@ from titan_hydra.parallel.mesh import local_part
 class SplitAdamW(torch.optim.AdamW):
     """Takes parameters with a `lower_half` (parallel/split_masters.py), and gradients of any dtype.
 
-    The state is there from the start: torch makes that of a bfloat16 parameter in bfloat16, and a checkpoint's loading makes it by a step.
+    The state is there from the start: torch makes that of a bfloat16 parameter in bfloat16, and a checkpoint's loading
+    makes it by a step.
     """
 
     grad_scale: Tensor | None = None
@@ -34,14 +38,27 @@ class SplitAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self.state[parameter] for parameter in parameters]
-            tensors = [tuple(map(local_part, (one, one.lower_half, gradient_of(one), state["exp_avg"], state["exp_avg_sq"])))
-                       for one, state in zip(parameters, states, strict=True)]
+            tensors = [
+                tuple(map(local_part, (one, one.lower_half, gradient_of(one), state["exp_avg"], state["exp_avg_sq"])))
+                for one, state in zip(parameters, states, strict=True)
+            ]
             beta1, beta2 = group["betas"]
-            update_split(tensors, [state["step"] for state in states], lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                         weight_decay=group["weight_decay"], grad_scale=self.grad_scale, found_inf=self.found_inf)
+            update_split(
+                tensors,
+                [state["step"] for state in states],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does, but leave the moments in float32: torch casts them to the dtype of the parameter."""
+        """Load a state as torch does, but leave the moments in float32: torch casts them to the dtype of the
+        parameter.
+        """
         values = state_dict["state"]
         super().load_state_dict(state_dict | {"state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -51,6 +68,8 @@ class SplitAdamW(torch.optim.AdamW):
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient, sharded as the parameter is: tensor parallelism leaves that of an embedding whole."""
+    """Return a parameter's gradient, sharded as the parameter is: tensor parallelism leaves that of an embedding
+    whole.
+    """
     gradient: Any = parameter.grad
     return (gradient.redistribute(placements=parameter.placements) if isinstance(parameter, DTensor) else gradient).contiguous()

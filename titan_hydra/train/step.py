@@ -1,4 +1,7 @@
-"""Run one local batch through the model: gradients or loss alone, with the same loss function whether or not there is a pipeline."""
+"""Run one local batch through the model: gradients or loss alone, with the same loss function whether or not there is a
+pipeline.
+"""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -41,7 +44,9 @@ class Plain:
         self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
 
     def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `count`; return that loss. Replicas reduce theirs at the `last`."""
+        """Accumulate a local batch's gradients of its summed loss / `count`; return that loss. Replicas reduce theirs
+        at the `last`.
+        """
         data_parallel.last_microbatch(self.model, last)
         loss = self._sum(self.loss, batch) / count
         loss.backward()

@@ -1,4 +1,5 @@
 """The state of a step: the model of a job on this rank, its gradients and its update."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -35,16 +36,21 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """What all ranks know of a step once its gradients are computed: at once on the device, on the host when `read` is called."""
+    """What all ranks know of a step once its gradients are computed: at once on the device, on the host when `read` is
+    called.
+    """
 
     def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
         """Take sums over all ranks (float64): the loss, the number of ranks that were asked to stop, votes."""
         self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
-        self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)  # waits for nothing that is queued later
+        # waits for nothing that is queued later
+        self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 
     def read(self) -> tuple[float, float, bool, list[float]]:
-        """Return loss, norm, whether any rank was asked to stop, and the sums of the votes. This is the step's only wait for the device."""
+        """Return loss, norm, whether any rank was asked to stop, and the sums of the votes. This is the step's only
+        wait for the device.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         norm, loss, stop, *votes = self.host.tolist()
@@ -71,10 +77,11 @@ class Trainer:
     balance: experts.Balance | None = None  # of the experts in the last step
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the mean loss.
+        """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the
+        mean loss.
 
-        The loss is the sum over all elements that count, divided by their number in the whole global batch, counted once before the first
-        microbatch: correct under accumulation, uneven masks and replica groups alike.
+        The loss is the sum over all elements that count, divided by their number in the whole global batch, counted
+        once before the first microbatch: correct under accumulation, uneven masks and replica groups alike.
         """
         self.masters.cast()
         count = onto(self.device, self.objective.count(batch.tensors))
@@ -111,7 +118,9 @@ class Trainer:
         return Agreement(norm, values)
 
     def update(self, agreement: Agreement) -> None:
-        """Apply the optimizer's step with clipping, and drop the gradients. If loss or norm is not finite, the weights stay."""
+        """Apply the optimizer's step with clipping, and drop the gradients. If loss or norm is not finite, the weights
+        stay.
+        """
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
         optimizer_step(self.optimizers, divisor, agreement.finite)
@@ -127,7 +136,9 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
-        """Return the objective's mean over `steps` held-out global batches; every element counts once, whatever the layout."""
+        """Return the objective's mean over `steps` held-out global batches; every element counts once, whatever the
+        layout.
+        """
         self.model.eval()
         self.masters.cast()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -164,7 +175,8 @@ class Parts:
 
 
 def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
-    """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in memory.
+    """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in
+    memory.
 
     `mesh` is that of an earlier job with the same degrees in this process.
     """
@@ -186,7 +198,9 @@ def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
 
 
 def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Trainer:
-    """Build this rank's part of the model in memory, with its initial values, and its optimizers; `mesh` as for `assemble`."""
+    """Build this rank's part of the model in memory, with its initial values, and its optimizers; `mesh` as for
+    `assemble`.
+    """
     parts = assemble(job, device, mesh)
     for stage in parts.stages:
         stage.to_empty(device=device)

@@ -1,4 +1,5 @@
 """The environment of a rank: its device, its process group, and how reproducible its arithmetic is."""
+
 import contextlib
 import ctypes
 import gc
@@ -25,13 +26,17 @@ RECOMPILE = 30  # seconds in which a rank compiles a transformer block, on a bus
 
 @contextlib.contextmanager
 def world(job: Job, run: Run) -> Iterator[torch.device]:
-    """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs) and leave it at the end of the block."""
+    """Join the process group (NCCL on GPUs, with gloo beside it for host tensors; gloo on CPUs) and leave it at the end
+    of the block.
+    """
     set_determinism(job)
-    if "torch._dynamo" in sys.modules:  # an earlier run in this process: torch compiles the same code at most eight times
+    # an earlier run in this process: torch compiles the same code at most eight times
+    if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     flight.configure(run)
     device = health.check_device(run, job.comm)
-    if device.type == "cuda":  # what an earlier run in this process (cluster=inline) still holds would count for this one's peak
+    # what an earlier run in this process (cluster=inline) still holds would count for this one's peak
+    if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -40,7 +45,10 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
     allow_connections(run.world_size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=run.store, rank=run.rank, world_size=run.world_size, timeout=timedelta(seconds=job.comm.init_timeout_seconds),
+        store=run.store,
+        rank=run.rank,
+        world_size=run.world_size,
+        timeout=timedelta(seconds=job.comm.init_timeout_seconds),
     )
     try:
         health.check_links(run, job.comm, device)
@@ -55,11 +63,12 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise the limit of open files, often 1,024, as far as the system allows, and let gloo connect large worlds only where ranks exchange
-    something: else each rank connects with all others (gloo#419), in the default group and in the checkpoints'.
+    """Raise the limit of open files, often 1,024, as far as the system allows, and let gloo connect large worlds only
+    where ranks exchange something: else each rank connects with all others (gloo#419), in the default group and in the
+    checkpoints'.
 
-    A rank that dies before a group's first use can leave others connecting without a time-out (gloo#520): the launcher or the watchdog
-    ends them, but small worlds need not depend on that.
+    A rank that dies before a group's first use can leave others connecting without a time-out (gloo#520): the launcher
+    or the watchdog ends them, but small worlds need not depend on that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
@@ -70,8 +79,9 @@ def allow_connections(ranks: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep up to 1 GiB of freed memory, and to take buffers up to that size from it. By default it returns those of 32 MiB
-    and more to the system, which maps and clears every page of them again at each step. Other C libraries are left as they are.
+    """Tell glibc to keep up to 1 GiB of freed memory, and to take buffers up to that size from it. By default it
+    returns those of 32 MiB and more to the system, which maps and clears every page of them again at each step. Other C
+    libraries are left as they are.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
@@ -93,9 +103,11 @@ def leave_together(run: Run) -> None:
 
 
 def refuse_stale(run: Run) -> None:
-    """Raise ConfigError on all ranks if a later attempt has taken over the run: its checkpoints and rows must not be written by this one.
+    """Raise ConfigError on all ranks if a later attempt has taken over the run: its checkpoints and rows must not be
+    written by this one.
 
-    This is a collective, called when the ranks have agreed to stop. During training rank 0's watchdog checks for a later attempt.
+    This is a collective, called when the ranks have agreed to stop. During training rank 0's watchdog checks for a
+    later attempt.
     """
     newer = [run.newer_attempt if run.rank == 0 else None]
     dist.broadcast_object_list(newer, src=0, device=torch.device("cpu"))
@@ -104,7 +116,9 @@ def refuse_stale(run: Run) -> None:
 
 
 def set_determinism(job: Job) -> None:
-    """Seed torch, compute float32 as such, and with debug.deterministic refuse every kernel whose result may differ from run to run."""
+    """Seed torch, compute float32 as such, and with debug.deterministic refuse every kernel whose result may differ
+    from run to run.
+    """
     torch.manual_seed(job.seed)
     exact_float32()
     torch.autograd.set_detect_anomaly(job.debug.anomaly)
@@ -115,17 +129,20 @@ def set_determinism(job: Job) -> None:
 
 
 def exact_float32() -> None:
-    """Compute float32 without TF32, also where the environment asks for it (NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+    """Compute float32 without TF32, also where the environment asks for it (NVIDIA's containers set
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
-    torch's newer names, fp32_precision, would leave the older ones as they are, and the compiler fails where the two differ
-    (pytorch#166387, pytorch#179445).
+    torch's newer names, fp32_precision, would leave the older ones as they are, and the compiler fails where the two
+    differ (pytorch#166387, pytorch#179445).
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
 
 def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
-    """Open a store for other processes at `host`, on a free port. On loopback it listens only there, not on every address."""
+    """Open a store for other processes at `host`, on a free port. On loopback it listens only there, not on every
+    address.
+    """
     if host != "127.0.0.1":
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
     listener = socket.create_server((host, 0))
@@ -135,8 +152,8 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
 def steady_timeout(job: Job) -> int:
     """Return the time-out of collectives after the first step, in seconds.
 
-    A pipeline that is compiled has RECOMPILE more for each further rank: the first validation, or a shape that changes, is compiled by one
-    rank after the other, as each waits for the activations of the one before.
+    A pipeline that is compiled has RECOMPILE more for each further rank: the first validation, or a shape that changes,
+    is compiled by one rank after the other, as each waits for the activations of the one before.
     """
     return job.comm.train_timeout_seconds + (RECOMPILE * (job.parallelism.pp - 1) if job.compile.name != "off" else 0)
 
@@ -145,13 +162,14 @@ def set_timeout(seconds: int) -> None:
     """Set the time-out of collectives after the slow first step, in the default group and all groups of the mesh."""
     dist.barrier()  # no rank may still be inside a collective that began with the long time-out
     for group in list(process_groups.pg_map):
-        if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):  # others, as the checkpoints', keep their own
+        # others, as the checkpoints', keep their own
+        if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):
             set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def collect_garbage(step: int, interval: int) -> None:
-    """Collect the young generations before the first step and then every `interval` steps, on all ranks alike, and never else: a rank that
-    pauses at a moment of its own delays the others.
+    """Collect the young generations before the first step and then every `interval` steps, on all ranks alike, and
+    never else: a rank that pauses at a moment of its own delays the others.
     """
     gc.disable()
     if step % interval == 0:

@@ -1,4 +1,5 @@
 """Count what a rank of a layout would hold and send, by stepping it in the fake world: `titan plan --prove`."""
+
 from __future__ import annotations
 
 import copy
@@ -29,14 +30,18 @@ class Counted:
 
 
 def eager(job: Job) -> Job:
-    """Return a job as the fake world runs it: not compiled, and without a number format, which would be emulated with copies."""
+    """Return a job as the fake world runs it: not compiled, and without a number format, which would be emulated with
+    copies.
+    """
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp, job.precision.converter, job.precision.float8_all_gather = "off", False, None, False
     return job
 
 
 def count_rank(job: Job, rank: int) -> Counted:
-    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks a stage: every further one adds as much."""
+    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks a stage: every further one
+    adds as much.
+    """
     if (rounds := local_batches(job)) > 2:  # each local batch after the second sends as much again
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * samples_at_once(job)
@@ -51,8 +56,9 @@ def count_rank(job: Job, rank: int) -> Counted:
     def extrapolated(a: float, b: float) -> float:
         return a + (b - a) * further
 
-    return Counted(extrapolated(few.live, more.live),
-                   {name: extrapolated(sent, more.messages[name]) for name, sent in few.messages.items()})
+    return Counted(
+        extrapolated(few.live, more.live), {name: extrapolated(sent, more.messages[name]) for name, sent in few.messages.items()}
+    )
 
 
 def _cut(job: Job, depth: int, stages: int) -> Job:
@@ -72,7 +78,9 @@ def _blocks(job: Job, rank: int) -> float:
 
 
 def _count(job: Job, rank: int) -> Counted:
-    """Step a rank once. The optimizer's state, which the first step makes at its end, counts from the start, as in all later steps."""
+    """Step a rank once. The optimizer's state, which the first step makes at its end, counts from the start, as in all
+    later steps.
+    """
     job = copy.deepcopy(job)
     job.comm.rank = rank
     found: list[Counted] = []
@@ -80,10 +88,20 @@ def _count(job: Job, rank: int) -> Counted:
     @contextmanager
     def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
         tracker = MemoryTracker(trainer.mesh)
-        kept = [part for parameter in trainer.model.parameters() if is_split(parameter)  # whose optimizer has its state from the start
-                for part in (lower_half(parameter), *trainer.optimizers[0].state[parameter].values())]
-        for tensor in (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.masters.weights.parameters(),
-                       *batch.tensors.values(), *kept):
+        # whose optimizer has its state from the start
+        kept = [
+            part
+            for parameter in trainer.model.parameters()
+            if is_split(parameter)
+            for part in (lower_half(parameter), *trainer.optimizers[0].state[parameter].values())
+        ]
+        for tensor in (
+            *trainer.model.parameters(),
+            *trainer.model.buffers(),
+            *trainer.masters.weights.parameters(),
+            *batch.tensors.values(),
+            *kept,
+        ):
             tracker.hold(tensor)
         before, peaks = tracker.live, []
         trainer.optimizers[0].register_step_pre_hook(lambda *_: peaks.append(tracker.restart()))

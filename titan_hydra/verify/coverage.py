@@ -1,4 +1,5 @@
 """Which cases a model of the user's own can run, with sequences that are long enough for its window."""
+
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +32,9 @@ class Coverage:
         return [outcome for outcome in outcomes if not outcome.error.startswith(REFUSED)]
 
     def lines(self, ran: int, whole: int) -> list[str]:
-        """Return a line with how many of the `whole` cases ran and how many were left out, and a line for each reason."""
+        """Return a line with how many of the `whole` cases ran and how many were left out, and a line for each
+        reason.
+        """
         out = self.left_out.total()
         keys = sum(number for reason, number in self.left_out.items() if reason.endswith("no such key"))
         chosen = f"the {whole} cases" if ran + out == whole else f"the {ran + out} chosen of {whole} cases"
@@ -41,8 +44,8 @@ class Coverage:
 
 
 def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path | None, steps: int) -> Coverage:
-    """Return the cases with a user's overrides, for them and their references. Raises ConfigError if none can run, or if the model has a
-    window that no case would show.
+    """Return the cases with a user's overrides, for them and their references. Raises ConfigError if none can run, or
+    if the model has a window that no case would show.
     """
     found = Coverage()
     for case in cases:
@@ -63,18 +66,30 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path 
 
 
 def windows_of(model: Model) -> dict[str, int]:
-    """Return how many tokens attention sees, by key: the numbers of a family's own keys with `window` in their names."""
+    """Return how many tokens attention sees, by key: the numbers of a family's own keys with `window` in their
+    names.
+    """
     values = {f"model.{own.name}": getattr(model, own.name) for own in fields(model) if "window" in own.name}
     return {key: value for key, value in values.items() if type(value) is int and value}
 
 
 def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
-    """Return the override of sequences in which windows hide something. Raises ConfigError for one that is too wide to be tried."""
+    """Return the override of sequences in which windows hide something. Raises ConfigError for one that is too wide to
+    be tried.
+    """
     key, width = max(windows.items(), key=lambda item: item[1], default=("", 0))
     more = -(-2 * width // 16) * 16
     if more > LONGEST:
-        raise ConfigError(str(Fault(key, width, f"hides nothing from sequences of {LONGEST} tokens; a narrower one proves the same code",
-                                    legal=(LONGEST // 2,))))
+        raise ConfigError(
+            str(
+                Fault(
+                    key,
+                    width,
+                    f"hides nothing from sequences of {LONGEST} tokens; a narrower one proves the same code",
+                    legal=(LONGEST // 2,),
+                )
+            )
+        )
     return [f"data.seq_len={seq_len + more}"] if seq_len < 2 * width else []
 
 

@@ -1,4 +1,7 @@
-"""The two changes that a draw makes to the reference run: other last bits of its weights, and another order of sums in its linears."""
+"""The two changes that a draw makes to the reference run: other last bits of its weights, and another order of sums in
+its linears.
+"""
+
 import math
 import random
 from collections.abc import Callable
@@ -27,10 +30,11 @@ def disturb(trainer: Trainer, seed: int) -> None:
 
 
 class CutLinears(TorchFunctionMode):
-    """Compute every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient, are rounded to the
-    compute dtype before they are summed.
+    """Compute every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient,
+    are rounded to the compute dtype before they are summed.
 
-    Where each linear is cut is drawn by `seed`: in bfloat16 the last bits of float32 weights are lost, and all draws would be the same.
+    Where each linear is cut is drawn by `seed`: in bfloat16 the last bits of float32 weights are lost, and all draws
+    would be the same.
     """
 
     def __init__(self, parts: int, seed: int) -> None:

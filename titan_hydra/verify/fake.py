@@ -1,8 +1,11 @@
-"""`comm=fake`: build and step one rank of any world in this process, without other ranks, without a GPU and with almost no memory.
+"""`comm=fake`: build and step one rank of any world in this process, without other ranks, without a GPU and with almost
+no memory.
 
-The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data (FakeTensorMode) and
-collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked on a laptop in a minute.
+The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data
+(FakeTensorMode) and collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked
+on a laptop in a minute.
 """
+
 import copy
 import time
 from collections.abc import Callable, Iterator
@@ -31,15 +34,32 @@ def train_fake(job: Job, run: Run) -> None:
     began = time.perf_counter()
     with fake_world(job):
         trainer = fake_step(job)
-        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())  # whole ones, of this rank's stages
+        # whole ones, of this rank's stages
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         seconds = time.perf_counter() - began
-        print(f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
-              f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed", flush=True)
-        write_result(job, run.directory, {
-            "steps": 1, "final_loss": None, "validation_loss": None, "tokens_per_second": None, "tokens_per_second_iqr": None,
-            "measured_steps": 0, "memory_gib": None, "mfu": None, "seconds": seconds, "gpu_hours": None, "world_size": world_size(job),
-            "parameters": parameters,
-        })
+        print(
+            f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
+            f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed",
+            flush=True,
+        )
+        write_result(
+            job,
+            run.directory,
+            {
+                "steps": 1,
+                "final_loss": None,
+                "validation_loss": None,
+                "tokens_per_second": None,
+                "tokens_per_second_iqr": None,
+                "measured_steps": 0,
+                "memory_gib": None,
+                "mfu": None,
+                "seconds": seconds,
+                "gpu_hours": None,
+                "world_size": world_size(job),
+                "parameters": parameters,
+            },
+        )
 
 
 @contextmanager
@@ -54,12 +74,12 @@ def fake_world(job: Job) -> Iterator[None]:
 
 
 def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) -> Trainer:
-    """Return a trainer on this rank of the fake world, after one step, inside the context that `watch` makes of it and the step's batch.
-    Call it inside `fake_world`.
+    """Return a trainer on this rank of the fake world, after one step, inside the context that `watch` makes of it and
+    the step's batch. Call it inside `fake_world`.
 
-    Settings that only choose kernels are switched off, as there are none: compilation, async TP and, on a CPU, hardware for number formats.
-    Experts are balanced there, as no router has scores. A CUDA `device` has to be a pretended one (tests/pretended_cuda): autograd aborts a
-    process whose torch has no CUDA, and gets no data from a real one.
+    Settings that only choose kernels are switched off, as there are none: compilation, async TP and, on a CPU, hardware
+    for number formats. Experts are balanced there, as no router has scores. A CUDA `device` has to be a pretended one
+    (tests/pretended_cuda): autograd aborts a process whose torch has no CUDA, and gets no data from a real one.
     """
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp = "off", False

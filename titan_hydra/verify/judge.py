@@ -1,10 +1,12 @@
 """Judge a layout: how far its run is from its reference, and how far rounding alone takes the reference from itself.
 
-Fixed numbers (`Case`) are upper bounds: how far a rounding goes depends on the processor, and grows over the steps. So what is not within
-a tight tolerance is judged by a band that is measured where it runs. The reference is run again, with the last bits of its initial weights
-disturbed and with its sums in another order (`DRAWS`); each parameter of the layout may differ by MULTIPLE times the spread of these runs,
-and by one element that AdamW moved the other way in one step (`flips`).
+Fixed numbers (`Case`) are upper bounds: how far a rounding goes depends on the processor, and grows over the steps. So
+what is not within a tight tolerance is judged by a band that is measured where it runs. The reference is run again,
+with the last bits of its initial weights disturbed and with its sums in another order (`DRAWS`); each parameter of the
+layout may differ by MULTIPLE times the spread of these runs, and by one element that AdamW moved the other way in one
+step (`flips`).
 """
+
 import math
 from dataclasses import dataclass
 
@@ -15,27 +17,32 @@ from titan_hydra.config import Job
 from .matrix import Case
 from .reference import Trace
 
-Differences = dict[str, dict[str, float]]  # by column and by parameter (of loss and norm: one, the largest of all steps)
+# by column and by parameter (of loss and norm: one, the largest of all steps)
+Differences = dict[str, dict[str, float]]
 TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # what passes without a band
-# If rounding is all, a layout differs from the reference as much as the draws do: by 0.3 to 1.3 of the widest in any parameter. Loss and
-# norm are single numbers, which may by chance be near in all draws.
+# If rounding is all, a layout differs from the reference as much as the draws do: by 0.3 to 1.3 of the widest in any
+# parameter. Loss and norm are single numbers, which may by chance be near in all draws.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
-REFUSED = "titan_hydra.base.errors.ConfigError: "  # begins the error of a case that ranks refuse, as a ring does a kernel of one's own
-# Of each run that measures the band: the seed that disturbs its weights, if any, and into how many local batches the global one is cut.
-# Most need one; a token that goes to another expert in one run of two needs more.
+# begins the error of a case that ranks refuse, as a ring does a kernel of one's own
+REFUSED = "titan_hydra.base.errors.ConfigError: "
+# Of each run that measures the band: the seed that disturbs its weights, if any, and into how many local batches the
+# global one is cut. Most need one; a token that goes to another expert in one run of two needs more.
 DRAWS = ((2, 4), (1, 1), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """The differences of a layout from the reference, relative, infinite if anything is not finite; and what must not differ at all."""
+    """The differences of a layout from the reference, relative, infinite if anything is not finite; and what must not
+    differ at all.
+    """
 
     case: Case
     differences: Differences
     start: int  # initial tensors that differ in any bit
     routing: int  # loads of experts in a step, and biases of routers at the end, that differ
     drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
-    rounded: int  # parameters whose summed gradient has no bit beyond bfloat16, and reductions in another dtype than the job's
+    # parameters whose summed gradient has no bit beyond bfloat16, and reductions in another dtype than the job's
+    rounded: int
     band: float = 0.0  # the largest difference, relative to what the measured band allows; 0: fixed numbers alone judge
     error: str = ""  # of a case that did not end
 
@@ -56,7 +63,9 @@ class Outcome:
 
     @property
     def weights(self) -> float:
-        """That of the worst parameter after the last step, less what rounding explains, relative to how far it has moved."""
+        """That of the worst parameter after the last step, less what rounding explains, relative to how far it has
+        moved.
+        """
         return max(self.differences["weights"].values())
 
     @property
@@ -75,10 +84,12 @@ class Outcome:
 
     def __repr__(self) -> str:
         case = self.case
-        return (f"{case.name}: loss {self.loss:.1e} of {case.loss}, norm {self.norm:.1e} of {case.norm}, gradients {self.gradients:.1e} of "
-                f"{case.gradients}, weights {self.weights:.1e} of {case.weights}, {self.band:.2g} of the measured band; worst are "
-                f"{self.worst}; start {self.start}, routing {self.routing}, copies {self.drift}, rounded {self.rounded}; its job: "
-                f"{' '.join((*case.overrides, *case.base))}")
+        return (
+            f"{case.name}: loss {self.loss:.1e} of {case.loss}, norm {self.norm:.1e} of {case.norm}, gradients {self.gradients:.1e} of "
+            f"{case.gradients}, weights {self.weights:.1e} of {case.weights}, {self.band:.2g} of the measured band; worst are "
+            f"{self.worst}; start {self.start}, routing {self.routing}, copies {self.drift}, rounded {self.rounded}; its job: "
+            f"{' '.join((*case.overrides, *case.base))}"
+        )
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
@@ -91,7 +102,8 @@ def differ(run: Trace, reference: Trace) -> Differences:
     """Return the relative differences of a run from its reference."""
     steps, start = len(run.losses), reference.start
     return {
-        "loss": {"loss": _largest(run.losses, reference.losses)}, "norm": {"norm": _largest(run.norms, reference.norms)},
+        "loss": {"loss": _largest(run.losses, reference.losses)},
+        "norm": {"norm": _largest(run.norms, reference.norms)},
         "gradients": {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()},
         "weights": {name: _moved(run.weights[name], weight, start[name], steps) for name, weight in reference.weights.items()},
     }
@@ -103,22 +115,34 @@ def lost(case: Case, error: str) -> Outcome:
 
 
 def rounds_alike(job: Job, reference: Job) -> bool:
-    """Whether a layout rounds as its reference does, but for the order of sums: then a band can be measured on the reference."""
-    return all(getattr(job.precision, name) == getattr(reference.precision, name) for name in vars(job.precision) if name !=
-               "float8_all_gather") and job.optimizer.masters == reference.optimizer.masters
+    """Whether a layout rounds as its reference does, but for the order of sums: then a band can be measured on the
+    reference.
+    """
+    return (
+        all(
+            getattr(job.precision, name) == getattr(reference.precision, name)
+            for name in vars(job.precision)
+            if name != "float8_all_gather"
+        )
+        and job.optimizer.masters == reference.optimizer.masters
+    )
 
 
 def widen(spread: Differences, draw: Differences) -> Differences:
     """Return the larger of two differences, for each entry."""
-    return {column: {name: max(value, spread.get(column, {}).get(name, 0.0)) for name, value in values.items()}
-            for column, values in draw.items()}
+    return {
+        column: {name: max(value, spread.get(column, {}).get(name, 0.0)) for name, value in values.items()}
+        for column, values in draw.items()
+    }
 
 
 def flips(reference: Trace, optimizer: str) -> dict[str, float]:
-    """Return for each parameter the difference that one element makes which moved the other way in one step; of SGD, nothing.
+    """Return for each parameter the difference that one element makes which moved the other way in one step; of SGD,
+    nothing.
 
-    AdamW moves an element by the learning rate, however small its gradient is: where rounding decides the sign of a gradient, it decides
-    the whole move. In a matrix the draws show how often; in a vector of 64 one element is 0.08 after three steps, and most draws show none.
+    AdamW moves an element by the learning rate, however small its gradient is: where rounding decides the sign of a
+    gradient, it decides the whole move. In a matrix the draws show how often; in a vector of 64 one element is 0.08
+    after three steps, and most draws show none.
     """
     if optimizer == "sgd":
         return {}
@@ -127,16 +151,21 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
 
 
 def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> float:
-    """Return the largest difference relative to what is allowed: the column's tight tolerance or, if that is more, MULTIPLE spreads and,
-    of a weight, its entry in `once` (`flips`).
+    """Return the largest difference relative to what is allowed: the column's tight tolerance or, if that is more,
+    MULTIPLE spreads and, of a weight, its entry in `once` (`flips`).
     """
     room = {"weights": once}
-    return max(value / max(tight, MULTIPLE[column] * spread.get(column, {}).get(name, 0.0) + room.get(column, {}).get(name, 0.0))
-               for column, tight in TIGHT.items() for name, value in found[column].items())
+    return max(
+        value / max(tight, MULTIPLE[column] * spread.get(column, {}).get(name, 0.0) + room.get(column, {}).get(name, 0.0))
+        for column, tight in TIGHT.items()
+        for name, value in found[column].items()
+    )
 
 
 def misrouted(run: Trace, reference: Trace) -> int:
-    """Count the experts that had another number of tokens in a step than in the reference, and the biases that differ at the end."""
+    """Count the experts that had another number of tokens in a step than in the reference, and the biases that differ
+    at the end.
+    """
     steps = zip(run.loads, reference.loads, strict=False)
     tokens = sum(one != other for ours, theirs in steps for layer in theirs for one, other in zip(ours[layer], theirs[layer], strict=True))
     return tokens + sum(not torch.equal(run.biases[name], bias) for name, bias in reference.biases.items())
@@ -145,7 +174,8 @@ def misrouted(run: Trace, reference: Trace) -> int:
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
     """Return how far a weight is from the reference's, relative to how far that one has moved.
 
-    Every update rounds a float32 weight by up to 2**-24 of it. That is not counted: SGD moves a norm's weight of 1 by little more.
+    Every update rounds a float32 weight by up to 2**-24 of it. That is not counted: SGD moves a norm's weight of 1 by
+    little more.
     """
     rounding = steps * 2.0**-24 * reference.double().norm()
     difference = (weight.double() - reference.double()).norm()

@@ -1,4 +1,5 @@
 """The acceptance matrix: every layout that must learn what one process learns, one line each. Imports no torch."""
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,20 +8,34 @@ from typing import Any, Literal
 from titan_hydra.config.compose import CONF
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 
-# A model that trains in seconds with every feature that is split: grouped queries, several blocks, an uneven feed-forward width.
-BASE = ("precision=fp32", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_dim=192",
-        "model.vocab_size=512", "data=synthetic", "data.seq_len=32", "data.global_batch=16", "lr_scheduler.warmup_steps=2",
-        "optimizer.lr=2e-3", "checkpoint=off")
+# A model that trains in seconds with every feature that is split: grouped queries, several blocks, an uneven
+# feed-forward width.
+BASE = (
+    "precision=fp32",
+    "model.dim=64",
+    "model.n_layers=4",
+    "model.n_heads=8",
+    "model.n_kv_heads=4",
+    "model.ffn_dim=192",
+    "model.vocab_size=512",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch=16",
+    "lr_scheduler.warmup_steps=2",
+    "optimizer.lr=2e-3",
+    "checkpoint=off",
+)
 
 
 @dataclass(frozen=True)
 class Case:
     """A layout to be verified on `ranks` gloo ranks. `overrides` define it; `base` applies to its reference too.
 
-    The reference is the same job in one process, or reference.py in float64. `uneven_mask`: labels are ignored, more in some samples and
-    steps than in others; `documents`: samples are cut into documents that are masked from each other (`verify.vary`). The bounds of the
-    differences are relative: `gradients` for the worst parameter at the first step, `weights` at the end, relative to the distance moved.
-    A band of rounding that is measured beside them (judge.py) is narrower wherever steps amplify rounding.
+    The reference is the same job in one process, or reference.py in float64. `uneven_mask`: labels are ignored, more in
+    some samples and steps than in others; `documents`: samples are cut into documents that are masked from each other
+    (`verify.vary`). The bounds of the differences are relative: `gradients` for the worst parameter at the first step,
+    `weights` at the end, relative to the distance moved. A band of rounding that is measured beside them (judge.py) is
+    narrower wherever steps amplify rounding.
     """
 
     name: str
@@ -54,7 +69,8 @@ SCHEDULES = tuple(name for name in PIPELINE_SCHEDULES if name != "csv")
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
-# A difference in the last bit of float32 rounds some value to the other of two neighbours in 8 bits, an eighth apart at most; it grows.
+# A difference in the last bit of float32 rounds some value to the other of two neighbours in 8 bits, an eighth apart at
+# most; it grows.
 EIGHT_BITS = {"loss": 5e-5, "norm": 2e-4, "weights": 0.2}
 ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32"), **EIGHT_BITS}
 FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
@@ -63,17 +79,30 @@ MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.comput
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
 LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
-MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.5}  # orthogonalized in bf16, and so are its weights rounded
+# orthogonalized in bf16, and so are its weights rounded
+MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.5}
 SAME = EVEN | {"norm": 1e-5}
 QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
 MOE = ("model=qwen3_moe_debug", "model.head_dim=16", "model.expert_dim=64", "model.balance_rate=1e-3")
-LATENT = ("model=deepseek_v3_debug", "model.q_rank=24", "model.kv_rank=16", "model.plain_dim=16", "model.rope_dim=8", "model.value_dim=16",
-          "model.n_heads=4", "model.n_kv_heads=4", "model.n_experts=8", "model.experts_per_token=2", "model.expert_dim=32",
-          "model.sequence_balance=0.01")
+LATENT = (
+    "model=deepseek_v3_debug",
+    "model.q_rank=24",
+    "model.kv_rank=16",
+    "model.plain_dim=16",
+    "model.rope_dim=8",
+    "model.value_dim=16",
+    "model.n_heads=4",
+    "model.n_kv_heads=4",
+    "model.n_experts=8",
+    "model.experts_per_token=2",
+    "model.expert_dim=32",
+    "model.sequence_balance=0.01",
+)
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
 # Products and gradients round to 8 bits, differently where other ranks hold other tokens; sums do not round.
 BF16 = {"loss": 1e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
-# Over ten steps a tied model in bf16 parts from itself in float64 by 1.3e-3 of the loss and 8e-3 of the norm, on one process as on two.
+# Over ten steps a tied model in bf16 parts from itself in float64 by 1.3e-3 of the loss and 8e-3 of the norm, on one
+# process as on two.
 TIED = {"loss": 5e-4, "norm": 6e-3}
 HALVED = ("precision=bf16", "optimizer.masters=split")
 SPLIT = BF16 | {"base": HALVED}
@@ -82,16 +111,28 @@ LAYOUTS_IN_BF16 = (("tp 2", 2, "tp"), ("pp 2", 2, "pp"), ("fsdp 4, tp 2", 4, "fs
 
 
 def in_bf16(what: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options) -> list[Case]:
-    """Return a case in bf16 for each layout (its name, ranks and option) of what `base` trains; those of four ranks are slow.
+    """Return a case in bf16 for each layout (its name, ranks and option) of what `base` trains; those of four ranks are
+    slow.
 
-    The model is small, and learns by SGD: AdamW moves an element by the whole rate where rounding alone decides the gradient's sign.
+    The model is small, and learns by SGD: AdamW moves an element by the whole rate where rounding alone decides the
+    gradient's sign.
     """
     small = (*base, "precision=bf16", "optimizer=sgd", "optimizer.lr=0.1", "data.global_batch=8", "model.n_layers=2")
     batches = {"tp": 8, "pp": 8, "cp": 8, "fsdp": 4, "fsdp_tp": 4, "hsdp": 2}
-    return [case(f"bf16, {what}, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batches[layout]}", slow=slow or ranks > 2,
-                 **BF16 | {"norm": 1e-3} | options | {"base": small}) for name, ranks, layout in layouts]
+    return [
+        case(
+            f"bf16, {what}, {name}",
+            ranks,
+            f"parallelism={layout}",
+            f"data.local_batch={batches[layout]}",
+            slow=slow or ranks > 2,
+            **BF16 | {"norm": 1e-3} | options | {"base": small},
+        )
+        for name, ranks, layout in layouts
+    ]
 
 
+# fmt: off
 MATRIX = [
     *(case(f"{layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}")
       for layout in ("ddp", "fsdp", "hsdp") for ranks in (2, 4)),
@@ -216,10 +257,11 @@ MATRIX = [
     *(case(f"cp 2, {rotate}, compile", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", *COMPILED, "data.local_batch=16", slow=True)
       for rotate in ("allgather", "ulysses")),
 
-    # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not depend on what else
-    # shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2), whose parts then have scales of
-    # their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch: values round differently (by up to 12 % in
-    # e5m2), and Adam's division by the moments carries that into the weights.
+    # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not
+    # depend on what else shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2),
+    # whose parts then have scales of their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch:
+    # values round differently (by up to 12 % in e5m2), and Adam's division by the moments carries that into the
+    # weights.
     *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
@@ -253,7 +295,8 @@ MATRIX = [
            loss=1e-4, norm=5e-4, gradients=0.25, weights=0.5, slow=True, **TENSORWISE)
       for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
 
-    # Number formats against float32: rounding of 8 bits (bf16) or 4 (e4m3) in each product, and none of it may bias the loss
+    # Number formats against float32: rounding of 8 bits (bf16) or 4 (e4m3) in each product, and none of it may bias the
+    # loss
     *(case(f"{name} against fp32", 2, "parallelism=fsdp", "data.local_batch=8", f"precision={name}", *more, loss=1e-2, norm=1e-2,
            gradients=gradients, weights=0.5)
       for name, more, gradients in (("bf16", (), 0.03), ("float8_emulate", (), 0.15), ("mxfp8", ("precision.emulate=true",), 0.15),
@@ -287,7 +330,8 @@ MATRIX = [
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
          **BF16 | TIED | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
 
-    # Other objectives, adapters and families. The gradients of the tower's norms are small sums of large terms: they differ by 3.3e-2.
+    # Other objectives, adapters and families. The gradients of the tower's norms are small sums of large terms: they
+    # differ by 3.3e-2.
     *in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096"),
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
     *in_bf16("llama3_vision", "model=llama3_vision_debug", *IMAGES, gradients=0.05, norm=2e-3),
@@ -329,7 +373,8 @@ MATRIX = [
     case("qwen3, cp 2, tp 2, pp 2", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", slow=True,
          base=QWEN),
     case("qwen3, simple_fsdp 2", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", slow=True, base=QWEN),
-    # The gradient of a head's norm is a small sum of large terms, rounded on each rank before they are added: 1.03e-2 on two.
+    # The gradient of a head's norm is a small sum of large terms, rounded on each rank before they are added: 1.03e-2
+    # on two.
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
@@ -389,3 +434,4 @@ MATRIX = [
       for schedule in ("1f1b", "zbv")),
     case("linear_cross_entropy, fsdp 4, cp 2", 4, "parallelism=fsdp_cp", "data.local_batch=8", *LINEAR, slow=True, **SAME),
 ]
+# fmt: on

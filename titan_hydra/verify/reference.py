@@ -1,7 +1,9 @@
-"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, from their papers alone.
+"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, from
+their papers alone.
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ Sparse = Any  # the section of a model with experts, whose keys are its family's
 
 @dataclass
 class Trace:
-    """The record of a run: losses, gradient norms, whole gradients of the first step, whole weights before it and at the end."""
+    """The record of a run: losses, gradient norms, whole gradients of the first step, whole weights before it and at
+    the end.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -59,16 +63,19 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
 
 
 def first_biases(start: Weights, model: Sparse) -> Weights:
-    """Return the biases of the routers (arXiv 2408.15664), all zero. They are float32 in every run, and are compared bit by bit."""
+    """Return the biases of the routers (arXiv 2408.15664), all zero. They are float32 in every run, and are compared
+    bit by bit.
+    """
     routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
     return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.balance_rate}
 
 
-# --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.13245 ----------
+# --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.
+
 
 def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Tensor, Weights]:
-    """Return the mean cross-entropy of the labels that count; the mean over the sequences of the balance loss of all layers; and how many
-    tokens each layer's experts had.
+    """Return the mean cross-entropy of the labels that count; the mean over the sequences of the balance loss of all
+    layers; and how many tokens each layer's experts had.
     """
     routed: dict[str, tuple[Tensor, Tensor]] = {}
     logits = forward(weights, batch, model, routed).log_softmax(-1)
@@ -121,8 +128,10 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
     outputs = []
     for head in range(model.n_heads):
         shared = head // (model.n_heads // model.n_kv_heads)
-        q, k, v = (x @ block[f"attention.{name}.weight"][index * width : (index + 1) * width].T
-                   for name, index in (("wq", head), ("wk", shared), ("wv", shared)))
+        q, k, v = (
+            x @ block[f"attention.{name}.weight"][index * width : (index + 1) * width].T
+            for name, index in (("wq", head), ("wk", shared), ("wv", shared))
+        )
         if "attention.q_norm.weight" in block:
             q, k = (rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps) for name, one in (("q", q), ("k", k)))
         scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) / math.sqrt(width)
@@ -130,11 +139,12 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
 
 
-# --- experts and latent attention: arXiv 2412.19437, section 2.1; 2505.09388, section 2 -------------------------------------------------
+# --- experts and latent attention: arXiv 2412.19437, section 2.1; 2505.09388, section 2 -------------------------------
+
 
 def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute every expert for every token, and add up those that its router chose. Returns that, what was chosen [batch, seq, experts],
-    and the share of each expert in a token's scores.
+    """Compute every expert for every token, and add up those that its router chose. Returns that, what was chosen
+    [batch, seq, experts], and the share of each expert in a token's scores.
     """
     logits = x @ block["feed_forward.router.weight"].T
     scores = logits.softmax(-1) if model.router == "softmax" else 1 / (1 + torch.exp(-logits))
@@ -166,16 +176,16 @@ def _place(x: Tensor) -> Tensor:
 
 
 def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
-    """Return the balance loss of each sequence (2412.19437, equations 17 to 20): the sum over experts of f P. Of the sequence's T
-    tokens, f is the part that chose the expert, relative to an even one, and P is the mean share.
+    """Return the balance loss of each sequence (2412.19437, equations 17 to 20): the sum over experts of f P. Of the
+    sequence's T tokens, f is the part that chose the expert, relative to an even one, and P is the mean share.
     """
     f = chosen.double().mean(1) * model.n_experts / model.experts_per_token
     return model.sequence_balance * (f * shares.mean(1)).sum(-1)
 
 
 def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse) -> Tensor:
-    """Compute attention from latents head by head; all heads share the rotated part of the key. Latents are normalized with an epsilon of
-    1e-6 in every DeepSeek-V3.
+    """Compute attention from latents head by head; all heads share the rotated part of the key. Latents are normalized
+    with an epsilon of 1e-6 in every DeepSeek-V3.
     """
     plain, value, width = model.plain_dim, model.value_dim, model.plain_dim + model.rope_dim
     down = x @ block["attention.wkv_a.weight"].T
@@ -196,7 +206,9 @@ def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor,
 
 
 def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
-    """Apply rotary positions to one head [batch, seq, width], whose neighbours are pairs: complex numbers that are turned."""
+    """Apply rotary positions to one head [batch, seq, width], whose neighbours are pairs: complex numbers that are
+    turned.
+    """
     half = x.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * torch.tensor([yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64)
     turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.polar(torch.ones_like(angles), angles)
@@ -204,23 +216,28 @@ def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
 
 
 def yarn_frequency(i: int, half: int, model: Sparse) -> float:
-    """Return the radians per position of the i-th pair, with YaRN's stretch (arXiv 2309.00071, section 3.2): none for pairs that turn more
-    often than `beta_fast` over the original length, full for those that turn less often than `beta_slow`, and a ramp between them.
+    """Return the radians per position of the i-th pair, with YaRN's stretch (arXiv 2309.00071, section 3.2): none for
+    pairs that turn more often than `beta_fast` over the original length, full for those that turn less often than
+    `beta_slow`, and a ramp between them.
     """
     value, yarn = model.rope_theta ** (-i / half), model.yarn
     if yarn.factor == 1:
         return value
-    fast, slow = (half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta)
-                  for turns in (yarn.beta_fast, yarn.beta_slow))  # the pairs that turn so often
+    fast, slow = (
+        half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta) for turns in (yarn.beta_fast, yarn.beta_slow)
+    )  # the pairs that turn so often
     fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
     stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
     return value * (1 - stretched + stretched / yarn.factor)
 
 
-# --- rotary positions of the others -----------------------------------------------------------------------------------------------------
+# --- rotary positions of the others -----------------------------------------------------------------------------------
+
 
 def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
-    """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimension i is paired with i + width / 2."""
+    """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimension i is paired with i + width /
+    2.
+    """
     half = x.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * torch.tensor([frequency(i, half, model) for i in range(half)], dtype=torch.float64)
     a, b = x[..., :half], x[..., half:]
@@ -239,10 +256,13 @@ def frequency(i: int, half: int, model: Model) -> float:
     return (1 - smooth) * value / scaling.factor + smooth * value
 
 
-# --- optimizers -----------------------------------------------------------------------------------------------------------------------
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
 
 def _rate(step: int, steps: int, config: LrSchedule) -> float:
-    """Return the share of the peak learning rate at a step, counted from 1: warm-up, stable, decay as in TorchTitan 0.2.2."""
+    """Return the share of the peak learning rate at a step, counted from 1: warm-up, stable, decay as in TorchTitan
+    0.2.2.
+    """
     warm = config.warmup_steps
     decay = min(steps - warm, steps - warm if config.name == "cosine" else round(steps * config.decay_ratio))
     stable = steps + 1 - warm - decay
@@ -279,7 +299,9 @@ def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: floa
 
 
 def _muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: Optimizer) -> None:
-    """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place; its five Newton-Schulz iterations in bfloat16 as published."""
+    """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place; its five Newton-Schulz iterations in
+    bfloat16 as published.
+    """
     state["momentum"] = config.muon_momentum * state.get("momentum", 0) + (1 - config.muon_momentum) * gradient
     x = ((1 - config.muon_momentum) * gradient + config.muon_momentum * state["momentum"]).bfloat16()
     tall = x.shape[0] > x.shape[1]

@@ -1,4 +1,7 @@
-"""Random legal jobs: degrees, schedules, odd shapes, experts, masks and optimizers that no written matrix covers. Imports no torch."""
+"""Random legal jobs: degrees, schedules, odd shapes, experts, masks and optimizers that no written matrix covers.
+Imports no torch.
+"""
+
 import math
 import random
 from collections.abc import Iterator
@@ -12,7 +15,8 @@ from .matrix import BASE, LATENT, MOE, SCHEDULES, Case, later_wins
 # A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose
 # rounding grows over the steps: one process alone was 8e-5 from the reference in its loss, and 0.3 in a weight.
 EXACT = {"loss": 2e-6, "norm": 5e-5, "gradients": 1e-5, "weights": 2e-3, "reference": "float64"}
-SPARSE = EXACT | {"gradients": 2e-5}  # a router's gradient is a small sum of large terms: 9.8e-6 was seen in one process
+# a router's gradient is a small sum of large terms: 9.8e-6 was seen in one process
+SPARSE = EXACT | {"gradients": 2e-5}
 MUON = EXACT | {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}
 # bfloat16 against one process in bfloat16, or, coarsely, against float64, which shows what is biased in both.
 BF16 = {"loss": 2e-4, "norm": 2e-2, "gradients": 2e-2, "weights": 0.3}
@@ -20,7 +24,9 @@ BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "r
 
 
 def draw_jobs(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Iterator[Case]:
-    """Yield `number` random cases. A job that breaks a rule is drawn again. A seed gives the same cases again, in the same version."""
+    """Yield `number` random cases. A job that breaks a rule is drawn again. A seed gives the same cases again, in the
+    same version.
+    """
     dice = random.Random(seed)
     for index in range(number):
         while not legal(case := one(dice, index, dice.choice(ranks))):
@@ -46,27 +52,39 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     global_batch = min(local_batch * degrees["dp_replicate"] * degrees["dp_shard"] * dice.choice((1, 1, 2, 3)), 48)
     optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
     if sparse := dice.random() < 0.4:  # rules refuse more of these
-        optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"  # rounding to bfloat16 sends tokens to other experts
+        # rounding to bfloat16 sends tokens to other experts
+        optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"
         degrees["ep"] = dice.choice(divisors(degrees["dp_shard"] * degrees["cp"] * degrees["tp"])[1:] or (1,))
-    layout = (f"gpus={ranks}", "parallelism=single", *(f"parallelism.{name}={degree}" for name, degree in degrees.items() if degree > 1),
-              *technique(dice, degrees), f"data.local_batch={local_batch}")
+    layout = (
+        f"gpus={ranks}",
+        "parallelism=single",
+        *(f"parallelism.{name}={degree}" for name, degree in degrees.items() if degree > 1),
+        *technique(dice, degrees),
+        f"data.local_batch={local_batch}",
+    )
     shape = _experts(dice) if sparse else _shape(dice)
     base = (*shape, *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
     tolerances = dice.choice((BF16, BF16_COARSE)) if precision == "bf16" else MUON if optimizer == "muon" else SPARSE if sparse else EXACT
     maskable = degrees["cp"] == 1 or "parallelism.cp_rotate=ulysses" in layout
-    return Case(f"random {index}", ranks, layout, base, uneven_mask=dice.random() < 0.5,
-                documents=maskable and dice.random() < 0.3, **tolerances)
+    return Case(
+        f"random {index}", ranks, layout, base, uneven_mask=dice.random() < 0.5, documents=maskable and dice.random() < 0.3, **tolerances
+    )
 
 
 def _shape(dice: random.Random) -> tuple[str, ...]:
     """Draw a model and a sequence length, most of them odd."""
     heads, shared = dice.choice(((6, 2), (8, 4), (12, 4), (4, 1), (4, 4)))
     return (
-        f"model.n_heads={heads}", f"model.n_kv_heads={shared}", f"model.dim={heads * dice.choice((4, 8, 12, 16))}",
-        f"model.n_layers={dice.choice((2, 4, 5, 8))}", f"model.vocab_size={dice.choice((97, 256, 331, 512))}",
-        "model.ffn_dim=null", f"model.multiple_of={dice.choice((1, 4, 24, 32))}",
+        f"model.n_heads={heads}",
+        f"model.n_kv_heads={shared}",
+        f"model.dim={heads * dice.choice((4, 8, 12, 16))}",
+        f"model.n_layers={dice.choice((2, 4, 5, 8))}",
+        f"model.vocab_size={dice.choice((97, 256, 331, 512))}",
+        "model.ffn_dim=null",
+        f"model.multiple_of={dice.choice((1, 4, 24, 32))}",
         f"model.tie_embeddings={dice.choice((True, False))}",
-        f"model.rope_scaling.factor={dice.choice((1.0, 8.0))}", "model.rope_scaling.original_max_seq_len=32",
+        f"model.rope_scaling.factor={dice.choice((1.0, 8.0))}",
+        "model.rope_scaling.original_max_seq_len=32",
         f"data.seq_len={dice.choice((24, 48, 64, 72, 96))}",
     )
 
@@ -76,25 +94,38 @@ def _experts(dice: random.Random) -> tuple[str, ...]:
     groups, family = dice.choice((1, 2, 4)), dice.choice((MOE, LATENT))
     yarn = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", f"model.yarn.temperature={dice.choice((0.7, 1.0))}")
     return (
-        *family, *(yarn if family is LATENT and dice.random() < 0.5 else ()),
-        f"model.dim={dice.choice((32, 48, 64))}", f"model.expert_dim={dice.choice((8, 24, 48))}",
-        f"model.n_layers={dice.choice((2, 4))}", f"model.n_dense_layers={dice.choice((0, 1))}",
-        f"model.n_experts={groups * dice.choice((4, 6))}", f"model.experts_per_token={dice.choice((2, 3))}",
-        f"model.expert_groups={groups}", f"model.groups_per_token={max(1, groups // 2)}",
-        f"model.n_shared_experts={dice.choice((0, 1, 2))}", f"model.router={dice.choice(('softmax', 'sigmoid'))}",
-        f"model.normalize_scores={dice.choice((True, False))}", f"model.score_scale={dice.choice((1.0, 2.5))}",
-        f"model.balance_rate={dice.choice((0.0, 0.001))}", f"model.sequence_balance={dice.choice((0.0, 0.01))}",
-        f"model.vocab_size={dice.choice((97, 256))}", f"data.seq_len={dice.choice((24, 48))}",
+        *family,
+        *(yarn if family is LATENT and dice.random() < 0.5 else ()),
+        f"model.dim={dice.choice((32, 48, 64))}",
+        f"model.expert_dim={dice.choice((8, 24, 48))}",
+        f"model.n_layers={dice.choice((2, 4))}",
+        f"model.n_dense_layers={dice.choice((0, 1))}",
+        f"model.n_experts={groups * dice.choice((4, 6))}",
+        f"model.experts_per_token={dice.choice((2, 3))}",
+        f"model.expert_groups={groups}",
+        f"model.groups_per_token={max(1, groups // 2)}",
+        f"model.n_shared_experts={dice.choice((0, 1, 2))}",
+        f"model.router={dice.choice(('softmax', 'sigmoid'))}",
+        f"model.normalize_scores={dice.choice((True, False))}",
+        f"model.score_scale={dice.choice((1.0, 2.5))}",
+        f"model.balance_rate={dice.choice((0.0, 0.001))}",
+        f"model.sequence_balance={dice.choice((0.0, 0.01))}",
+        f"model.vocab_size={dice.choice((97, 256))}",
+        f"data.seq_len={dice.choice((24, 48))}",
     )
 
 
 def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
     """Draw an optimizer and its schedule."""
     return (
-        f"optimizer={optimizer}", f"optimizer.max_norm={dice.choice((0.1, 1.0, 0.0))}",
-        f"optimizer.lr={'0.05' if optimizer == 'sgd' else '0.002'}", *["optimizer.sgd_momentum=0.9"] * (optimizer == "sgd"),
-        f"optimizer.weight_decay={dice.choice((0.0, 0.1, 0.5))}", f"optimizer.decay_matrices_only={dice.choice((True, False))}",
-        f"lr_scheduler={dice.choice(('wsd', 'cosine', 'constant'))}", f"lr_scheduler.warmup_steps={dice.choice((0, 1, 2))}",
+        f"optimizer={optimizer}",
+        f"optimizer.max_norm={dice.choice((0.1, 1.0, 0.0))}",
+        f"optimizer.lr={'0.05' if optimizer == 'sgd' else '0.002'}",
+        *["optimizer.sgd_momentum=0.9"] * (optimizer == "sgd"),
+        f"optimizer.weight_decay={dice.choice((0.0, 0.1, 0.5))}",
+        f"optimizer.decay_matrices_only={dice.choice((True, False))}",
+        f"lr_scheduler={dice.choice(('wsd', 'cosine', 'constant'))}",
+        f"lr_scheduler.warmup_steps={dice.choice((0, 1, 2))}",
         f"seed={dice.randrange(1000)}",
     )
 
@@ -111,8 +142,10 @@ def technique(dice: random.Random, degrees: dict[str, int]) -> Iterator[str]:
     if degrees["tp"] > 1:
         yield from (f"parallelism.{name}={dice.choice((True, False))}" for name in ("sequence_parallel", "loss_parallel"))
     if degrees["cp"] > 1:
-        yield from (f"parallelism.cp_rotate={dice.choice(('allgather', 'alltoall', 'ulysses'))}",
-                    f"parallelism.cp_load_balance={dice.choice((True, False))}")
+        yield from (
+            f"parallelism.cp_rotate={dice.choice(('allgather', 'alltoall', 'ulysses'))}",
+            f"parallelism.cp_load_balance={dice.choice((True, False))}",
+        )
     if degrees["pp"] > 1:
         name = dice.choice(SCHEDULES)
         yield f"pp_schedule={name}"

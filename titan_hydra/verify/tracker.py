@@ -1,4 +1,7 @@
-"""Count what a rank of the fake world holds and sends: the bytes of live storages, and messages along each dimension of the mesh."""
+"""Count what a rank of the fake world holds and sends: the bytes of live storages, and messages along each dimension of
+the mesh.
+"""
+
 from __future__ import annotations
 
 import weakref
@@ -22,7 +25,8 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 class MemoryTracker(TorchDispatchMode):
     """Counts live bytes, their peak, and the messages of all operators while `tracking`.
 
-    It sees operators on local tensors, below DTensor. A message counts as the larger of what goes in and what comes out.
+    It sees operators on local tensors, below DTensor. A message counts as the larger of what goes in and what comes
+    out.
     """
 
     def __init__(self, mesh: Mesh):
@@ -81,8 +85,11 @@ def _names_of_groups(mesh: Mesh) -> dict[str, str]:
         names = {shards: "fsdp"} | dict.fromkeys(replicas, "dp_replicate")
     dimensions = mesh.world.mesh_dim_names if mesh.world is not None else ()
     if mesh.experts is not None:
-        names |= {str(mesh.experts.get_group(own).group_name): name for own, name in (("efsdp", "fsdp"), ("ep", "ep"))
-                  if own in mesh.experts.mesh_dim_names}
+        names |= {
+            str(mesh.experts.get_group(own).group_name): name
+            for own, name in (("efsdp", "fsdp"), ("ep", "ep"))
+            if own in mesh.experts.mesh_dim_names
+        }
     return {str(mesh.world.get_group(name).group_name): name for name in dimensions} | names
 
 
@@ -97,9 +104,11 @@ def _name_of_group(leaf: Any) -> str | None:
 def tracking(tracker: MemoryTracker) -> Iterator[None]:
     """Let a tracker count for a while.
 
-    Not counted are the operators that DTensor runs at their global shape to learn the shape of a result. FSDP frees gathered weights with
-    `resize_`, which is no operator. Norms are computed as CUDA does, in one kernel: a CPU's keep float32 copies of their input.
+    Not counted are the operators that DTensor runs at their global shape to learn the shape of a result. FSDP frees
+    gathered weights with `resize_`, which is no operator. Norms are computed as CUDA does, in one kernel: a CPU's keep
+    float32 copies of their input.
     """
+
     def unseen(original: Callable) -> Callable:
         def propagate(*args: Any) -> Any:
             tracker.paused = True
@@ -107,6 +116,7 @@ def tracking(tracker: MemoryTracker) -> Iterator[None]:
                 return original(*args)
             finally:
                 tracker.paused = False
+
         return propagate
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -125,7 +135,9 @@ def tracking(tracker: MemoryTracker) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    """Return something of the shape of F.rms_norm's result, with its gradients' shapes, saving what CUDA's kernel saves."""
+    """Return something of the shape of F.rms_norm's result, with its gradients' shapes, saving what CUDA's kernel
+    saves.
+    """
     return _Norm.apply(x, weight)
 
 

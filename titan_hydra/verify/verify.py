@@ -1,8 +1,10 @@
-"""Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a one-process run.
+"""Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a
+one-process run.
 
-The cases are in matrix.py, one line each. All cases of one size share one set of gloo ranks and use the same `build` and step as a
-training run.
+The cases are in matrix.py, one line each. All cases of one size share one set of gloo ranks and use the same `build`
+and step as a training run.
 """
+
 import contextlib
 import dataclasses
 import hashlib
@@ -44,8 +46,14 @@ from .reference import Trace, train_in_float64
 
 STEPS = 10
 # Imported once in the fork server instead of once for each rank.
-PRELOADED = ["titan_hydra.verify.verify", "titan_hydra.train.loop", "torch._dynamo", "torch.distributed.checkpoint.state_dict",
-             "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
+PRELOADED = [
+    "titan_hydra.verify.verify",
+    "titan_hydra.train.loop",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
 NOTE = "in the case"
 
 
@@ -63,9 +71,11 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
 
 
 def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None) -> Trace:
-    """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets whole tensors.
+    """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets
+    whole tensors.
 
-    With a `seed` the last bits of the initial weights are others. `mesh` is that of an earlier job with the same degrees.
+    With a `seed` the last bits of the initial weights are others. `mesh` is that of an earlier job with the same
+    degrees.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -105,7 +115,9 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def reductions() -> Iterator[list[torch.dtype]]:
-    """Collect the dtypes of the tensors that FSDP2 reduces and scatters. A sum of bfloat16 sums has bits that bfloat16 lacks."""
+    """Collect the dtypes of the tensors that FSDP2 reduces and scatters. A sum of bfloat16 sums has bits that bfloat16
+    lacks.
+    """
     found = []
 
     def noting(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,13 +135,17 @@ def reductions() -> Iterator[list[torch.dtype]]:
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
-    """Count the parameters with gradients summed in bfloat16 although float32 is asked for: such a sum lacks the lower bits."""
+    """Count the parameters with gradients summed in bfloat16 although float32 is asked for: such a sum lacks the lower
+    bits.
+    """
     job = trainer.job
     parts = trainer.mesh.data_ranks * job.parallelism.cp * microbatches(job) * local_batches(job)
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
-    alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None  # the gradient of a single rank
-    moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}  # those of an adapter's A are 0 at first
+    # the gradient of a single rank
+    alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None
+    # those of an adapter's A are 0 at first
+    moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}
     return sum(torch.equal(gradient, gradient.bfloat16().float()) for name, gradient in moving.items() if not alone or alone not in name)
 
 
@@ -164,7 +180,9 @@ def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact(job: Job, case: Case) -> Trace:
-    """Return the trace of a job in float64 by reference.py, from the same initial weights and batches. Runs in one process."""
+    """Return the trace of a job in float64 by reference.py, from the same initial weights and batches. Runs in one
+    process.
+    """
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     model.to_empty(device="cpu")
@@ -177,11 +195,11 @@ def exact(job: Job, case: Case) -> Trace:
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
-    """Apply the case's mask and documents to a batch of text. Both depend only on slot and step; the first sample is in slot `first`
-    of `slots`.
+    """Apply the case's mask and documents to a batch of text. Both depend only on slot and step; the first sample is in
+    slot `first` of `slots`.
 
-    Up to 80 % of a sample's labels are ignored, so that no two microbatches count the same number. In the first quarter of the slots at
-    step 1, and the first half at step 2, no label counts, so that whole ranks have none.
+    Up to 80 % of a sample's labels are ignored, so that no two microbatches count the same number. In the first quarter
+    of the slots at step 1, and the first half at step 2, no label counts, so that whole ranks have none.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -199,7 +217,9 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 
 
 def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
-    """Run cases and their references, one set of processes for each number of ranks. Outcomes are in the order of the cases."""
+    """Run cases and their references, one set of processes for each number of ranks. Outcomes are in the order of the
+    cases.
+    """
     cases = list(cases)
     jobs = [job_of(case, steps) for case in cases]
     firsts: dict[str, Case] = {}
@@ -214,20 +234,27 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
         for ranks, own in sorted(by_ranks.items()):
             _run_all(ranks, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
-        judged = defaultdict(list)  # by reference and tensor-parallel ranks: cases that are not within the tight tolerances
+        # by reference and tensor-parallel ranks: cases that are not within the tight tolerances
+        judged = defaultdict(list)
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[_key(outcome.case)]
             alike = case.reference == "process" and rounds_alike(job, alone)
             if not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
                 judged[_key(case), job.parallelism.tp].append(number)
         if judged:
-            _spawn(1, _run_draws, folder, [(numbers, tp, cases[numbers[0]], to_dict(references[key][1]))
-                                           for (key, tp), numbers in judged.items()])
+            _spawn(
+                1,
+                _run_draws,
+                folder,
+                [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()],
+            )
         return [_read(folder, number, case) for number, case in enumerate(cases)]
 
 
 def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. One that raises, or crashes a rank twice, counts as failed, infinitely far from its reference."""
+    """Run cases of one number of ranks. One that raises, or crashes a rank twice, counts as failed, infinitely far from
+    its reference.
+    """
     crashed = None
     while jobs:
         try:
@@ -236,7 +263,8 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
         except (Raised, Crashed) as error:
             said = [line for line in str(error).splitlines() if line.strip()]
             lines = [line for line in said if not line.startswith(NOTE)]
-            _tell(", ".join(said[said.index(lines[-1]):]) if lines[-1].startswith(REFUSED) else str(error))  # with the case's name
+            # with the case's name
+            _tell(", ".join(said[said.index(lines[-1]) :]) if lines[-1].startswith(REFUSED) else str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
                 raise
@@ -271,7 +299,8 @@ def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Cas
 
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    # A thread of each of gloo's groups wakes a hundred times a second: hundreds of meshes would keep the cores from the cases.
+    # A thread of each of gloo's groups wakes a hundred times a second: hundreds of meshes would keep the cores from the
+    # cases.
     meshes: dict[tuple, Mesh] = {}
     for number, case, config in jobs:
         job = from_dict(Job, config)
@@ -284,7 +313,8 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
-        torch.compiler.reset()  # blocks of another case are other blocks, and torch compiles the same code only so often
+        # blocks of another case are other blocks, and torch compiles the same code only so often
+        torch.compiler.reset()
         if dist.get_rank() == 0:
             outcome = compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt")))
             _write(folder, number, outcome)
@@ -293,7 +323,9 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
 
 
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
-    """Measure the bands of cases that share a reference and `tp`, and judge them. More draws only widen a band: none is made in vain."""
+    """Measure the bands of cases that share a reference and `tp`, and judge them. More draws only widen a band: none is
+    made in vain.
+    """
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{_key(case)}.pt"))
         spread: Differences = {}

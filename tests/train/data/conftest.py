@@ -1,4 +1,5 @@
 """Jobs and small corpora that the data tests share."""
+
 import gzip
 import json
 
@@ -15,11 +16,13 @@ TEXTS = [f"Document {i}: " + " ".join(f"word{i * j % 97}" for j in range(i % 40 
 @pytest.fixture
 def job():
     """A function that makes a job of small samples; keyword arguments are keys of `data`."""
+
     def make(seed=0, **data):
         job = schema.Job(seed=seed)
         job.model.vocab_size = 4096
         job.data = schema.Data(**{"name": "embedded", "seq_len": 32, "local_batch": 2, "global_batch": 4, "prefetch": 0} | data)
         return job
+
     return make
 
 
@@ -37,12 +40,21 @@ def corpus(tmp_path):
         (tmp_path / "books" / f"{i:03}.txt").write_text(text)
     (tmp_path / "single.txt").write_text("\n".join(TEXTS))
     encode(tmp_path / "one.bin", tmp_path / "one.jsonl")
-    return {"embedded": {"name": "embedded"}, "synthetic": {"name": "synthetic"},
-            "tokens": {"name": "tokens", "path": str(tmp_path / "one.bin")},
-            "hf": {"name": "hf", "path": str(tmp_path / "parts")}} | {
-        name: {"name": "text_files", "path": str(tmp_path / path)} for name, path in [
-            ("jsonl", "one.jsonl"), ("shards", "parts/*.json.gz"), ("parquet", "one.parquet"), ("books", "books"),
-            ("single", "single.txt")]}
+    return {
+        "embedded": {"name": "embedded"},
+        "synthetic": {"name": "synthetic"},
+        "tokens": {"name": "tokens", "path": str(tmp_path / "one.bin")},
+        "hf": {"name": "hf", "path": str(tmp_path / "parts")},
+    } | {
+        name: {"name": "text_files", "path": str(tmp_path / path)}
+        for name, path in [
+            ("jsonl", "one.jsonl"),
+            ("shards", "parts/*.json.gz"),
+            ("parquet", "one.parquet"),
+            ("books", "books"),
+            ("single", "single.txt"),
+        ]
+    }
 
 
 def jsonl(texts):

@@ -1,4 +1,7 @@
-"""Conversations as samples: packed whole, the same on every layout, resumed exactly; what cannot be used is counted with its place."""
+"""Conversations as samples: packed whole, the same on every layout, resumed exactly; what cannot be used is counted
+with its place.
+"""
+
 import json
 import os
 import random
@@ -27,9 +30,13 @@ def small_windows(monkeypatch):
 
 @pytest.fixture
 def talk(job, tmp_path):
-    """A function that makes a job of 90 conversations in two files; keyword arguments are keys of `data`. Two are too long."""
-    rows = [{"messages": [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"{number} " * (number % 20 + 1)}]}
-            for number in range(90)]
+    """A function that makes a job of 90 conversations in two files; keyword arguments are keys of `data`. Two are too
+    long.
+    """
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"{number} " * (number % 20 + 1)}]}
+        for number in range(90)
+    ]
     rows[33]["messages"][1]["content"] = rows[71]["messages"][1]["content"] = "long " * 100
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines[:40]) + "\n\n  \n")
@@ -39,11 +46,13 @@ def talk(job, tmp_path):
         made = job(seed, **{"name": "chat", "path": str(tmp_path / "*.jsonl"), "seq_len": 96, "document_mask": True} | keys)
         made.train.objective = "sft"
         return made
+
     return make
 
 
 def take(job, ranks, steps, state=None):
-    """The tensors of global batches [steps, G, ...] that so many ranks read together, and their merged state, gone through JSON.
+    """The tensors of global batches [steps, G, ...] that so many ranks read together, and their merged state, gone
+    through JSON.
 
     The ends of documents, whose width changes, are left out: they follow from the documents.
     """
@@ -160,26 +169,33 @@ def broken(dice):
     say = lambda *messages, **more: json.dumps({"messages": list(messages)} | more)  # noqa: E731
     user, assistant = GOOD["messages"]
     text = json.dumps(GOOD)
-    return dice.choice([
-        (text[:dice.randrange(1, len(text))], "not a JSON line"), (text + dice.choice("}]x"), "not a JSON line"),
-        (dice.choice(["[" * 100_000, '{"a":' * 100_000]), "not a JSON line"),
-        (dice.choice(["1", "null", '"Hi"', "[]", "1e999"]), "not a record"),
-        (dice.choice(["{}", '{"text": "Hi"}', '{"messages": {}}', '{"messages": []}', '{"messages": "Hi"}']), "no list of messages"),
-        (say(dice.choice([None, 1, "Hi", []]), assistant), "message 1 is "), (say(user, {"content": "Hello."}), "message 2 has no role"),
-        (say({"role": dice.choice([1, None, "", []]), "content": "Hi"}, assistant), "message 1 has no role"),
-        (say(user, {"role": "assistant", "content": dice.choice([None, 1, {}, [1], [{"type": "image"}]])}), "as content, not text"),
-        (say(user), "no message of the assistant's"),
-        (say(user, {"role": "assistant", "content": "x", "tool_calls": {"a": 1}}), "not a list"),
-        (say(user, {"role": "assistant", "content": "x", "tool_calls": [dice.choice([1, {}, {"function": "f"}])]}), "name of a function"),
-        (say(user, {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}), "not JSON"),
-        (say(user, assistant, tools=dice.choice(["{", 1, [1], {"a": 1}])), "its tools are not"),
-        (say(user, {"role": "assistant", "content": dice.choice(["<|eot_id|>", "a <|begin_of_text|>"])}), "it holds <|"),
-        (say({"role": "user<|eot_id|>", "content": "x"}, assistant), "it holds <|eot_id|>"),
-        (say(user, {"role": "assistant", "content": dice.choice(["\ud800", "a\udfffb"])}), "half of a surrogate pair"),
-        (say(user, {"role": "assistant", "content": "a\ufdd0b"}), "U+FDD0"),
-        (say(user, {"role": "assistant", "content": "2", "reasoning": "1 + 1"}), "the template does not take it: llama3 has no place"),
-        (say(user, {"role": "assistant", "content": "2", "reasoning": 1}), "as reasoning, not text"),
-    ])
+    return dice.choice(
+        [
+            (text[: dice.randrange(1, len(text))], "not a JSON line"),
+            (text + dice.choice("}]x"), "not a JSON line"),
+            (dice.choice(["[" * 100_000, '{"a":' * 100_000]), "not a JSON line"),
+            (dice.choice(["1", "null", '"Hi"', "[]", "1e999"]), "not a record"),
+            (dice.choice(["{}", '{"text": "Hi"}', '{"messages": {}}', '{"messages": []}', '{"messages": "Hi"}']), "no list of messages"),
+            (say(dice.choice([None, 1, "Hi", []]), assistant), "message 1 is "),
+            (say(user, {"content": "Hello."}), "message 2 has no role"),
+            (say({"role": dice.choice([1, None, "", []]), "content": "Hi"}, assistant), "message 1 has no role"),
+            (say(user, {"role": "assistant", "content": dice.choice([None, 1, {}, [1], [{"type": "image"}]])}), "as content, not text"),
+            (say(user), "no message of the assistant's"),
+            (say(user, {"role": "assistant", "content": "x", "tool_calls": {"a": 1}}), "not a list"),
+            (
+                say(user, {"role": "assistant", "content": "x", "tool_calls": [dice.choice([1, {}, {"function": "f"}])]}),
+                "name of a function",
+            ),
+            (say(user, {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}), "not JSON"),
+            (say(user, assistant, tools=dice.choice(["{", 1, [1], {"a": 1}])), "its tools are not"),
+            (say(user, {"role": "assistant", "content": dice.choice(["<|eot_id|>", "a <|begin_of_text|>"])}), "it holds <|"),
+            (say({"role": "user<|eot_id|>", "content": "x"}, assistant), "it holds <|eot_id|>"),
+            (say(user, {"role": "assistant", "content": dice.choice(["\ud800", "a\udfffb"])}), "half of a surrogate pair"),
+            (say(user, {"role": "assistant", "content": "a\ufdd0b"}), "U+FDD0"),
+            (say(user, {"role": "assistant", "content": "2", "reasoning": "1 + 1"}), "the template does not take it: llama3 has no place"),
+            (say(user, {"role": "assistant", "content": "2", "reasoning": 1}), "as reasoning, not text"),
+        ]
+    )
 
 
 @pytest.fixture
@@ -255,8 +271,14 @@ def test_sources_of_text_do_not_suit_the_objective():
 
 
 def test_conversations_of_several_sources_are_mixed(talk, tmp_path):
-    job = compose_job("data=mixture", "train.objective=sft", "data.document_mask=true", "data.seq_len=256", "data.local_batch=8",
-                      "+data.mixture={shipped: {weight: 1, name: embedded_chat}, last: {weight: 1, name: embedded_chat, train_on: last}}")
+    job = compose_job(
+        "data=mixture",
+        "train.objective=sft",
+        "data.document_mask=true",
+        "data.seq_len=256",
+        "data.local_batch=8",
+        "+data.mixture={shipped: {weight: 1, name: embedded_chat}, last: {weight: 1, name: embedded_chat, train_on: last}}",
+    )
     batch = data.build(job, 0, 1).next()
     assert batch["tokens"].shape == (8, 256) and (batch["labels"] != IGNORED).any()
 
@@ -272,7 +294,13 @@ def test_a_mark_that_the_tokenizer_does_not_know_is_a_fault(tmp_path, added, sai
     file = tmp_path / "rows.jsonl"
     talk = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "C"}]}
     pair = {"prompt": "A", "chosen": "C", "rejected": "A", "ref_chosen_logps": -1.0, "ref_rejected_logps": -1.0}
-    file.write_text("\n" * 40 + json.dumps(pair if pairs else talk) + "\n")  # behind more blank lines than are looked at first
-    found = faults(f"data={'preference' if pairs else 'chat'}", f"data.path={file}", "data.chat_template=chatml", "tokenizer=hf",
-                   f"tokenizer.path={tmp_path / 'tokenizer.json'}")
+    # behind more blank lines than are looked at first
+    file.write_text("\n" * 40 + json.dumps(pair if pairs else talk) + "\n")
+    found = faults(
+        f"data={'preference' if pairs else 'chat'}",
+        f"data.path={file}",
+        "data.chat_template=chatml",
+        "tokenizer=hf",
+        f"tokenizer.path={tmp_path / 'tokenizer.json'}",
+    )
     assert [fault.startswith(f"data.chat_template=chatml: {said}") for fault in found] == [True] * bool(said), found

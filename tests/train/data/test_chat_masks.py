@@ -1,4 +1,5 @@
 """Which tokens of a conversation are learned: as transformers' own mask has it, and as a reader would mark them."""
+
 import json
 from pathlib import Path
 
@@ -13,11 +14,27 @@ from titan_hydra.data import template, tokenizer
 from titan_hydra.data.chat import ConversationReader
 from titan_hydra.data.conversations import parse
 
-MARKS = ("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<start_of_turn>", "<end_of_turn>", "[INST]",
-         "[/INST]")
+MARKS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|end|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
+)
 EMBEDDED = schema.Tokenizer(name="embedded")
-MULTIPLY = {"type": "function", "function": {"name": "multiply", "description": "Multiply <two> numbers & more.", "parameters": {
-    "type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}}}}
+MULTIPLY = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiply <two> numbers & more.",
+        "parameters": {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}},
+    },
+}
 
 
 def turns(*contents, **more):
@@ -29,20 +46,36 @@ PLAIN = [
     turns("Hi", "Hello.", "And you?", "Well, thanks."),
     turns("Grüß dich \U0001f600", "Schön \U0001f600\U0001f680, 你好", "é", "\U0001f44b\U0001f3fd!"),
     turns("Code?", "\n\nimport os\n\tprint(1)\n\n", "More", "   x = 1"),
-    turns("<b>'\"&", "{\"a\": [1, 2]} <tool> &amp;"),
+    turns("<b>'\"&", '{"a": [1, 2]} <tool> &amp;'),
     {"messages": [{"role": "system", "content": "Be brief."}, *turns("1+1?", "2", "2+2?", "4")["messages"]]},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
 ]
-CALLS = {"messages": [
-    {"role": "user", "content": "6 x 7?"},
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"type": "function", "function": {"name": "multiply", "arguments": {"b": 7, "a": 6}}}]},
-    {"role": "tool", "content": "42"}, {"role": "assistant", "content": "It is 42."}], "tools": [MULTIPLY]}
-THOUGHT = {"messages": [
-    {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2", "reasoning_content": "One and one."},
-    {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "reasoning_content": "Two and two."}]}
+CALLS = {
+    "messages": [
+        {"role": "user", "content": "6 x 7?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": "multiply", "arguments": {"b": 7, "a": 6}}}],
+        },
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "It is 42."},
+    ],
+    "tools": [MULTIPLY],
+}
+THOUGHT = {
+    "messages": [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2", "reasoning_content": "One and one."},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "Two and two."},
+    ]
+}
 ROWS = dict.fromkeys(template.BUILT_IN, PLAIN) | {
-    "chatml": [*PLAIN, CALLS, THOUGHT], "qwen3": [*PLAIN, CALLS, THOUGHT], "llama3": [*PLAIN, CALLS]}
+    "chatml": [*PLAIN, CALLS, THOUGHT],
+    "qwen3": [*PLAIN, CALLS, THOUGHT],
+    "llama3": [*PLAIN, CALLS],
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +131,28 @@ def test_masks_are_those_of_transformers(exported, hf, name, kind):
     for row in ROWS[name]:
         conversation = read(row)
         expected = theirs.apply_chat_template(
-            conversation.messages, tools=conversation.tools or None, chat_template=ours.template.source, return_dict=True,
-            return_assistant_tokens_mask=True)
+            conversation.messages,
+            tools=conversation.tools or None,
+            chat_template=ours.template.source,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
         found = ours.encode(conversation)
         assert found.tokens.tolist() == expected["input_ids"]
         assert found.trained.astype(int).tolist() == expected["assistant_masks"], row
         assert 0 < found.trained.sum() < len(found.tokens)
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("chatml", ["Hello.<|im_end|>", "Well, thanks.<|im_end|>"]), ("phi", ["Hello.<|end|>", "Well, thanks.<|end|>"]),
-    ("gemma", ["Hello.<end_of_turn>", "Well, thanks.<end_of_turn>"]),
-    ("llama3", ["Hello.<|eot_id|>", "Well, thanks.<|eot_id|>"]),
-    ("mistral", [" Hello.<|end_of_text|>", " Well, thanks.<|end_of_text|>"]),
-])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", ["Hello.<|im_end|>", "Well, thanks.<|im_end|>"]),
+        ("phi", ["Hello.<|end|>", "Well, thanks.<|end|>"]),
+        ("gemma", ["Hello.<end_of_turn>", "Well, thanks.<end_of_turn>"]),
+        ("llama3", ["Hello.<|eot_id|>", "Well, thanks.<|eot_id|>"]),
+        ("mistral", [" Hello.<|end_of_text|>", " Well, thanks.<|end_of_text|>"]),
+    ],
+)
 def test_without_tags_the_text_tells(hf, name, expected):
     assert learned(reader(hf, name, change=without_tags), PLAIN[1]) == expected
     assert learned(reader(hf, name), PLAIN[1]) == expected
@@ -145,7 +186,9 @@ def test_reasoning_is_learned_and_that_of_earlier_turns_stays_out(hf):
 
 
 def test_a_template_that_tells_nothing_is_refused(hf):
-    """Without tags, and with reasoning that goes once the next question comes, nothing shows what the assistant said."""
+    """Without tags, and with reasoning that goes once the next question comes, nothing shows what the assistant
+    said.
+    """
     with pytest.raises(ConfigError, match=r"qwen3: it has no {% generation %} tags.*message 2.*Take train_on=last or all"):
         reader(hf, "qwen3", change=without_tags).encode(read(THOUGHT))
     assert len(learned(reader(hf, "qwen3", "all", without_tags), THOUGHT)) == 1
@@ -165,14 +208,18 @@ def test_tokens_are_those_of_the_whole_text_also_where_a_beginning_has_others():
     found, words = ours.encode(read(row)), ours.tokenizer
     assert found.tokens.tolist() == words.locate(template._plain(ours.template.render(read(row)))).ids
     prompt = words.locate(ours.template.render(read(turns("Hi")), prompt=True)).ids
-    assert found.tokens[:len(prompt)].tolist() != prompt
+    assert found.tokens[: len(prompt)].tolist() != prompt
     assert learned(ours, row) == ["\n\n\nHello.<|eot_id|>"]
 
 
-@pytest.mark.parametrize(("source", "line"), [
-    ("{% for m in messages %}", "line 1: "), ("{{ ''.__class__.__mro__ }}", "it does what no template may: "),
-    ("{{ messages.append(1) }}", "it does what no template may: "),
-])
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("{% for m in messages %}", "line 1: "),
+        ("{{ ''.__class__.__mro__ }}", "it does what no template may: "),
+        ("{{ messages.append(1) }}", "it does what no template may: "),
+    ],
+)
 def test_a_template_that_is_broken_or_breaks_out_is_refused(source, line):
     with pytest.raises(ConfigError, match=f"data.chat_template=x: {line}"):
         template.Template("data.chat_template=x", source, {}).render(read(PLAIN[0]))

@@ -1,4 +1,5 @@
 """`titan data show`: a row with its mask, and what all of them hold."""
+
 import json
 
 import pytest
@@ -45,12 +46,18 @@ def test_pairs_rollouts_and_images_are_shown(tmp_path, capsys):
     assert "or data.patches=128 patches" in shown and "patches  documents" in shown
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ([], "data.name=embedded: only sources that pack rows into samples can be shown; nearest legal: chat or "
-         "embedded_chat or preference or rollouts or image_text or synthetic_image_text"),
-    (["data=embedded_chat", "--row", "370"], "--row=370: there are 369 conversations; nearest legal: 369"),
-    (["data=chat"], "data.path=null: data=chat needs it"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            [],
+            "data.name=embedded: only sources that pack rows into samples can be shown; nearest legal: chat or "
+            "embedded_chat or preference or rollouts or image_text or synthetic_image_text",
+        ),
+        (["data=embedded_chat", "--row", "370"], "--row=370: there are 369 conversations; nearest legal: 369"),
+        (["data=chat"], "data.path=null: data=chat needs it"),
+    ],
+)
 def test_bad_input_is_one_line(capsys, words, line):
     assert cli.main(["data", "show", *words]) == 2
     assert capsys.readouterr().err.strip() == line

@@ -1,4 +1,5 @@
 """The embedded corpus: whole, apart from what is held out, and the same everywhere."""
+
 import hashlib
 
 from titan_hydra.config.compose import compose_job

@@ -25,9 +25,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("path", "names"), [
-    ("a.txt", ["a.txt"]), ("*.txt", ["a.txt", "b.txt"]), ("", ["a.txt", "b.txt", "deep/c.txt"]),
-    ("**/*.txt", ["a.txt", "b.txt", "deep/c.txt"]), ("none.txt", [])])
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("a.txt", ["a.txt"]),
+        ("*.txt", ["a.txt", "b.txt"]),
+        ("", ["a.txt", "b.txt", "deep/c.txt"]),
+        ("**/*.txt", ["a.txt", "b.txt", "deep/c.txt"]),
+        ("none.txt", []),
+    ],
+)
 def test_expand(folder, path, names):
     assert [str(file.relative_to(folder)) for file in files.expand(f"{folder}/{path}")] == names
 
@@ -60,7 +67,8 @@ def test_rows_are_numbered_alike_in_every_kind_of_file(tmp_path, start, every):
     lines = jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=5)
-    (tmp_path / "x.jsonl.zst").write_bytes(zst(lines.read_bytes()[:99]) + zst(lines.read_bytes()[99:]))  # two frames, as pzstd writes
+    # two frames, as pzstd writes
+    (tmp_path / "x.jsonl.zst").write_bytes(zst(lines.read_bytes()[:99]) + zst(lines.read_bytes()[99:]))
     (tmp_path / "x.csv.zst").write_bytes(zst("\ufeffid,text\r\n".encode() + b"".join(b'7,"text %d"\r\n' % i for i in range(23))))
     for name in ("x.jsonl", "x.jsonl.gz", "x.jsonl.zst", "x.csv.zst", "x.parquet"):
         assert list(files.rows(tmp_path / name, "text", start, every)) == list(enumerate(texts))[start::every]
@@ -84,7 +92,7 @@ def test_chats_are_read_from_packed_files_as_from_plain_ones(tmp_path):
     for name, written in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content)), ("a.jsonl.zst", zst(content))):
         (tmp_path / name).write_bytes(written)
         lines = ConversationFiles([tmp_path / name], BadShards())
-        assert [lines.row(number)[1] for number in range(len(lines))] == [content[:content.index(b"\n") + 1]] * 3, name
+        assert [lines.row(number)[1] for number in range(len(lines))] == [content[: content.index(b"\n") + 1]] * 3, name
     (tmp_path / "a.jsonl.zst").write_bytes(zst(content * 1000)[:-9])
     with pytest.raises(ConfigError, match=r"a\.jsonl\.zst: cannot be read"):
         ConversationFiles([tmp_path / "a.jsonl.zst"], BadShards())
@@ -128,12 +136,16 @@ def test_blank_lines_are_passed_over(tmp_path):
     assert list(files.rows(path)) == [(0, "a"), (2, "b")]
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    (b"{'text': 1}\n", r"x\.jsonl:2: not a JSON line"),
-    (b'{"text": "\xff"}\n', r"x\.jsonl:2: not a JSON line"),
-    (b'{"body": "a", "id": 1}\n', r"x\.jsonl:2: no column 'text', but 'body', 'id': set data\.text_key"),
-    (b'{"text": 3}\n', r"x\.jsonl:2: column 'text' holds int"),
-    (b"[1]\n", r"x\.jsonl:2: not a record but list")])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{'text': 1}\n", r"x\.jsonl:2: not a JSON line"),
+        (b'{"text": "\xff"}\n', r"x\.jsonl:2: not a JSON line"),
+        (b'{"body": "a", "id": 1}\n', r"x\.jsonl:2: no column 'text', but 'body', 'id': set data\.text_key"),
+        (b'{"text": 3}\n', r"x\.jsonl:2: column 'text' holds int"),
+        (b"[1]\n", r"x\.jsonl:2: not a record but list"),
+    ],
+)
 def test_bad_lines_are_named(tmp_path, line, message):
     path = jsonl(tmp_path / "x.jsonl", [{"text": "a"}, line])
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,5 @@
 """data=hf and data=c4 go through `datasets` streaming; here on local folders laid out as on the hub."""
+
 import json
 
 import pytest
@@ -56,12 +57,16 @@ def _decode(ids):
     return tokenizer.load(schema.Tokenizer(name="embedded")).decode(ids)
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"path": None}, r"data\.path=null"),
-    ({"path": "/nowhere/at/all"}, r"data\.path=/nowhere/at/all subset=en split=train: "),
-    ({"subset": "fr"}, r"subset=fr split=train: .*fr"),
-    ({"split": "test"}, r"split=test: .*test"),
-    ({"text_key": "body"}, "no column 'body', but 'text'")])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"path": None}, r"data\.path=null"),
+        ({"path": "/nowhere/at/all"}, r"data\.path=/nowhere/at/all subset=en split=train: "),
+        ({"subset": "fr"}, r"subset=fr split=train: .*fr"),
+        ({"split": "test"}, r"split=test: .*test"),
+        ({"text_key": "body"}, "no column 'body', but 'text'"),
+    ],
+)
 def test_what_cannot_be_had_is_one_line(job, hub, changed, message):
     keys = {"name": "hf", "path": str(hub), "subset": "en"} | changed
     with pytest.raises(ConfigError, match=message) as caught:

@@ -10,8 +10,15 @@ from titan_hydra.data.items import Synthetic, TokenFiles
 
 def write(path, ids, **changed):
     np.asarray(ids, dtype=np.uint16).tofile(path)
-    header = {"dtype": "uint16", "tokens": len(ids), "documents": 1, "vocab_size": 4096, "bos_id": 3840, "eos_id": 3841,
-              "tokenizer_sha256": "0"}
+    header = {
+        "dtype": "uint16",
+        "tokens": len(ids),
+        "documents": 1,
+        "vocab_size": 4096,
+        "bos_id": 3840,
+        "eos_id": 3841,
+        "tokenizer_sha256": "0",
+    }
     path.with_name(path.name + ".json").write_text(json.dumps(header | changed))
     return str(path)
 
@@ -41,10 +48,14 @@ def test_tokens_are_what_the_stream_of_the_same_text_packs(job, corpus):
     assert stored.signature["samples"] > streamed_samples
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"tokens": 34}, r"70 bytes, but a\.bin\.json lists 34 tokens in uint16"),
-    ({"vocab_size": 5000}, r"encoded with 5000 ids, more than model\.vocab_size=4096"),
-    ({"dtype": "nothing"}, "missing or damaged")])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokens": 34}, r"70 bytes, but a\.bin\.json lists 34 tokens in uint16"),
+        ({"vocab_size": 5000}, r"encoded with 5000 ids, more than model\.vocab_size=4096"),
+        ({"dtype": "nothing"}, "missing or damaged"),
+    ],
+)
 def test_a_file_that_is_not_what_its_header_says(tmp_path, changed, message):
     path = write(tmp_path / "a.bin", range(35), **changed)
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,5 @@
 """The promises of the data: the order does not depend on the layout, and goes on exactly from a saved state."""
+
 import json
 import threading
 
@@ -26,7 +27,6 @@ BEFORE: list[threading.Thread] = []
 def threads():
     """The data threads that this test has started and not ended."""
     return [thread for thread in threading.enumerate() if thread.name == "data" and thread not in BEFORE]
-
 
 
 def take(job, ranks, steps, state=None, split="train"):
@@ -156,10 +156,14 @@ def test_cut_without_mask_shifts_by_one():
     assert len(batch) == 2
 
 
-@pytest.mark.parametrize(("bos", "tokens", "labels", "documents", "positions"), [
-    (BOS, [7, EOS, BOS, 1, 2, EOS, BOS, 3], [EOS, -100, 1, 2, EOS, -100, 3], [0, 0, 1, 1, 1, 1, 2], [0, 1, 0, 1, 2, 3, 0]),
-    (BOS, [BOS, 1, EOS, BOS, EOS, BOS], [1, EOS, -100, EOS, -100], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]),
-    (None, [7, EOS, 1, 2, EOS, 3], [EOS, -100, 2, EOS, -100], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2])])
+@pytest.mark.parametrize(
+    ("bos", "tokens", "labels", "documents", "positions"),
+    [
+        (BOS, [7, EOS, BOS, 1, 2, EOS, BOS, 3], [EOS, -100, 1, 2, EOS, -100, 3], [0, 0, 1, 1, 1, 1, 2], [0, 1, 0, 1, 2, 3, 0]),
+        (BOS, [BOS, 1, EOS, BOS, EOS, BOS], [1, EOS, -100, EOS, -100], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]),
+        (None, [7, EOS, 1, 2, EOS, 3], [EOS, -100, 2, EOS, -100], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2]),
+    ],
+)
 def test_document_mask(bos, tokens, labels, documents, positions):
     batch = cut(np.array([tokens]), (bos, EOS))
     assert batch["labels"].tolist() == [labels]

@@ -1,4 +1,5 @@
 """Mixtures keep their proportions, whoever reads them; and each of their sources is read as it would be alone."""
+
 import json
 from collections import Counter
 
@@ -26,17 +27,22 @@ def three(tmp_path, job):
     (tmp_path / "a.jsonl").write_text("".join(lines))
     np.full(3000, marks["b"], dtype=np.uint16).tofile(tmp_path / "b.bin")
     sha256 = tokenizer.load(schema.Tokenizer(name="embedded")).sha256
-    (tmp_path / "b.bin.json").write_text(json.dumps({"dtype": "uint16", "tokens": 3000, "vocab_size": 4096, "bos_id": BOS, "eos_id": EOS,
-                                                     "tokenizer_sha256": sha256}))
+    (tmp_path / "b.bin.json").write_text(
+        json.dumps({"dtype": "uint16", "tokens": 3000, "vocab_size": 4096, "bos_id": BOS, "eos_id": EOS, "tokenizer_sha256": sha256})
+    )
     (tmp_path / "c").mkdir()
     for shard in range(60):
         (tmp_path / "c" / f"{shard}.txt").write_text("ccc" * (shard % 5 + 1))
     texts = {"a": ("text_files", "a.jsonl"), "b": ("tokens", "b.bin"), "c": ("text_files", "c")}
 
     def make(seed=0, weights=WEIGHTS, **keys):
-        parts = {name: schema.Part(name=kind, path=str(tmp_path / path), weight=weights[name])
-                 for name, (kind, path) in texts.items() if name in weights}
+        parts = {
+            name: schema.Part(name=kind, path=str(tmp_path / path), weight=weights[name])
+            for name, (kind, path) in texts.items()
+            if name in weights
+        }
         return job(seed, **{"name": "mixture", "mixture": parts, "seq_len": 4, "global_batch": 40} | keys)
+
     make.name_of = lambda sample: next(name for name in WEIGHTS if marks[name] in sample)
     return make
 
@@ -55,7 +61,9 @@ def read(job, ranks, steps, state=None):
 
 
 def test_three_sources_keep_their_proportions_on_any_ranks_and_across_resume(three):
-    """10,000 samples, read by one rank, by four, and by two that become eight on the way: the same ones, 50, 30 and 20 percent."""
+    """10,000 samples, read by one rank, by four, and by two that become eight on the way: the same ones, 50, 30 and 20
+    percent.
+    """
     one, _ = read(three(), 1, 250)
     assert len(one) == 10_000
     counts = Counter(map(three.name_of, one.tolist()))
@@ -130,15 +138,18 @@ def test_synthetic_sources_are_not_alike(job):
     assert len({sample.numpy().tobytes() for sample in batch["tokens"]}) == 4
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"mixture": {}}, "data.mixture={}: data=mixture needs sources"),
-    ({"name": "embedded"}, "data=embedded does not read it; mixture would"),
-    ({"weights": {"a": 0, "b": 1}}, "data.mixture.a.weight=0: must be more than 0"),
-    ({"weights": {"a": float("nan")}}, "data.mixture.a.weight=nan: must be a finite number"),
-    ({"weights": {"a": 1, "b": 1e-6}}, "data.mixture.b.weight=1e-06: less than one sample in 10,000"),
-    ({"shuffle_buffer": 8, "shuffle": False}, "data.shuffle_buffer=8: data.shuffle=false keeps documents in order"),
-    ({"shuffle_buffer": 8, "weights": {"b": 1}}, "data.shuffle_buffer=8: data=tokens is shuffled as a whole"),
-])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mixture": {}}, "data.mixture={}: data=mixture needs sources"),
+        ({"name": "embedded"}, "data=embedded does not read it; mixture would"),
+        ({"weights": {"a": 0, "b": 1}}, "data.mixture.a.weight=0: must be more than 0"),
+        ({"weights": {"a": float("nan")}}, "data.mixture.a.weight=nan: must be a finite number"),
+        ({"weights": {"a": 1, "b": 1e-6}}, "data.mixture.b.weight=1e-06: less than one sample in 10,000"),
+        ({"shuffle_buffer": 8, "shuffle": False}, "data.shuffle_buffer=8: data.shuffle=false keeps documents in order"),
+        ({"shuffle_buffer": 8, "weights": {"b": 1}}, "data.shuffle_buffer=8: data=tokens is shuffled as a whole"),
+    ],
+)
 def test_mixtures_that_cannot_be_are_refused(three, changed, message):
     job = three(**changed)
     job.data.prefetch = 1

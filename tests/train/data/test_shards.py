@@ -1,4 +1,7 @@
-"""Shards that are missing or damaged: left out with a count, up to a limit, the same on every layout; and many small ones."""
+"""Shards that are missing or damaged: left out with a count, up to a limit, the same on every layout; and many small
+ones.
+"""
+
 import gzip
 import json
 import os
@@ -66,12 +69,16 @@ def test_gaps_in_a_numbered_set_are_known_before_anything_starts(job, shards):
     assert not list(rules.data_files_are_there(job(**shards, max_bad_shards=1)))
 
 
-@pytest.mark.parametrize(("names", "pattern", "gone"), [
-    (["x-0-of-3", "x-2-of-3"], "*", ["x-1-of-3"]),
-    (["x-1-of-3", "x-3-of-3"], "", ["x-2-of-3"]),  # counted from 1
-    (["x-1-of-3"], "x-1-of-3", []),
-    (["x-00001-of-01024.gz", "x-00003-of-01024.gz"], "x-0000[1-3]*", ["x-00002-of-01024.gz"]),
-    (["x-0-of-2", "x-1-of-2", "notes.txt"], "*", [])])
+@pytest.mark.parametrize(
+    ("names", "pattern", "gone"),
+    [
+        (["x-0-of-3", "x-2-of-3"], "*", ["x-1-of-3"]),
+        (["x-1-of-3", "x-3-of-3"], "", ["x-2-of-3"]),  # counted from 1
+        (["x-1-of-3"], "x-1-of-3", []),
+        (["x-00001-of-01024.gz", "x-00003-of-01024.gz"], "x-0000[1-3]*", ["x-00002-of-01024.gz"]),
+        (["x-0-of-2", "x-1-of-2", "notes.txt"], "*", []),
+    ],
+)
 def test_missing(tmp_path, names, pattern, gone):
     files = [tmp_path / name for name in names]
     for file in files:

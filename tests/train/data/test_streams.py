@@ -24,20 +24,26 @@ TOKENIZER = tokenizer.load(schema.Tokenizer(name="embedded"))
 
 
 @settings(deadline=None, max_examples=60)
-@given(units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
-       seq_len=st.integers(1, 40))
+@given(
+    units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
+    seq_len=st.integers(1, 40),
+)
 def test_packing_loses_and_doubles_no_token(units, seq_len):
     stream = Stream(Listed(units), TOKENIZER, slot=0, slots=1, seq_len=seq_len, seed=None)
     epoch = [token for unit in units for text in unit if text for token in TOKENIZER.document(text)]
     samples = [stream.sample() for _ in range(len(epoch) // seq_len)]
     assert all(len(sample) == seq_len + 1 for sample in samples)
     joined = np.concatenate([samples[0][:1], *(sample[1:] for sample in samples)]) if samples else np.array([], int)
-    assert joined.tolist()[:len(epoch)] == epoch[:len(joined)]
+    assert joined.tolist()[: len(epoch)] == epoch[: len(joined)]
 
 
 @settings(deadline=None, max_examples=60)
-@given(units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
-       slots=st.integers(1, 5), taken=st.integers(0, 9), seed=st.none() | st.integers(0, 9))
+@given(
+    units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
+    slots=st.integers(1, 5),
+    taken=st.integers(0, 9),
+    seed=st.none() | st.integers(0, 9),
+)
 def test_state_is_exact_wherever_it_is_taken(units, slots, taken, seed):
     for slot in range(slots):
         stream, other = (Stream(Listed(units), TOKENIZER, slot, slots, 7, seed) for _ in range(2))
@@ -87,8 +93,12 @@ def test_fewer_rows_than_slots_still_feed_every_slot(job, tmp_path):
 
 
 @settings(deadline=None, max_examples=40)
-@given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any), buffer=st.integers(2, 7), taken=st.integers(0, 9),
-       slots=st.integers(1, 3))
+@given(
+    rows=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    buffer=st.integers(2, 7),
+    taken=st.integers(0, 9),
+    slots=st.integers(1, 3),
+)
 def test_a_shuffle_buffer_is_exact_wherever_its_state_is_taken(rows, buffer, taken, slots):
     units = [[f"unit {unit} row {row}" for row in range(count)] for unit, count in enumerate(rows)]
     stream, other = (Stream(Listed(units), TOKENIZER, 0, slots, 7, seed=1, buffer=buffer) for _ in range(2))

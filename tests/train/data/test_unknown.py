@@ -1,4 +1,7 @@
-"""Text that the tokenizer does not know is a warning before anything starts: it would be learned as its unknown token."""
+"""Text that the tokenizer does not know is a warning before anything starts: it would be learned as its unknown
+token.
+"""
+
 import gzip
 import io
 import json
@@ -35,8 +38,11 @@ def letters(tmp_path):
 
 
 def warned(*overrides):
-    return [line for fault in warnings(freeze(compose_unchecked("steps=1", "lr_scheduler.warmup_steps=0", *overrides)))
-            if "are unknown to" in (line := str(fault))]
+    return [
+        line
+        for fault in warnings(freeze(compose_unchecked("steps=1", "lr_scheduler.warmup_steps=0", *overrides)))
+        if "are unknown to" in (line := str(fault))
+    ]
 
 
 def write(folder, name, texts):
@@ -76,7 +82,9 @@ def test_bytes_and_byte_fallback_know_everything(tmp_path):
 
 
 def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
-    """Unigram models make one unknown token of a run: of soft-masked text half may be lost in less than a hundredth of the tokens."""
+    """Unigram models make one unknown token of a run: of soft-masked text half may be lost in less than a hundredth of
+    the tokens.
+    """
     words = tokenizers.Tokenizer(models.Unigram([("<unk>", -9.0), ("</s>", -9.0), ("A", -1.0)], unk_id=0))
     words.add_special_tokens(["</s>"])
     words.save(str(tmp_path / "unigram.json"))
@@ -85,15 +93,24 @@ def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
     assert "0.0% of the tokens and 50.0% of the characters" in line and f"most often '{'c' * 20}'" in line
 
 
-@pytest.mark.parametrize(("row", "data"), [
-    (TALK, ("data=chat", "train.objective=sft")),
-    (PAIR, ("data=preference", "train.objective=dpo", "train.beta=0.1")),
-])
+@pytest.mark.parametrize(
+    ("row", "data"),
+    [
+        (TALK, ("data=chat", "train.objective=sft")),
+        (PAIR, ("data=preference", "train.objective=dpo", "train.beta=0.1")),
+    ],
+)
 def test_rows_with_a_template(tmp_path, letters, capsys, row, data):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    words = (*data, f"data.path={file}", "data.chat_template=chatml", "data.document_mask=true", "tokenizer=hf",
-             f"tokenizer.path={letters}")
+    words = (
+        *data,
+        f"data.path={file}",
+        "data.chat_template=chatml",
+        "data.document_mask=true",
+        "tokenizer=hf",
+        f"tokenizer.path={letters}",
+    )
     (line,) = warned(*words)
     assert "unknown" in line and "'g', 't'" in line
     assert cli.main(["data", "show", *words]) == 0
@@ -121,8 +138,11 @@ def test_captions_of_images_in_tars(tmp_path, letters, monkeypatch):
     members = {"0.txt": b"a lone text", "index": b""}
     for number in range(100):
         parts = {"parts": [{"image": "jpg"}, {"text": ROWS[-1]}]}
-        members |= {f"{number}.jpg": b"pixels", f"{number}.json": json.dumps(parts).encode()} if number % 2 else {
-            f"{number}.png": b"pixels", f"{number}.txt": ROWS[-1].encode()}
+        members |= (
+            {f"{number}.jpg": b"pixels", f"{number}.json": json.dumps(parts).encode()}
+            if number % 2
+            else {f"{number}.png": b"pixels", f"{number}.txt": ROWS[-1].encode()}
+        )
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, content in members.items():
             about = tarfile.TarInfo(name)
@@ -131,8 +151,14 @@ def test_captions_of_images_in_tars(tmp_path, letters, monkeypatch):
     (tmp_path / "a.idx").write_text("an index of the tar")
     read, pread = [], os.pread
     monkeypatch.setattr(image_text.os, "pread", lambda *place: read.append(pread(*place)) or read[-1])
-    (line,) = warned("model=llama3_vision_debug", "data=image_text", f"data.path={tmp_path}", "train.objective=image_text", "tokenizer=hf",
-                     f"tokenizer.path={letters}")
+    (line,) = warned(
+        "model=llama3_vision_debug",
+        "data=image_text",
+        f"data.path={tmp_path}",
+        "train.objective=image_text",
+        "tokenizer=hf",
+        f"tokenizer.path={letters}",
+    )
     assert line.startswith(f"data.path={tmp_path}: 60.0% of the tokens") and "'g', 't', " in line
     assert read and b"pixels" not in read and len(read) <= unknown.ROWS + 1
 

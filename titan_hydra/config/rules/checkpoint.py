@@ -1,4 +1,5 @@
 """The rules for checkpoints: when they are written, and which one a run starts from."""
+
 from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault
@@ -19,7 +20,9 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
-    """The given initial weights exist, with every part that is not excluded: a run must not start from random weights instead."""
+    """The given initial weights exist, with every part that is not excluded: a run must not start from random weights
+    instead.
+    """
     path, left_out = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading
     if not path:
         return

@@ -1,8 +1,9 @@
 """The rules that a cell must satisfy before it may reach a device: one small function each, with its reason.
 
-A rule examines a frozen job and yields a `Fault` for whatever violates it. `check` stops after the first group of rules with faults,
-because the rules of later groups rely on what the earlier ones have established.
+A rule examines a frozen job and yields a `Fault` for whatever violates it. `check` stops after the first group of rules
+with faults, because the rules of later groups rely on what the earlier ones have established.
 """
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
@@ -41,6 +42,7 @@ def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT,
 
 def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
     """Add the decorated rule to a group."""
+
     def add(function: Rule) -> Rule:
         group.append(function)
         return function
@@ -48,35 +50,45 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
     return add
 
 
-# --- the degrees -------------------------------------------------------------------------------------------------------------------
+# --- the degrees ------------------------------------------------------------------------------------------------------
+
 
 @rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
-    """The product of the degrees is the number of ranks: each has one place in the mesh. One degree may be -1 and takes the rest."""
+    """The product of the degrees is the number of ranks: each has one place in the mesh. One degree may be -1 and takes
+    the rest.
+    """
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
     if len(free) == 2:
         yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
     elif free:
         fixed = -world_size(job)
-        yield Fault("gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees",
-                    legal=multiples_around(job.gpus, fixed))
+        yield Fault(
+            "gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees", legal=multiples_around(job.gpus, fixed)
+        )
     elif world_size(job) != job.gpus:
         product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
         ranks = world_size(job)
         yield Fault("gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,))
 
 
-# --- keys that mean something beyond their range -------------------------------------------------------------------------------------
+# --- keys that mean something beyond their range ----------------------------------------------------------------------
 
 VALUES.extend(data.VALUES)
 
 
 @rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
-    """The configuration, which every run directory and report shows, holds no secret. Ranks inherit the launcher's environment."""
+    """The configuration, which every run directory and report shows, holds no secret. Ranks inherit the launcher's
+    environment.
+    """
     for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy: it is read for every text
-        yield Fault(key, "...", f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
-                    "`source` a file in cluster.setup")
+        yield Fault(
+            key,
+            "...",
+            f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
+            "`source` a file in cluster.setup",
+        )
 
 
 VALUES.extend(objective.VALUES)
@@ -109,7 +121,8 @@ VALUES.append(checkpoint.checkpoints_are_due_at_times_that_come)
 VALUES.extend(cluster.RULES)
 
 
-# --- degrees, model and batch against each other ------------------------------------------------------------------------------------
+# --- degrees, model and batch against each other ----------------------------------------------------------------------
+
 
 @rule(LAYOUT)
 def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
@@ -137,36 +150,47 @@ def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
-    """Each TP rank holds a column slice of w1/w3 and the row slice of w2 that matches: local tensors, all of the same size."""
+    """Each TP rank holds a column slice of w1/w3 and the row slice of w2 that matches: local tensors, all of the same
+    size.
+    """
     width, tp = job.model.ffn_width, job.parallelism.tp
     if width % tp:
-        yield Fault("model.ffn_dim", width, f"a feed-forward of this width cannot be split over parallelism.tp={tp}",
-                    legal=multiples_around(width, tp))
+        yield Fault(
+            "model.ffn_dim",
+            width,
+            f"a feed-forward of this width cannot be split over parallelism.tp={tp}",
+            legal=multiples_around(width, tp),
+        )
 
 
 @rule(LAYOUT)
 def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
-    """Grouped-query attention gives each key/value head the same number of query heads, and heads share the width evenly."""
+    """Grouped-query attention gives each key/value head the same number of query heads, and heads share the width
+    evenly.
+    """
     model = job.model
     if model.n_heads % model.n_kv_heads:
-        yield Fault("model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly",
-                    legal=divisors(model.n_heads))
+        yield Fault(
+            "model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly", legal=divisors(model.n_heads)
+        )
     if model.head_dim and model.head_dim % 2:
         yield Fault("model.head_dim", model.head_dim, "must be even (RoPE rotates pairs)", legal=(model.head_dim - 1, model.head_dim + 1))
     elif not model.head_dim and (model.dim % model.n_heads or model.dim // model.n_heads % 2):
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
-        yield Fault("model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE rotates pairs)",
-                    legal=legal)
+        yield Fault(
+            "model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE rotates pairs)", legal=legal
+        )
 
 
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
-    """Context parallelism cuts a sequence into cp parts, of two chunks if the ring is balanced; sequence parallelism cuts these by tp."""
+    """Context parallelism cuts a sequence into cp parts, of two chunks if the ring is balanced; sequence parallelism
+    cuts these by tp.
+    """
     seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
     parts = lcm(job.parallelism.sequence_parts, cp * (tp if job.parallelism.sequence_parallel else 1))
     if seq_len % parts:
-        yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})",
-                    legal=multiples_around(seq_len, parts))
+        yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})", legal=multiples_around(seq_len, parts))
     if seq_len > job.model.max_seq_len:
         yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
 
@@ -182,8 +206,13 @@ def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
         return
     if model.n_heads // tp % cp or model.n_kv_heads // tp % cp:
         legal = tuple(degree for degree in divisors(model.n_kv_heads // tp) if model.n_heads // tp % degree == 0)
-        yield Fault("parallelism.cp", cp, f"ulysses gives each of cp x tp = {cp * tp} ranks whole heads, but there are {model.n_heads} and "
-                    f"{model.n_kv_heads} for keys and values; allgather and alltoall have no such limit", legal=legal)
+        yield Fault(
+            "parallelism.cp",
+            cp,
+            f"ulysses gives each of cp x tp = {cp * tp} ranks whole heads, but there are {model.n_heads} and "
+            f"{model.n_kv_heads} for keys and values; allgather and alltoall have no such limit",
+            legal=legal,
+        )
 
 
 @rule(LAYOUT)
@@ -192,15 +221,22 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
     ranks = data_parallel(job) * job.fault_tolerance.replicas
     batch, once = job.data.global_batch, samples_at_once(job)
     if once > 0 and batch % once:
-        yield Fault("data.global_batch", batch, f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} "
-                    "data-parallel ranks)", legal=multiples_around(batch, once))
+        yield Fault(
+            "data.global_batch",
+            batch,
+            f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} data-parallel ranks)",
+            legal=multiples_around(batch, once),
+        )
 
 
-# --- techniques against each other --------------------------------------------------------------------------------------------------
+# --- techniques against each other ------------------------------------------------------------------------------------
+
 
 @rule(RECIPE)
 def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
-    """The ring merges the results of fused kernels and supports no mask of documents. Ulysses runs any attention, on whole sequences."""
+    """The ring merges the results of fused kernels and supports no mask of documents. Ulysses runs any attention, on
+    whole sequences.
+    """
     if job.parallelism.cp == 1 or job.parallelism.cp_rotate == "ulysses":
         return
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
@@ -212,25 +248,35 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
-    """A kernel that is asked for computes this attention on a CPU or on a GPU. What depends on the very GPU, a rank checks."""
+    """A kernel that is asked for computes this attention on a CPU or on a GPU. What depends on the very GPU, a rank
+    checks.
+    """
     if fault := kernel_fault(job.model.attention, *(call_of(job, device) for device in ("cpu", "cuda"))):
         yield fault
 
 
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
-    """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an error."""
+    """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an
+    error.
+    """
     if job.parallelism.pp == 1 or not splits_backward(job):
         return
     if job.parallelism.reshard_after_forward == "always":
-        yield Fault("parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients",
-                    legal=("never",))
+        yield Fault(
+            "parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients", legal=("never",)
+        )
     if job.ac.name != "none":  # torch 2.13 recomputed each block 11 times with full, 10 of them at once in memory
-        yield Fault("ac.name", job.ac.name, f"{job.pp_schedule.name} computes weight gradients separately, and torch would recompute a "
-                    "block for each of its weights", legal=("none",))
+        yield Fault(
+            "ac.name",
+            job.ac.name,
+            f"{job.pp_schedule.name} computes weight gradients separately, and torch would recompute a block for each of its weights",
+            legal=("none",),
+        )
     if job.compile.name != "off":
-        yield Fault("compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse",
-                    legal=("off",))
+        yield Fault(
+            "compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse", legal=("off",)
+        )
 
 
 RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE + compile.RECIPE)
@@ -238,10 +284,16 @@ RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES
 
 @rule(RECIPE)
 def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
-    """SimpleFSDP keeps gathered parameters until the backward. Freeing them and gathering again is what ac=full does."""
+    """SimpleFSDP keeps gathered parameters until the backward. Freeing them and gathering again is what ac=full
+    does.
+    """
     if job.parallelism.backend == "simple_fsdp" and job.parallelism.reshard_after_forward != "default":
-        yield Fault("parallelism.reshard_after_forward", job.parallelism.reshard_after_forward,
-                    "simple_fsdp keeps what it gathers until the backward; ac=full frees it", legal=("default",))
+        yield Fault(
+            "parallelism.reshard_after_forward",
+            job.parallelism.reshard_after_forward,
+            "simple_fsdp keeps what it gathers until the backward; ac=full frees it",
+            legal=("default",),
+        )
 
 
 @rule(RECIPE)
@@ -266,28 +318,45 @@ def probes_see_modules(job: Job) -> Iterator[Fault]:
 def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
     """Some optimizers need float32 parameters: a bf16 master weight would lose Muon's small updates."""
     if OPTIMIZERS[job.optimizer.name].needs_float32 and job.precision.param_dtype != "float32":
-        yield Fault("precision.param_dtype", job.precision.param_dtype, f"optimizer.name={job.optimizer.name} needs float32 parameters",
-                    legal=("float32",))
+        yield Fault(
+            "precision.param_dtype",
+            job.precision.param_dtype,
+            f"optimizer.name={job.optimizer.name} needs float32 parameters",
+            legal=("float32",),
+        )
 
 
 @rule(RECIPE)
 def masters_can_be_split(job: Job) -> Iterator[Fault]:
-    """Split masters are float32 weights whose upper half the model computes with; all that reads or sums weights has to know of it."""
+    """Split masters are float32 weights whose upper half the model computes with; all that reads or sums weights has to
+    know of it.
+    """
     if job.optimizer.masters == "whole":
         return
     precision, kind = job.precision, OPTIMIZERS[job.optimizer.name]
-    why = ("precision.compute_dtype=float32 leaves nothing to split" if precision.compute_dtype == "float32" else
-           "precision.param_dtype=bfloat16 has no float32 masters" if precision.param_dtype != "float32" else
-           f"optimizer.name={kind.name} updates whole masters alone" if not kind.splits_masters else
-           "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights" if job.parallelism.backend != "fsdp2" else
-           "precision.float8_all_gather=true casts float32 weights itself" if precision.float8_all_gather else
-           f"adapter={job.adapter.name} has few of them" if job.adapter.name != "none" else
-           f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights" if job.fault_tolerance.name != "off" else None)
+    why = (
+        "precision.compute_dtype=float32 leaves nothing to split"
+        if precision.compute_dtype == "float32"
+        else "precision.param_dtype=bfloat16 has no float32 masters"
+        if precision.param_dtype != "float32"
+        else f"optimizer.name={kind.name} updates whole masters alone"
+        if not kind.splits_masters
+        else "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights"
+        if job.parallelism.backend != "fsdp2"
+        else "precision.float8_all_gather=true casts float32 weights itself"
+        if precision.float8_all_gather
+        else f"adapter={job.adapter.name} has few of them"
+        if job.adapter.name != "none"
+        else f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights"
+        if job.fault_tolerance.name != "off"
+        else None
+    )
     if why:
         yield Fault("optimizer.masters", "split", why, legal=("whole",))
 
 
-# --- the machine and its files ------------------------------------------------------------------------------------------------------
+# --- the machine and its files ----------------------------------------------------------------------------------------
+
 
 @rule(PLACE)
 def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
@@ -311,12 +380,16 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
 PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
 
 
-# --- what is legal, and hardly meant -------------------------------------------------------------------------------------------------
+# --- what is legal, and hardly meant ----------------------------------------------------------------------------------
+
 
 def warnings(job: Job) -> Iterator[Fault]:
-    """Yield what is legal but probably a mistake, for a frozen job without faults: printed before it starts, refused by nothing."""
+    """Yield what is legal but probably a mistake, for a frozen job without faults: printed before it starts, refused by
+    nothing.
+    """
     if job.lr_scheduler.warmup_steps > job.steps:
-        yield Fault("lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps,
-                    f"more than steps={job.steps}: optimizer.lr is never reached")
+        yield Fault(
+            "lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps, f"more than steps={job.steps}: optimizer.lr is never reached"
+        )
     yield from data.corpus_fills_a_step(job)
     yield from data.sources_find_little_wrong(job)

@@ -1,4 +1,5 @@
 """Rules of torch.compile and of activation checkpointing together with it."""
+
 import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -7,11 +8,14 @@ from titan_hydra.base.versions import versions
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.schema import Job
 
-BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")  # of torch.compile
+# of torch.compile
+BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")
 
 
 def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
-    """A torch.compile back end is torch's own, announced by an installed package, or registered by a module of the user's."""
+    """A torch.compile back end is torch's own, announced by an installed package, or registered by a module of the
+    user's.
+    """
     name = job.compile.backend
     if job.compile.name == "off" or name in BACKENDS or job.train.imports:
         return
@@ -21,38 +25,49 @@ def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
 
 
 def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls; without it, async_tp does nothing."""
+    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls; without it, async_tp
+    does nothing.
+    """
     if not job.parallelism.async_tp:
         return
     if job.compile.name != "block":
         yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true needs the compiler", legal=("block",))
     if not job.parallelism.sequence_parallel or job.parallelism.tp == 1:
-        yield Fault("parallelism.async_tp", True, "has nothing to overlap without tp ranks and parallelism.sequence_parallel",
-                    legal=(False,))
+        yield Fault(
+            "parallelism.async_tp", True, "has nothing to overlap without tp ranks and parallelism.sequence_parallel", legal=(False,)
+        )
 
 
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """ac=memory_budget is the compiler's: it chooses which activations to keep when it splits a block into forward and backward."""
+    """ac=memory_budget is the compiler's: it chooses which activations to keep when it splits a block into forward and
+    backward.
+    """
     if job.ac.name == "memory_budget" and job.compile.name != "block":
         yield Fault("compile.name", job.compile.name, "ac=memory_budget needs the compiler", legal=("block",))
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
-    """compile=model needs one graph, which holds its communication (SimpleFSDP) and no shapes that depend on values (experts)."""
+    """compile=model needs one graph, which holds its communication (SimpleFSDP) and no shapes that depend on values
+    (experts).
+    """
     if job.compile.name != "model":
         return
     layout = job.parallelism
-    why = ("FSDP2 gathers in hooks, parallelism.backend=simple_fsdp in the graph" if layout.backend != "simple_fsdp" else
-           f"experts of {job.model.family} depend on values" if job.model.sparse else
-           next((f"not proven with {name} ranks" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1), None))
+    why = (
+        "FSDP2 gathers in hooks, parallelism.backend=simple_fsdp in the graph"
+        if layout.backend != "simple_fsdp"
+        else f"experts of {job.model.family} depend on values"
+        if job.model.sparse
+        else next((f"not proven with {name} ranks" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1), None)
+    )
     if why:
         yield Fault("compile.name", "model", why, legal=("block",))
 
 
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
-    """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved tensors of the
-    recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled under comm=fake, so the paper's own
-    rows can be stepped there.
+    """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved
+    tensors of the recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled
+    under comm=fake, so the paper's own rows can be stepped there.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
     recomputed = job.ac.name in ("full", "layer", "memory_budget")

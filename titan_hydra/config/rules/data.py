@@ -1,4 +1,5 @@
 """The rules of data: sources, mixtures of them, their files, and the tokenizer of their text."""
+
 from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
@@ -52,8 +53,8 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
 def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
     """Warn if the text is shorter than one step, so that each step would contain all of it several times.
 
-    A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .zst, .parquet) hold more text than bytes and give no
-    warning.
+    A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .zst, .parquet) hold more text than
+    bytes and give no warning.
     """
     step = job.data.global_batch * job.data.seq_len
     for key, source in data_sources(job.data).items():
@@ -77,8 +78,12 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
     elif not any(file.stat().st_size for file in usable):
         yield Fault(key, path, "the file is empty" if len(usable) == 1 else "all files are empty")
     elif len(gone := missing(path, found)) > limit:
-        yield Fault(key, path, f"{len(gone)} of a numbered set are missing, the first is {gone[0].name}; name the others with a glob, or "
-                    f"set data.max_bad_shards={len(gone)} to go on without them")
+        yield Fault(
+            key,
+            path,
+            f"{len(gone)} of a numbered set are missing, the first is {gone[0].name}; name the others with a glob, or "
+            f"set data.max_bad_shards={len(gone)} to go on without them",
+        )
 
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:

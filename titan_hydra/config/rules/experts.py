@@ -1,4 +1,5 @@
 """The rules of models with experts: over which ranks experts are split, and what their kernels take."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -30,17 +31,24 @@ def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
 
 
 def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
-    """FSDP shards the experts of an ep rank by expert if they divide evenly over the ranks that hold them, else by their widths."""
+    """FSDP shards the experts of an ep rank by expert if they divide evenly over the ranks that hold them, else by
+    their widths.
+    """
     if not job.model.sparse or job.parallelism.ep * job.parallelism.tp == 1:
         return
     degrees, model = job.parallelism, sparse(job)
     shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
-    if shards == 0 or model.n_experts // degrees.ep % shards == 0:  # 0: more ep ranks than ranks, which another rule refuses
+    # 0: more ep ranks than ranks, which another rule refuses
+    if shards == 0 or model.n_experts // degrees.ep % shards == 0:
         return
     for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):
         if width % shards:
-            yield Fault(key, width, f"the experts of an ep rank are sharded over {shards} ranks by this width",
-                        legal=multiples_around(width, shards))
+            yield Fault(
+                key,
+                width,
+                f"the experts of an ep rank are sharded over {shards} ranks by this width",
+                legal=multiples_around(width, shards),
+            )
 
 
 def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:
@@ -60,12 +68,18 @@ def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:
     if job.parallelism.tp > 1 and not job.parallelism.sequence_parallel:
         yield Fault("parallelism.sequence_parallel", False, "experts need tokens that are split over tp ranks", legal=(True,))
     if job.parallelism.backend == "simple_fsdp" and job.parallelism.ep * job.parallelism.tp > 1:
-        yield Fault("parallelism.backend", "simple_fsdp", "gathers all parameters over the same ranks, and experts have their own under ep "
-                    "and tp", legal=("fsdp2",))
+        yield Fault(
+            "parallelism.backend",
+            "simple_fsdp",
+            "gathers all parameters over the same ranks, and experts have their own under ep and tp",
+            legal=("fsdp2",),
+        )
 
 
 def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
-    """The bias of a balanced router follows the tokens of all ranks; replica groups that meet every few steps would have different ones."""
+    """The bias of a balanced router follows the tokens of all ranks; replica groups that meet every few steps would
+    have different ones.
+    """
     if job.model.sparse and job.fault_tolerance.name != "off":
         yield Fault("fault_tolerance.name", job.fault_tolerance.name, "replica groups do not share the loads of experts", legal=("off",))
 
@@ -73,8 +87,9 @@ def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
 def fake_experts_have_kernels(job: Job) -> Iterator[Fault]:
     """Without data torch knows its grouped matmul in bfloat16 alone."""
     if job.model.sparse and job.comm.name == "fake" and job.precision.compute_dtype != "bfloat16":
-        yield Fault("precision.compute_dtype", job.precision.compute_dtype, "comm=fake computes experts only in bfloat16",
-                    legal=("bfloat16",))
+        yield Fault(
+            "precision.compute_dtype", job.precision.compute_dtype, "comm=fake computes experts only in bfloat16", legal=("bfloat16",)
+        )
 
 
 LAYOUT = [experts_divide_over_their_ranks, experts_divide_over_their_shards, rows_of_experts_are_aligned]

@@ -1,4 +1,5 @@
 """What the objective `diffusion` cannot be combined with."""
+
 from collections.abc import Iterator
 from math import isqrt
 from typing import Any
@@ -8,13 +9,19 @@ from titan_hydra.config.schema import Job
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """Images are square. Context parallelism splits the image's tokens and the text's. There are no documents to mask or to pack."""
+    """Images are square. Context parallelism splits the image's tokens and the text's. There are no documents to mask
+    or to pack.
+    """
     model: Any = job.model
     seq_len, text_len, parts = job.data.seq_len, model.text_len, job.parallelism.sequence_parts
     image, side = seq_len - text_len, isqrt(max(seq_len - text_len, 1))
     if image != side * side:
-        yield Fault("data.seq_len", seq_len, f"model.text_len={text_len} tokens of text leave {image} for the image, not a square number",
-                    legal=tuple(text_len + near * near for near in (side, side + 1)))
+        yield Fault(
+            "data.seq_len",
+            seq_len,
+            f"model.text_len={text_len} tokens of text leave {image} for the image, not a square number",
+            legal=tuple(text_len + near * near for near in (side, side + 1)),
+        )
         return
     for what, length in (("text", text_len), ("the image", image)):
         if length % parts:
@@ -22,5 +29,9 @@ def faults(job: Job) -> Iterator[Fault]:
     if job.data.document_mask:
         yield Fault("data.document_mask", True, f"train.objective={job.train.objective} has no documents to separate", legal=(False,))
     if job.adapter.name != "none":
-        yield Fault("adapter.name", job.adapter.name, f"model.family={job.model.family} has blocks of two kinds, which get no adapters",
-                    legal=("none",))
+        yield Fault(
+            "adapter.name",
+            job.adapter.name,
+            f"model.family={job.model.family} has blocks of two kinds, which get no adapters",
+            legal=("none",),
+        )

@@ -1,8 +1,9 @@
 """The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
 
-Lower bounds: parameters, gradients and the optimizer's moments; of the activations each block's input and the logits; one batch on the
-host.
+Lower bounds: parameters, gradients and the optimizer's moments; of the activations each block's input and the logits;
+one batch on the host.
 """
+
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,22 +29,26 @@ def _parameters(model: Model) -> int | None:
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Return a rank's least bytes by the key that each part grows with: data.global_batch those of the host, the others the device's."""
+    """Return a rank's least bytes by the key that each part grows with: data.global_batch those of the host, the others
+    the device's.
+    """
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments, gradient = OPTIMIZERS[job.optimizer.name].moments(job.optimizer), SIZE[gradient_dtype(job)]
     ranks, whole, adapters = layout.dp_shard * layout.cp * layout.tp * layout.pp, _parameters(model) or 0, adapter_parameters(job)
     tokens = microbatch_size(job) * job.data.seq_len / layout.cp / layout.tp
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
     return {
-        "model.name": ((adapters * stored * (2 + moments) + whole * used) if adapters else
-                       whole * (stored * (1 + moments) + gradient)) / ranks,
+        "model.name": ((adapters * stored * (2 + moments) + whole * used) if adapters else whole * (stored * (1 + moments) + gradient))
+        / ranks,
         "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
         "data.global_batch": local_batches(job) * job.data.local_batch * job.data.seq_len * 16,
     }
 
 
 def of_this_machine() -> int:
-    """Return the bytes of memory that processes may use here: the machine's, or the container's limit if it is lower."""
+    """Return the bytes of memory that processes may use here: the machine's, or the container's limit if it is
+    lower.
+    """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -51,7 +56,9 @@ def of_this_machine() -> int:
 
 
 def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
-    """A job must fit into memory; otherwise the failure comes minutes later, as a machine that swaps or a process killed by the kernel."""
+    """A job must fit into memory; otherwise the failure comes minutes later, as a machine that swaps or a process
+    killed by the kernel.
+    """
     needs, ranks = of_a_rank(job), processes(job)
     if job.cluster.device_memory_gib:
         del needs["data.global_batch"]
@@ -67,13 +74,18 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
 
 
 def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where: str) -> Iterator[Fault]:
-    """Yield a fault if `ranks` processes need more than `room` bytes. It names the key that takes most of the memory."""
+    """Yield a fault if `ranks` processes need more than `room` bytes. It names the key that takes most of the
+    memory.
+    """
     if ranks * sum(needs.values()) <= room:
         return
     key = max(needs, key=needs.__getitem__)
-    what = {"model.name": f"{_parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
-            "data.local_batch": "block inputs and logits take", "data.global_batch": "tokens and labels of one step take",
-            "gpus": f"{ranks:,} processes take"}[key]
+    what = {
+        "model.name": f"{_parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
+        "data.local_batch": "block inputs and logits take",
+        "data.global_batch": "tokens and labels of one step take",
+        "gpus": f"{ranks:,} processes take",
+    }[key]
     value = {"model.name": job.model.name, "gpus": job.gpus}.get(key) or getattr(job.data, key.partition(".")[2])
     yield Fault(key, value, f"{what} at least {_gib(ranks * needs[key])} GiB, and {where} has {_gib(room)}")
 

@@ -1,4 +1,5 @@
 """The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
+
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -15,8 +16,12 @@ def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
     suitable = tuple(name for name, record in DATA_SOURCES.items() if set(needs) <= set(record.gives))
     for key, source in data_sources(job.data).items():
         if lacking := [name for name in needs if name not in DATA_SOURCES[source.name].gives]:
-            yield Fault(f"{key}.name", source.name, f"train.objective={job.train.objective} needs {' and '.join(lacking)} of each sample, "
-                        "which this source does not give", legal=suitable)
+            yield Fault(
+                f"{key}.name",
+                source.name,
+                f"train.objective={job.train.objective} needs {' and '.join(lacking)} of each sample, which this source does not give",
+                legal=suitable,
+            )
 
 
 def objective_suits_the_model(job: Job) -> Iterator[Fault]:
@@ -24,12 +29,18 @@ def objective_suits_the_model(job: Job) -> Iterator[Fault]:
     makes, takes = OBJECTIVES[job.train.objective].makes, family_of(job.model).takes
     if makes != takes:
         legal = tuple(name for name, record in OBJECTIVES.items() if record.makes == takes)
-        yield Fault("train.objective", job.train.objective, f"makes {makes} of samples, and model.family={job.model.family} takes {takes}",
-                    legal=legal)
+        yield Fault(
+            "train.objective",
+            job.train.objective,
+            f"makes {makes} of samples, and model.family={job.model.family} takes {takes}",
+            legal=legal,
+        )
 
 
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
-    """Only some losses can be computed in the head, or from logits that are split over the vocabulary: the objective's record tells."""
+    """Only some losses can be computed in the head, or from logits that are split over the vocabulary: the objective's
+    record tells.
+    """
     record = OBJECTIVES[job.train.objective]
     if job.loss.name == "linear_cross_entropy" and not record.head_loss:
         yield Fault("loss.name", job.loss.name, f"train.objective={record.name} needs the logits", legal=("cross_entropy",))
@@ -39,15 +50,18 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
 
 
 def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
-    """A loss of whole documents needs their numbers and all of their tokens on one rank. The balance loss of experts counts tokens."""
+    """A loss of whole documents needs their numbers and all of their tokens on one rank. The balance loss of experts
+    counts tokens.
+    """
     record = OBJECTIVES[job.train.objective]
     if record.documents and not job.data.document_mask:
         yield Fault("data.document_mask", False, f"train.objective={record.name} compares documents", legal=(True,))
     if record.sequences and job.parallelism.cp > 1:
         yield Fault("parallelism.cp", job.parallelism.cp, f"train.objective={record.name} sums over whole documents", legal=(1,))
     if record.sequences and (balance := getattr(job.model, "sequence_balance", 0)):
-        yield Fault("model.sequence_balance", balance, f"it is scaled like a token's loss, and train.objective={record.name} has none",
-                    legal=(0,))
+        yield Fault(
+            "model.sequence_balance", balance, f"it is scaled like a token's loss, and train.objective={record.name} has none", legal=(0,)
+        )
 
 
 def objective_reads_its_keys(job: Job) -> Iterator[Fault]:
@@ -56,12 +70,15 @@ def objective_reads_its_keys(job: Job) -> Iterator[Fault]:
     for spec in fields(job.train):
         if spec.name in keys - set(record.reads) and (value := getattr(job.train, spec.name)) != default_of(spec):
             readers = " or ".join(name for name, other in OBJECTIVES.items() if spec.name in other.reads)
-            yield Fault(f"train.{spec.name}", value, f"train.objective={record.name} does not read it; {readers} would",
-                        legal=(default_of(spec),))
+            yield Fault(
+                f"train.{spec.name}", value, f"train.objective={record.name} does not read it; {readers} would", legal=(default_of(spec),)
+            )
 
 
 def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
-    """Images need a model that reads them, whose tower no other objective trains; that tower is plain, and sharded by FSDP2."""
+    """Images need a model that reads them, whose tower no other objective trains; that tower is plain, and sharded by
+    FSDP2.
+    """
     reading = tuple(name for name, record in OBJECTIVES.items() if "patches" in record.needs)
     if not hasattr(job.model, "vision"):
         if job.train.objective in reading:
@@ -79,6 +96,11 @@ def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
         yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))
 
 
-RULES = [sources_give_what_the_objective_needs, objective_computes_its_loss, objective_sees_whole_documents, objective_reads_its_keys,
-         images_go_with_a_tower]
+RULES = [
+    sources_give_what_the_objective_needs,
+    objective_computes_its_loss,
+    objective_sees_whole_documents,
+    objective_reads_its_keys,
+    images_go_with_a_tower,
+]
 VALUES = [objective_suits_the_model]

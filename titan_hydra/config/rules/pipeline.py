@@ -1,4 +1,5 @@
 """The rules of pipelines: schedule, stages, split and microbatches."""
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from titan_hydra.job.schedules import play
 def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     """Return why the actions are no schedule for the job's ranks and stages; None if they are.
 
-    Every stage is on one rank, every microbatch runs its forward and its backward once on each stage, and no action waits for ever.
+    Every stage is on one rank, every microbatch runs its forward and its backward once on each stage, and no action
+    waits for ever.
     """
     pp, per_rank = job.parallelism.pp, job.pp_schedule.stages_per_rank
     if len(ranks) != pp:
@@ -43,13 +45,21 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     return None
 
 
-# --- the rules, which checks.py runs with the others on the layout ---------------------------------------------------------------------
+# --- the rules, which checks.py runs with the others on the layout ----------------------------------------------------
+
 
 def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
-    """Schedule, stages, split and microbatches fit model, ranks and each other. Each rule needs the one before: the first fault ends it."""
+    """Schedule, stages, split and microbatches fit model, ranks and each other. Each rule needs the one before: the
+    first fault ends it.
+    """
     if job.parallelism.pp > 1:
-        for rule in (schedule_file_is_a_schedule, stages_hold_blocks, split_covers_the_model, batch_cuts_into_microbatches,
-                     head_is_not_tied):
+        for rule in (
+            schedule_file_is_a_schedule,
+            stages_hold_blocks,
+            split_covers_the_model,
+            batch_cuts_into_microbatches,
+            head_is_not_tied,
+        ):
             faults = list(rule(job))
             if faults:
                 yield from faults
@@ -83,11 +93,19 @@ def stages_hold_blocks(job: Job) -> Iterator[Fault]:
     schedule, pp, layers = job.pp_schedule, job.parallelism.pp, job.model.n_layers
     fixed = PIPELINE_SCHEDULES[schedule.name].stages_per_rank or schedule.stages_per_rank
     if schedule.stages_per_rank != fixed:
-        yield Fault("pp_schedule.stages_per_rank", schedule.stages_per_rank, f"{schedule.name} puts a fixed number of stages on a rank",
-                    legal=(fixed,))
+        yield Fault(
+            "pp_schedule.stages_per_rank",
+            schedule.stages_per_rank,
+            f"{schedule.name} puts a fixed number of stages on a rank",
+            legal=(fixed,),
+        )
     elif stage_count(job) > layers and not schedule.split:
-        yield Fault("parallelism.pp", pp, f"{counted(stage_count(job), 'stage')}, but the model has {counted(layers, 'block')}",
-                    legal=(layers // schedule.stages_per_rank,))
+        yield Fault(
+            "parallelism.pp",
+            pp,
+            f"{counted(stage_count(job), 'stage')}, but the model has {counted(layers, 'block')}",
+            legal=(layers // schedule.stages_per_rank,),
+        )
 
 
 def split_covers_the_model(job: Job) -> Iterator[Fault]:
@@ -97,20 +115,30 @@ def split_covers_the_model(job: Job) -> Iterator[Fault]:
         names = family_of(job.model).modules(job.model)
         for name in schedule.split:
             if name not in names[1:]:
-                yield Fault("pp_schedule.split", schedule.split, f"a later stage cannot begin with {name}; it can with "
-                            f"{names[1]} to {names[-3]}, {names[-2]} or {names[-1]}")
+                yield Fault(
+                    "pp_schedule.split",
+                    schedule.split,
+                    f"a later stage cannot begin with {name}; it can with {names[1]} to {names[-3]}, {names[-2]} or {names[-1]}",
+                )
                 return
         if len(schedule.split) != stages - 1:
-            yield Fault("pp_schedule.split", schedule.split, f"{stages} stages take {counted(stages - 1, 'name')}, the first module of "
-                        "each but the first stage")
+            yield Fault(
+                "pp_schedule.split",
+                schedule.split,
+                f"{stages} stages take {counted(stages - 1, 'name')}, the first module of each but the first stage",
+            )
         elif any(names.index(a) >= names.index(b) for a, b in zip(schedule.split, schedule.split[1:], strict=False)):
             yield Fault("pp_schedule.split", schedule.split, "the names must be in the order of the model")
         if schedule.layers_per_stage is not None:
             yield Fault("pp_schedule.layers_per_stage", schedule.layers_per_stage, "pp_schedule.split already sets it", legal=(None,))
     elif (per_stage := schedule.layers_per_stage) is not None and (per_stage < 1 or -(-layers // per_stage) != stages):
         legal = tuple(number for number in range(1, layers + 1) if -(-layers // number) == stages)
-        yield Fault("pp_schedule.layers_per_stage", per_stage, f"{counted(layers, 'block')} do not make {stages} stages of this size",
-                    legal or (None,))
+        yield Fault(
+            "pp_schedule.layers_per_stage",
+            per_stage,
+            f"{counted(layers, 'block')} do not make {stages} stages of this size",
+            legal or (None,),
+        )
 
 
 def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:

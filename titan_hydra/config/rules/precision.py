@@ -1,4 +1,5 @@
 """The rules of number formats: what Float8 and MXFP8 need, and what they cannot be combined with."""
+
 from collections.abc import Iterator
 from math import gcd
 
@@ -31,7 +32,9 @@ def widths_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
-    """A weight's gradient is a matmul over the tokens of a microbatch, which the kernels take in the format's steps, as they do widths."""
+    """A weight's gradient is a matmul over the tokens of a microbatch, which the kernels take in the format's steps, as
+    they do widths.
+    """
     format, precision = FORMATS.get(job.precision.converter), job.precision
     if format is None or precision.emulate or precision.recipe in format.plain_gradients:
         return
@@ -46,11 +49,13 @@ def weights_can_be_gathered(job: Job) -> Iterator[Fault]:
     if not job.precision.float8_all_gather:
         return
     if not has_one_scale(job):
-        yield Fault("precision.float8_all_gather", True, "only tensorwise Float8 weights can be gathered, as they have one scale",
-                    legal=(False,))
+        yield Fault(
+            "precision.float8_all_gather", True, "only tensorwise Float8 weights can be gathered, as they have one scale", legal=(False,)
+        )
     elif job.parallelism.backend != "fsdp2":
-        yield Fault("precision.float8_all_gather", True, f"parallelism.backend={job.parallelism.backend} gathers plain weights",
-                    legal=(False,))
+        yield Fault(
+            "precision.float8_all_gather", True, f"parallelism.backend={job.parallelism.backend} gathers plain weights", legal=(False,)
+        )
 
 
 def fused_kernels_suit(job: Job) -> Iterator[Fault]:
@@ -67,15 +72,17 @@ def fused_kernels_suit(job: Job) -> Iterator[Fault]:
 
 
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
-    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places, but for those of our own
-    kernels, into which it does not see.
+    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places, but
+    for those of our own kernels, into which it does not see.
     """
     if job.precision.emulate and job.compile.name != "off" and job.precision.kernels == "torchao":
         yield Fault("precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,))
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
-    """Under tp with one scale a tensor the linears of a block share an input gathered in the format, so all of them are converted."""
+    """Under tp with one scale a tensor the linears of a block share an input gathered in the format, so all of them are
+    converted.
+    """
     precision, format = job.precision, FORMATS.get(job.precision.converter)
     if job.parallelism.tp == 1 or format is None:
         return
@@ -86,5 +93,12 @@ def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
         yield Fault("precision.skip", precision.skip, reason, legal=("[output]",))
 
 
-RULES = [recipe_is_chosen, widths_suit_the_format, tokens_suit_the_format, weights_can_be_gathered, fused_kernels_suit,
-         emulation_is_eager, tensor_parallel_takes_the_format]
+RULES = [
+    recipe_is_chosen,
+    widths_suit_the_format,
+    tokens_suit_the_format,
+    weights_can_be_gathered,
+    fused_kernels_suit,
+    emulation_is_eager,
+    tensor_parallel_takes_the_format,
+]

@@ -1,4 +1,5 @@
 """The rules for replica groups: what Local SGD, DiLoCo and torchft need of a job."""
+
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -13,11 +14,19 @@ def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
     if config.name not in ("local_sgd", "diloco"):
         return
     if config.sync_every % config.fragments:
-        yield Fault("fault_tolerance.fragments", config.fragments, f"sync_every={config.sync_every} steps cannot be divided by it",
-                    legal=divisors(config.sync_every))
+        yield Fault(
+            "fault_tolerance.fragments",
+            config.fragments,
+            f"sync_every={config.sync_every} steps cannot be divided by it",
+            legal=divisors(config.sync_every),
+        )
     if config.fragments > job.model.n_layers:
-        yield Fault("fault_tolerance.fragments", config.fragments, f"the model has {counted(job.model.n_layers, 'layer')}",
-                    legal=(job.model.n_layers,))
+        yield Fault(
+            "fault_tolerance.fragments",
+            config.fragments,
+            f"the model has {counted(job.model.n_layers, 'layer')}",
+            legal=(job.model.n_layers,),
+        )
 
 
 def torchft_is_there(job: Job) -> Iterator[Fault]:

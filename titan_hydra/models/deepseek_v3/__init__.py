@@ -1,14 +1,18 @@
 """DeepSeek-V3 (arXiv 2412.19437)."""
+
 from titan_hydra.models import Family, register
 
 from .config import DeepSeekV3Config, flops, linears, parameters
 
-register(Family(
-    "deepseek_v3", DeepSeekV3Config,
-    model="titan_hydra.models.deepseek_v3.model:DeepSeekV3",
-    sharding="titan_hydra.models.deepseek_v3.sharding:plan",
-    hf="titan_hydra.models.deepseek_v3.hf:HF",
-    parameters=parameters,
-    flops=flops,
-    linears=linears,
-))
+register(
+    Family(
+        "deepseek_v3",
+        DeepSeekV3Config,
+        model="titan_hydra.models.deepseek_v3.model:DeepSeekV3",
+        sharding="titan_hydra.models.deepseek_v3.sharding:plan",
+        hf="titan_hydra.models.deepseek_v3.hf:HF",
+        parameters=parameters,
+        flops=flops,
+        linears=linears,
+    )
+)

@@ -1,4 +1,5 @@
 """The keys of DeepSeek-V3 beside those of every sparse model: latent attention and YaRN. Imports no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -50,13 +51,15 @@ class DeepSeekV3Config(SparseModel):
         if self.rope_dim % 2:
             yield Fault("model.rope_dim", self.rope_dim, "must be even (RoPE rotates pairs)", legal=(self.rope_dim - 1, self.rope_dim + 1))
         if self.n_kv_heads != self.n_heads:
-            yield Fault("model.n_kv_heads", self.n_kv_heads, "latent attention computes a key and a value for each head",
-                        legal=(self.n_heads,))
+            yield Fault(
+                "model.n_kv_heads", self.n_kv_heads, "latent attention computes a key and a value for each head", legal=(self.n_heads,)
+            )
         if self.head_dim is not None:
             yield Fault("model.head_dim", self.head_dim, "plain_dim, rope_dim and value_dim are the widths of a head", legal=(None,))
         if self.value_dim > self.head_width:
-            yield Fault("model.value_dim", self.value_dim, "a value may not be wider than a query (plain_dim + rope_dim)",
-                        legal=(self.head_width,))
+            yield Fault(
+                "model.value_dim", self.value_dim, "a value may not be wider than a query (plain_dim + rope_dim)", legal=(self.head_width,)
+            )
         if self.yarn.beta_slow >= self.yarn.beta_fast:
             yield Fault("model.yarn.beta_slow", self.yarn.beta_slow, f"must be less than model.yarn.beta_fast={self.yarn.beta_fast}")
 
@@ -71,17 +74,28 @@ def parameters(config: DeepSeekV3Config) -> int:
 
 
 def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of a token, forward and backward: 6 for each weight that it passes, and attention's two products of each head."""
+    """Return the FLOPs of a token, forward and backward: 6 for each weight that it passes, and attention's two products
+    of each head.
+    """
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
     products = 6 * config.n_layers * config.n_heads * (config.head_width + config.value_dim) * seq_len
     return 6 * (active_parameters(config, parameters) - lookups) + products
 
 
 def linears(config: DeepSeekV3Config) -> tuple[Linear, ...]:
-    """Return the linears of a sparse block in running order, without router and routed experts. Latents are computed on every rank."""
+    """Return the linears of a sparse block in running order, without router and routed experts. Latents are computed on
+    every rank.
+    """
     queries, dim = config.n_heads * config.head_width, config.dim
-    first = (Linear("wq_a", dim, config.q_rank, whole=True), Linear("wq_b", config.q_rank, queries)) if config.q_rank else (
-        Linear("wq", dim, queries),)
-    return (*first, Linear("wkv_a", dim, config.kv_rank + config.rope_dim, whole=True),
-            Linear("wkv_b", config.kv_rank, config.n_heads * (config.plain_dim + config.value_dim)),
-            Linear("wo", config.n_heads * config.value_dim, dim, column=False), *shared_linears(config))
+    first = (
+        (Linear("wq_a", dim, config.q_rank, whole=True), Linear("wq_b", config.q_rank, queries))
+        if config.q_rank
+        else (Linear("wq", dim, queries),)
+    )
+    return (
+        *first,
+        Linear("wkv_a", dim, config.kv_rank + config.rope_dim, whole=True),
+        Linear("wkv_b", config.kv_rank, config.n_heads * (config.plain_dim + config.value_dim)),
+        Linear("wo", config.n_heads * config.value_dim, dim, column=False),
+        *shared_linears(config),
+    )

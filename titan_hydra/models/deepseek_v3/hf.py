@@ -1,4 +1,7 @@
-"""DeepSeek-V3 at Hugging Face: DeepseekV3ForCausalLM. Weights need no permutation, as both rotate neighbouring pairs."""
+"""DeepSeek-V3 at Hugging Face: DeepseekV3ForCausalLM. Weights need no permutation, as both rotate neighbouring
+pairs.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,34 +13,56 @@ from titan_hydra.models.hf import DECODER, EXPERTS, HuggingFace, decoder_from_co
 
 from .config import DeepSeekV3Config, Yarn
 
-NAMES = DECODER | EXPERTS | {
-    "attention.wq_a": "self_attn.q_a_proj", "attention.q_norm": "self_attn.q_a_layernorm", "attention.wq_b": "self_attn.q_b_proj",
-    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa", "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.wkv_b": "self_attn.kv_b_proj",
-}
+NAMES = (
+    DECODER
+    | EXPERTS
+    | {
+        "attention.wq_a": "self_attn.q_a_proj",
+        "attention.q_norm": "self_attn.q_a_layernorm",
+        "attention.wq_b": "self_attn.q_b_proj",
+        "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_norm": "self_attn.kv_a_layernorm",
+        "attention.wkv_b": "self_attn.kv_b_proj",
+    }
+)
 KEYS = {  # that are the same but for their names
-    "n_experts": "n_routed_experts", "experts_per_token": "num_experts_per_tok", "expert_dim": "moe_intermediate_size",
-    "n_dense_layers": "first_k_dense_replace", "normalize_scores": "norm_topk_prob", "score_scale": "routed_scaling_factor",
-    "expert_groups": "n_group", "groups_per_token": "topk_group", "kv_rank": "kv_lora_rank", "plain_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim",
+    "n_experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "n_dense_layers": "first_k_dense_replace",
+    "normalize_scores": "norm_topk_prob",
+    "score_scale": "routed_scaling_factor",
+    "expert_groups": "n_group",
+    "groups_per_token": "topk_group",
+    "kv_rank": "kv_lora_rank",
+    "plain_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
 }
 ONLY = {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True}
 BALANCE_RATE = 1e-3  # the paper's; config.json has none
 
 
 def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:
-    """Return the config.json of a DeepseekV3ForCausalLM, without token ids. Raises ConfigError for routers that it does not have."""
+    """Return the config.json of a DeepseekV3ForCausalLM, without token ids. Raises ConfigError for routers that it does
+    not have.
+    """
     only_these(config, {"router": "sigmoid"})
     if not config.balance_rate:
         raise ConfigError("model.balance_rate=0: only routers with a bias can be converted")
-    return {"architectures": ["DeepseekV3ForCausalLM"]} | ONLY | decoder_to_config(config, dtype) | {
-        **{theirs: getattr(config, ours) for ours, theirs in KEYS.items()},
-        "n_shared_experts": config.n_shared_experts,
-        "q_lora_rank": config.q_rank or None,
-        "head_dim": config.rope_dim,
-        "num_nextn_predict_layers": 0,
-        "rope_scaling": None if config.yarn.factor == 1 else _scaling(config.yarn),
-    }
+    return (
+        {"architectures": ["DeepseekV3ForCausalLM"]}
+        | ONLY
+        | decoder_to_config(config, dtype)
+        | {
+            **{theirs: getattr(config, ours) for ours, theirs in KEYS.items()},
+            "n_shared_experts": config.n_shared_experts,
+            "q_lora_rank": config.q_rank or None,
+            "head_dim": config.rope_dim,
+            "num_nextn_predict_layers": 0,
+            "rope_scaling": None if config.yarn.factor == 1 else _scaling(config.yarn),
+        }
+    )
 
 
 def _scaling(yarn: Yarn) -> dict:
@@ -56,12 +81,20 @@ def _scaling(yarn: Yarn) -> dict:
 
 
 def from_config(data: dict, file: Path) -> DeepSeekV3Config:
-    """Return the model section for a DeepSeek-V3's config.json. Raises ConfigError for features that it does not have."""
+    """Return the model section for a DeepSeek-V3's config.json. Raises ConfigError for features that it does not
+    have.
+    """
     common = decoder_from_config(data, file, ONLY) | {"head_dim": None}
     return DeepSeekV3Config(
-        **common, **{ours: data[theirs] for ours, theirs in KEYS.items()}, family="deepseek_v3", router="sigmoid",
-        n_shared_experts=data.get("n_shared_experts") or 0, q_rank=data.get("q_lora_rank") or 0, balance_rate=BALANCE_RATE,
-        yarn=_yarn(rope_of(data), file))
+        **common,
+        **{ours: data[theirs] for ours, theirs in KEYS.items()},
+        family="deepseek_v3",
+        router="sigmoid",
+        n_shared_experts=data.get("n_shared_experts") or 0,
+        q_rank=data.get("q_lora_rank") or 0,
+        balance_rate=BALANCE_RATE,
+        yarn=_yarn(rope_of(data), file),
+    )
 
 
 def _yarn(rope: dict, file: Path) -> Yarn:
@@ -74,8 +107,13 @@ def _yarn(rope: dict, file: Path) -> Yarn:
     if not temperature or rope.get("mscale") != temperature:
         raise ConfigError(f"{file}: mscale={rope.get('mscale')}: only the value of mscale_all_dim can be converted, which is {temperature}")
     only_values(rope, file, {"attention_factor": None, "truncate": True})
-    return Yarn(factor=float(rope["factor"]), beta_fast=float(rope.get("beta_fast", 32)), beta_slow=float(rope.get("beta_slow", 1)),
-                temperature=float(temperature), original_max_seq_len=rope["original_max_position_embeddings"])
+    return Yarn(
+        factor=float(rope["factor"]),
+        beta_fast=float(rope.get("beta_fast", 32)),
+        beta_slow=float(rope.get("beta_slow", 1)),
+        temperature=float(temperature),
+        original_max_seq_len=rope["original_max_position_embeddings"],
+    )
 
 
 HF = HuggingFace("deepseek_v3", NAMES, to_config, from_config)

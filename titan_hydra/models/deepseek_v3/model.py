@@ -1,4 +1,5 @@
 """DeepSeek-V3 (arXiv 2412.19437): attention from latents, experts in all but the first blocks."""
+
 from __future__ import annotations
 
 import math
@@ -67,7 +68,9 @@ class LatentAttention(nn.Module):
 
 
 def split_pairs(x: Tensor) -> Tensor:
-    """Return heads whose pairs to rotate are neighbours, as DeepSeek's weights have them, with the two members in the two halves."""
+    """Return heads whose pairs to rotate are neighbours, as DeepSeek's weights have them, with the two members in the
+    two halves.
+    """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -77,7 +80,9 @@ def temperature(yarn: Yarn) -> float:
 
 
 def yarn_of(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
-    """Return radians per position, the low frequencies divided by `factor` (YaRN), those between the bounds interpolated by their index."""
+    """Return radians per position, the low frequencies divided by `factor` (YaRN), those between the bounds
+    interpolated by their index.
+    """
     if yarn.factor == 1:
         return frequencies
     count = len(frequencies)

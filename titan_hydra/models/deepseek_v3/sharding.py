@@ -1,4 +1,7 @@
-"""How tensor parallelism splits DeepSeek-V3: heads over ranks; latents, which all heads share, are computed on every rank."""
+"""How tensor parallelism splits DeepSeek-V3: heads over ranks; latents, which all heads share, are computed on every
+rank.
+"""
+
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate, Shard
@@ -12,15 +15,16 @@ from titan_hydra.parallel.whole import SummedGradient, Whole
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split of llama3, with attention from latents. A latent's gradient is summed over ranks where heads read it, so
-    the weights before it have the same gradient on every rank.
+    """Return Megatron's split of llama3, with attention from latents. A latent's gradient is summed over ranks where
+    heads read it, so the weights before it have the same gradient on every rank.
     """
     like = llama3.plan(config, norm, linears)
     residual = Shard(1) if config.sequence_parallel else Replicate()
     same = Norm(False, norm.reduce_dtype)
     attention = {
-        "attention": PrepareModuleInput(input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None),
-                                        use_local_output=True),
+        "attention": PrepareModuleInput(
+            input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=True
+        ),
         "attention.wq": linears.colwise(),
         "attention.wq_a": Whole(),
         "attention.q_norm": same,

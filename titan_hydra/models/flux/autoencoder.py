@@ -1,4 +1,5 @@
 """The autoencoder of FLUX (arXiv 2112.10752): images to latents an eighth as wide, and back. It is not trained here."""
+
 from __future__ import annotations
 
 import torch
@@ -9,15 +10,28 @@ EPSILON = 1e-6
 
 
 class Autoencoder(nn.Module):
-    """Images [batch, 3, height, width] of -1 to 1 to the mean and the standard deviation of their latents, scaled to about unit variance,
-    and latents to images.
+    """Images [batch, 3, height, width] of -1 to 1 to the mean and the standard deviation of their latents, scaled to
+    about unit variance, and latents to images.
     """
 
     names = {
-        "down": "down_blocks", "up": "up_blocks", "parts": "resnets", "shrink": "downsamplers.0.conv", "grow": "upsamplers.0.conv",
-        "middle": "mid_block", "first": "resnets.0", "attention": "attentions.0", "second": "resnets.1", "norm": "conv_norm_out",
-        "enter": "conv_in", "leave": "conv_out", "shortcut": "conv_shortcut",
-        "wq": "to_q", "wk": "to_k", "wv": "to_v", "wo": "to_out.0",
+        "down": "down_blocks",
+        "up": "up_blocks",
+        "parts": "resnets",
+        "shrink": "downsamplers.0.conv",
+        "grow": "upsamplers.0.conv",
+        "middle": "mid_block",
+        "first": "resnets.0",
+        "attention": "attentions.0",
+        "second": "resnets.1",
+        "norm": "conv_norm_out",
+        "enter": "conv_in",
+        "leave": "conv_out",
+        "shortcut": "conv_shortcut",
+        "wq": "to_q",
+        "wk": "to_k",
+        "wv": "to_v",
+        "wo": "to_out.0",
     }
 
     def __init__(self, config: dict):
@@ -45,8 +59,10 @@ class Downwards(nn.Module):
         super().__init__()
         widths, groups, layers = config["block_out_channels"], config["norm_num_groups"], config["layers_per_block"]
         self.enter = nn.Conv2d(config["in_channels"], widths[0], 3, padding=1)
-        self.down = nn.ModuleList(Level(before, width, layers, groups, "shrink" if place < len(widths) - 1 else None)
-                                  for place, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False)))
+        self.down = nn.ModuleList(
+            Level(before, width, layers, groups, "shrink" if place < len(widths) - 1 else None)
+            for place, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False))
+        )
         self.middle = Middle(widths[-1], groups)
         self.norm = nn.GroupNorm(groups, widths[-1], eps=EPSILON)
         self.leave = nn.Conv2d(widths[-1], 2 * config["latent_channels"], 3, padding=1)
@@ -66,8 +82,10 @@ class Upwards(nn.Module):
         widths, groups, layers = config["block_out_channels"][::-1], config["norm_num_groups"], config["layers_per_block"] + 1
         self.enter = nn.Conv2d(config["latent_channels"], widths[0], 3, padding=1)
         self.middle = Middle(widths[0], groups)
-        self.up = nn.ModuleList(Level(before, width, layers, groups, "grow" if place < len(widths) - 1 else None)
-                                for place, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False)))
+        self.up = nn.ModuleList(
+            Level(before, width, layers, groups, "grow" if place < len(widths) - 1 else None)
+            for place, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False))
+        )
         self.norm = nn.GroupNorm(groups, widths[-1], eps=EPSILON)
         self.leave = nn.Conv2d(widths[-1], config["out_channels"], 3, padding=1)
 

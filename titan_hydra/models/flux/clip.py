@@ -1,4 +1,5 @@
 """CLIP's text encoder (arXiv 2103.00020): one embedding of a whole caption. It is not trained here."""
+
 from __future__ import annotations
 
 import torch
@@ -13,9 +14,16 @@ class Clip(nn.Module):
     """Token ids [batch, tokens] to the embedding [batch, width] at the end of each text."""
 
     names = {
-        "embedding": "embeddings.token_embedding", "positions": "embeddings.position_embedding", "norm": "final_layer_norm",
-        "blocks": "encoder.layers", "attention_norm": "layer_norm1", "ffn_norm": "layer_norm2", "wo": "self_attn.out_proj",
-        **{f"w{letter}": f"self_attn.{letter}_proj" for letter in "qkv"}, "w1": "mlp.fc1", "w2": "mlp.fc2",
+        "embedding": "embeddings.token_embedding",
+        "positions": "embeddings.position_embedding",
+        "norm": "final_layer_norm",
+        "blocks": "encoder.layers",
+        "attention_norm": "layer_norm1",
+        "ffn_norm": "layer_norm2",
+        "wo": "self_attn.out_proj",
+        **{f"w{letter}": f"self_attn.{letter}_proj" for letter in "qkv"},
+        "w1": "mlp.fc1",
+        "w2": "mlp.fc2",
     }
 
     def __init__(self, config: dict):

@@ -1,4 +1,5 @@
 """The keys of FLUX, its size and its FLOPs. Imports no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -17,16 +18,22 @@ TIME = 256  # sines and cosines of the time
 
 @dataclass
 class FluxConfig(Model):
-    double_layers: int = key(19, "blocks, the first ones, in which image and text have weights of their own; in the others they share "
-                             "them", Interval(0, 10_000))
+    double_layers: int = key(
+        19, "blocks, the first ones, in which image and text have weights of their own; in the others they share them", Interval(0, 10_000)
+    )
     channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
     text_len: int = key(512, "tokens of a caption; the other tokens of data.seq_len are the image's, a square number", COUNT)
     text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
     pooled_dim: int = key(768, "width of the embedding of a whole caption", WIDTH)
-    rope_first: int = key(16, "part of a head's width that RoPE rotates by the first of three coordinates, which is 0; rows and columns of "
-                          "the image share the rest", Interval(0, 1_000_000))
-    guidance: float | None = key(None, "guidance strength, an input of a guidance-distilled model; null: the model has no such input",
-                                 NOT_NEGATIVE)
+    rope_first: int = key(
+        16,
+        "part of a head's width that RoPE rotates by the first of three coordinates, which is 0; rows and columns of "
+        "the image share the rest",
+        Interval(0, 1_000_000),
+    )
+    guidance: float | None = key(
+        None, "guidance strength, an input of a guidance-distilled model; null: the model has no such input", NOT_NEGATIVE
+    )
 
     @property
     def causal(self) -> bool:
@@ -45,18 +52,26 @@ class FluxConfig(Model):
         return self.rope_first, rest, rest
 
     def latent_side(self, seq_len: int) -> int:
-        """Return the latents along each side of an image, a square of the tokens that the text leaves; 0 if it leaves none."""
+        """Return the latents along each side of an image, a square of the tokens that the text leaves; 0 if it leaves
+        none.
+        """
         return PATCH * isqrt(max(seq_len - self.text_len, 0))
 
     def arithmetic(self) -> dict[str, Any]:
         return super().arithmetic() | dict.fromkeys(("text_len", "vocab_size", "norm_eps")) | {"guidance": self.guidance is not None}
 
     def faults(self) -> Iterator[Fault]:
-        """Each of three coordinates turns pairs of a head's numbers, together all of them. Attention has no grouped queries."""
+        """Each of three coordinates turns pairs of a head's numbers, together all of them. Attention has no grouped
+        queries.
+        """
         if self.rope_first % 2 or (self.head_width - self.rope_first) % 4 or self.rope_first > self.head_width:
             legal = range(self.head_width % 4, self.head_width + 1, 4)
-            yield Fault("model.rope_first", self.rope_first, f"must be even, and the rest of a head's width {self.head_width} divide by 4",
-                        legal=tuple(sorted(legal, key=lambda width: abs(width - self.rope_first))[:2]))
+            yield Fault(
+                "model.rope_first",
+                self.rope_first,
+                f"must be even, and the rest of a head's width {self.head_width} divide by 4",
+                legal=tuple(sorted(legal, key=lambda width: abs(width - self.rope_first))[:2]),
+            )
         if self.double_layers > self.n_layers:
             yield Fault("model.double_layers", self.double_layers, f"the model has {self.n_layers} blocks", legal=(self.n_layers,))
         if self.n_kv_heads != self.n_heads:
@@ -73,7 +88,9 @@ def running_order(config: FluxConfig) -> list[str]:
 
 
 def no_linears(config: FluxConfig) -> tuple[Linear, ...]:
-    """Return nothing: the blocks are of two kinds, and what asks for one kind's linears (adapters, predictions) is refused."""
+    """Return nothing: the blocks are of two kinds, and what asks for one kind's linears (adapters, predictions) is
+    refused.
+    """
     return ()
 
 
@@ -90,7 +107,9 @@ def parameters(config: FluxConfig) -> int:
 
 
 def matrices(config: FluxConfig) -> tuple[int, int, int, int]:
-    """Return the numbers of weights that multiply each image token, each text token, each token of either kind, and each sample once."""
+    """Return the numbers of weights that multiply each image token, each text token, each token of either kind, and
+    each sample once.
+    """
     dim, width = config.dim, config.ffn_width
     single, double = config.n_layers - config.double_layers, config.double_layers
     block = 4 * dim * dim + 2 * dim * width  # attention, feed-forward
@@ -100,8 +119,8 @@ def matrices(config: FluxConfig) -> tuple[int, int, int, int]:
 
 
 def flops(config: FluxConfig, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of forward and backward of a sample, for each of its tokens: 6 per weight that a token meets, and attention over
-    all tokens.
+    """Return the FLOPs of forward and backward of a sample, for each of its tokens: 6 per weight that a token meets,
+    and attention over all tokens.
     """
     per_image, per_text, per_both, per_sample = matrices(config)
     image = seq_len - config.text_len

@@ -1,5 +1,7 @@
-"""The frozen parts around FLUX, read from a folder as Hugging Face has it: text_encoder is CLIP, text_encoder_2 is T5, vae, two tokenizers.
+"""The frozen parts around FLUX, read from a folder as Hugging Face has it: text_encoder is CLIP, text_encoder_2 is T5,
+vae, two tokenizers.
 """
+
 from __future__ import annotations
 
 import json
@@ -21,7 +23,9 @@ CLIP_WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]
 
 
 class Encoders:
-    """The text encoders and the autoencoder of a folder, in float32 on a device. Raises ConfigError for what cannot be read."""
+    """The text encoders and the autoencoder of a folder, in float32 on a device. Raises ConfigError for what cannot be
+    read.
+    """
 
     def __init__(self, folder: Path, device: torch.device):
         self.device = device
@@ -32,8 +36,8 @@ class Encoders:
 
     @torch.no_grad()
     def captions(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of the first `length` tokens of each text, and of each text as a whole. Padding is embedded too, as FLUX
-        is trained with it.
+        """Return the embeddings of the first `length` tokens of each text, and of each text as a whole. Padding is
+        embedded too, as FLUX is trained with it.
         """
         begin, end = (self.clip_words.token_to_id(f"<|{name}oftext|>") for name in ("start", "end"))
         room = self.clip.positions.num_embeddings
@@ -48,8 +52,8 @@ class Encoders:
 
 
 def read_frozen(kind: Any, folder: Path, device: torch.device) -> Any:
-    """Build a module by a folder's config.json with the weights beside it, frozen. Raises ConfigError if a weight is missing or has another
-    shape.
+    """Build a module by a folder's config.json with the weights beside it, frozen. Raises ConfigError if a weight is
+    missing or has another shape.
     """
     try:
         with torch.device("meta"):
@@ -84,6 +88,7 @@ def words_of(folder: Path) -> Tokenizer:
     except Exception as error:  # tokenizers raises no other kind
         raise ConfigError(f"{folder}: has neither a tokenizer.json nor a vocab.json with merges.txt that can be read ({error})") from error
     words.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()])
-    words.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     return words

@@ -1,9 +1,12 @@
-"""FLUX.1 on one device: a transformer over the tokens of an image and of its caption, which predicts the velocity of a rectified flow.
+"""FLUX.1 on one device: a transformer over the tokens of an image and of its caption, which predicts the velocity of a
+rectified flow.
 
-The first blocks have weights of their own for image and text and join them in attention; in the others both are one sequence. Every block
-is modulated by one vector a sample: time, the whole caption's embedding and, in distilled models, the strength of guidance. Linears are
-those of Hugging Face's files, so weights need no permutation; image and text are separate in all names ("txt_" is the text's).
+The first blocks have weights of their own for image and text and join them in attention; in the others both are one
+sequence. Every block is modulated by one vector a sample: time, the whole caption's embedding and, in distilled models,
+the strength of guidance. Linears are those of Hugging Face's files, so weights need no permutation; image and text are
+separate in all names ("txt_" is the text's).
 """
+
 import math
 
 import torch
@@ -34,10 +37,12 @@ class Flux(nn.Module):
         self.modulation = Modulation(config.dim, 2)
         self.output = nn.Linear(config.dim, config.patch_width)
 
-    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, positions: Tensor,
-                guidance: Tensor | None = None) -> Tensor:
-        """Compute the velocity at `time` [batch], 0 the image and 1 the noise. `positions` [batch, tokens, 3] are those of the image's
-        tokens; the text's are all 0. `text` is [batch, tokens, text_dim], `pooled` [batch, pooled_dim], `guidance` [batch].
+    def forward(
+        self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, positions: Tensor, guidance: Tensor | None = None
+    ) -> Tensor:
+        """Compute the velocity at `time` [batch], 0 the image and 1 the noise. `positions` [batch, tokens, 3] are those
+        of the image's tokens; the text's are all 0. `text` is [batch, tokens, text_dim], `pooled` [batch, pooled_dim],
+        `guidance` [batch].
         """
         image, words = self.img_in(latents), self.txt_in(text)
         vector = self.time_in(waves(time).to(latents.dtype)) + self.vector_in(pooled)
@@ -54,12 +59,13 @@ class Flux(nn.Module):
             else:
                 image = block(image, vector, rotary)
         scale, shift = self.modulation(vector)
-        return self.output(modulated(image[:, -latents.shape[1]:], shift, scale))
+        return self.output(modulated(image[:, -latents.shape[1] :], shift, scale))
 
     @staticmethod
     def initial_distribution(fqn: str, config: FluxConfig) -> Normal | float:
-        """Return the initial distribution of a parameter, or its constant: each block begins as the identity and the velocity as 0, since
-        modulations and the output do (adaLN-Zero, arXiv 2212.09748); linears are normal with std 0.02.
+        """Return the initial distribution of a parameter, or its constant: each block begins as the identity and the
+        velocity as 0, since modulations and the output do (adaLN-Zero, arXiv 2212.09748); linears are normal with std
+        0.02.
         """
         *_, owner, leaf = fqn.split(".")
         if owner in ("q_norm", "k_norm"):
@@ -94,8 +100,9 @@ class Modulation(nn.Linear):
 
 
 class Heads(nn.Module):
-    """Queries, keys and values of a sequence, and the output after attention. Queries and keys are normalized over each head's width, and
-    rotated before text and image are joined: so one pass of compiled code normalizes, rotates and joins.
+    """Queries, keys and values of a sequence, and the output after attention. Queries and keys are normalized over each
+    head's width, and rotated before text and image are joined: so one pass of compiled code normalizes, rotates and
+    joins.
     """
 
     def __init__(self, config: FluxConfig, output: bool = True):
@@ -186,7 +193,9 @@ def waves(time: Tensor) -> Tensor:
 
 
 def angles(positions: Tensor, axes: tuple[int, ...], theta: float) -> Tensor:
-    """Return cosines and sines [batch, tokens, 2, head_dim / 2] in fp32 of rotary positions over several coordinates."""
+    """Return cosines and sines [batch, tokens, 2, head_dim / 2] in fp32 of rotary positions over several
+    coordinates.
+    """
     parts = []
     for axis, width in enumerate(axes):
         frequencies = theta ** -(torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / max(width, 1))
@@ -196,7 +205,10 @@ def angles(positions: Tensor, axes: tuple[int, ...], theta: float) -> Tensor:
 
 
 def turned(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate pairs of neighbouring elements of each head of x [batch, tokens, heads, head_dim], in fp32; returns the dtype of x."""
+    """Rotate pairs of neighbouring elements of each head of x [batch, tokens, heads, head_dim], in fp32; returns the
+    dtype of x.
+    """
     cos, sin = rotary.unsqueeze(-3).unbind(-2)
-    a, b = (part.float() for part in x.unflatten(-1, (-1, 2)).unbind(-1))  # casts inside: compiled code may write out what is stacked
+    # casts inside: compiled code may write out what is stacked
+    a, b = (part.float() for part in x.unflatten(-1, (-1, 2)).unbind(-1))
     return torch.stack([part.type_as(x) for part in (a * cos - b * sin, a * sin + b * cos)], dim=-1).flatten(-2)

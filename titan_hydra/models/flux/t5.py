@@ -1,4 +1,5 @@
 """T5's encoder (arXiv 1910.10683, version 1.1): the embeddings of a caption's tokens. It is not trained here."""
+
 from __future__ import annotations
 
 import math
@@ -12,10 +13,16 @@ class T5(nn.Module):
     """Token ids [batch, tokens] to embeddings [batch, tokens, width]. Every token sees all others, padding too."""
 
     names = {
-        "embedding": "shared", "norm": "encoder.final_layer_norm", "bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
-        "blocks": "encoder.block", "attention_norm": "layer.0.layer_norm", "ffn_norm": "layer.1.layer_norm",
+        "embedding": "shared",
+        "norm": "encoder.final_layer_norm",
+        "bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+        "blocks": "encoder.block",
+        "attention_norm": "layer.0.layer_norm",
+        "ffn_norm": "layer.1.layer_norm",
         **{f"w{letter}": f"layer.0.SelfAttention.{letter}" for letter in "qkvo"},
-        "w1": "layer.1.DenseReluDense.wi_0", "w3": "layer.1.DenseReluDense.wi_1", "w2": "layer.1.DenseReluDense.wo",
+        "w1": "layer.1.DenseReluDense.wi_0",
+        "w3": "layer.1.DenseReluDense.wi_1",
+        "w2": "layer.1.DenseReluDense.wo",
     }
 
     def __init__(self, config: dict):
@@ -58,8 +65,8 @@ class T5Block(nn.Module):
 
 
 def bucket_of(offset: Tensor, buckets: int, reach: int) -> Tensor:
-    """Return the bucket of each distance from a query to a key: half of them for keys behind; of a half, half for single distances and the
-    rest for ranges that grow, the last of all from `reach` on.
+    """Return the bucket of each distance from a query to a key: half of them for keys behind; of a half, half for
+    single distances and the rest for ranges that grow, the last of all from `reach` on.
     """
     half = buckets // 2
     single, far = half // 2, offset.abs()

@@ -1,4 +1,5 @@
 """The keys of a vision tower, beside those of the decoder that it stands before. Imports no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ class Vision:
     n_heads: int = key(12, "heads of its attention", WIDTH)
     ffn_dim: int = key(3072, "width of its feed-forward", WIDTH)
     patch: int = key(16, "pixels of a patch's side; a patch becomes a token", Interval(1, 256))
-    grid: int = key(16, "rows and columns of the learned positions, which are interpolated to the rows and columns of each image",
-                    Interval(1, 256))
+    grid: int = key(
+        16, "rows and columns of the learned positions, which are interpolated to the rows and columns of each image", Interval(1, 256)
+    )
 
     def faults(self) -> Iterator[Fault]:
         """Heads share the width of the tower evenly."""

@@ -1,8 +1,11 @@
-"""A vision tower of Siglip2's kind (arXiv 2502.14786) before a decoder: each patch of an image at its own aspect is a token.
+"""A vision tower of Siglip2's kind (arXiv 2502.14786) before a decoder: each patch of an image at its own aspect is a
+token.
 
-The tower takes a fixed number of patches for each sample, those of all its images one after another, so that all shapes are the same
-whatever the images are. A sample without images has empty patches: the tower runs on every rank all the same, as its collectives must.
+The tower takes a fixed number of patches for each sample, those of all its images one after another, so that all shapes
+are the same whatever the images are. A sample without images has empty patches: the tower runs on every rank all the
+same, as its collectives must.
 """
+
 from __future__ import annotations
 
 import torch
@@ -21,7 +24,9 @@ EPS = 1e-6  # of the tower's norms
 
 
 class WithVision(Decoder):
-    """A decoder that takes the places of images in its text from a tower. Batches have the tensors of `Tower.forward` beside the text's."""
+    """A decoder that takes the places of images in its text from a tower. Batches have the tensors of `Tower.forward`
+    beside the text's.
+    """
 
     def __init__(self, config: Model, seq_len: int):
         super().__init__(config, seq_len)
@@ -63,9 +68,9 @@ class Tower(nn.Module):
     def forward(self, h: Tensor, patches: Tensor, cells: Tensor, images: Tensor, places: Tensor) -> Tensor:
         """Return h [batch, seq, dim] with each place of an image replaced by the tower's output for its patch.
 
-        patches: bytes [batch, patches, 3 * patch**2]; cells: the row and column of each, and the rows and columns of its image [batch,
-        patches, 4]; images: the number of its image in the sample, -1 of an empty one [batch, patches]; places: the patch that stands at
-        each token, or -1 [batch, seq].
+        patches: bytes [batch, patches, 3 * patch**2]; cells: the row and column of each, and the rows and columns of
+        its image [batch, patches, 4]; images: the number of its image in the sample, -1 of an empty one [batch,
+        patches]; places: the patch that stands at each token, or -1 [batch, seq].
         """
         x = self.patches((patches.float() / 127.5 - 1).type_as(h)) + self.positions(self.mixture(cells).type_as(h))
         mask = (images.unsqueeze(2) == images.unsqueeze(1)).unsqueeze(1)
@@ -76,16 +81,16 @@ class Tower(nn.Module):
         return torch.where((places >= 0).unsqueeze(-1), chosen.type_as(h), h)
 
     def mixture(self, cells: Tensor) -> Tensor:
-        """Return the share of each learned position in that of a patch [batch, patches, grid**2]: the table resized to the image's rows and
-        columns.
+        """Return the share of each learned position in that of a patch [batch, patches, grid**2]: the table resized to
+        the image's rows and columns.
         """
         row, column, rows, columns = cells.unbind(-1)
         return (resized(row, rows, self.grid).unsqueeze(-1) * resized(column, columns, self.grid).unsqueeze(-2)).flatten(2)
 
 
 def resized(index: Tensor, number: Tensor, size: int) -> Tensor:
-    """Return the shares [..., size] of `size` points in the point `index` of `number`: a triangle as wide as the coarser spacing, as
-    F.interpolate has with antialias=True.
+    """Return the shares [..., size] of `size` points in the point `index` of `number`: a triangle as wide as the
+    coarser spacing, as F.interpolate has with antialias=True.
     """
     step = size / number.clamp(min=1).float()
     centre = (index + 0.5) * step

@@ -1,4 +1,5 @@
 """How tensor parallelism splits decoders that read images: the decoder is split, the tower is whole on every rank."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -22,6 +23,8 @@ def qwen3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
 
 
 def with_tower(decoder: Plan, config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return a decoder's plan for one with a tower: the embedding is whole until the tower has written into it, and is cut then."""
+    """Return a decoder's plan for one with a tower: the embedding is whole until the tower has written into it, and is
+    cut then.
+    """
     whole = llama3.plan(replace(config, sequence_parallel=False), norm, linears).around["tok_embeddings"]
     return Plan(decoder.around | {"tok_embeddings": whole, "vision": WholeTree(config.sequence_parallel)}, decoder.block)

@@ -1,12 +1,16 @@
 """Llama 3 (arXiv 2407.21783)."""
+
 from titan_hydra.models import Family, decoder_parameters, register
 
 from .config import Llama3Config
 
-register(Family(
-    "llama3", Llama3Config,
-    model="titan_hydra.models.llama3.model:Llama3",
-    sharding="titan_hydra.models.llama3.sharding:plan",
-    hf="titan_hydra.models.llama3.hf:HF",
-    parameters=decoder_parameters,
-))
+register(
+    Family(
+        "llama3",
+        Llama3Config,
+        model="titan_hydra.models.llama3.model:Llama3",
+        sharding="titan_hydra.models.llama3.sharding:plan",
+        hf="titan_hydra.models.llama3.hf:HF",
+        parameters=decoder_parameters,
+    )
+)

@@ -1,4 +1,5 @@
 """The keys of Llama 3 beside those of every family. Imports no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ class Llama3Config(Model):
 
     @property
     def ffn_width(self) -> int:
-        """The width of the feed-forward: ffn_dim or 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple of multiple_of."""
+        """The width of the feed-forward: ffn_dim or 8/3 of dim, times ffn_dim_multiplier, rounded up to a multiple of
+        multiple_of.
+        """
         width = int(self.ffn_dim_multiplier * int(8 * self.dim / 3))
         return self.ffn_dim or -(-width // self.multiple_of) * self.multiple_of
 
@@ -35,12 +38,15 @@ class Llama3Config(Model):
         return super().arithmetic() | {"ffn_dim_multiplier": None, "multiple_of": None, "rope_scaling": scaling}
 
     def faults(self) -> Iterator[Fault]:
-        """Llama 3.1 stretches the low frequencies, leaves the high ones unchanged, and interpolates between the two bounds. A multiplier
-        near 0 would round the feed-forward's width to 0.
+        """Llama 3.1 stretches the low frequencies, leaves the high ones unchanged, and interpolates between the two
+        bounds. A multiplier near 0 would round the feed-forward's width to 0.
         """
         scaling = self.rope_scaling
         if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
-            yield Fault("model.rope_scaling.low_freq_factor", scaling.low_freq_factor,
-                        f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}")
+            yield Fault(
+                "model.rope_scaling.low_freq_factor",
+                scaling.low_freq_factor,
+                f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}",
+            )
         if self.ffn_width < 1:
             yield Fault("model.ffn_dim_multiplier", self.ffn_dim_multiplier, "leaves no feed-forward")

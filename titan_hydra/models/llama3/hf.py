@@ -1,4 +1,5 @@
 """Llama 3 at Hugging Face: LlamaForCausalLM. Weights need no permutation, as both use the same RoPE layout."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,7 +27,9 @@ def to_config(config: Llama3Config, dtype: torch.dtype) -> dict:
 
 
 def from_config(data: dict, file: Path) -> Llama3Config:
-    """Return the model section for a Llama's config.json. Raises ConfigError for features that Llama 3 does not have."""
+    """Return the model section for a Llama's config.json. Raises ConfigError for features that Llama 3 does not
+    have.
+    """
     common = decoder_from_config(data, file, {"model_type": "llama", "mlp_bias": False})
     return Llama3Config(**common, family="llama3", rope_scaling=_scaling(rope_of(data), file))
 
@@ -37,8 +40,12 @@ def _scaling(rope: dict, file: Path) -> RopeScaling:
         return RopeScaling(factor=1.0)
     if kind != "llama3":
         raise ConfigError(f"{file}: rope_type={kind}: only llama3 or default can be converted")
-    return RopeScaling(factor=rope["factor"], low_freq_factor=rope["low_freq_factor"], high_freq_factor=rope["high_freq_factor"],
-                       original_max_seq_len=rope["original_max_position_embeddings"])
+    return RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_seq_len=rope["original_max_position_embeddings"],
+    )
 
 
 HF = HuggingFace("llama", DECODER, to_config, from_config)

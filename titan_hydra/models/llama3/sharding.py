@@ -1,4 +1,5 @@
 """How tensor parallelism splits Llama 3."""
+
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate, Shard
@@ -10,12 +11,12 @@ from titan_hydra.parallel.plans import Linears, Plan
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split (arXiv 1909.08053): heads and feed-forward width over ranks, with two sums over ranks at the ends of each
-    block.
+    """Return Megatron's split (arXiv 1909.08053): heads and feed-forward width over ranks, with two sums over ranks at
+    the ends of each block.
 
-    With sequence parallelism (arXiv 2205.05198) the residual stream and the norms hold 1/tp of the sequence each; a sum becomes a
-    reduce-scatter, and the input an all-gather: the same bytes. Embedding and head split the vocabulary. The sums are in the compute dtype,
-    as the matmuls around them: under bf16 they round once for each rank.
+    With sequence parallelism (arXiv 2205.05198) the residual stream and the norms hold 1/tp of the sequence each; a sum
+    becomes a reduce-scatter, and the input an all-gather: the same bytes. Embedding and head split the vocabulary. The
+    sums are in the compute dtype, as the matmuls around them: under bf16 they round once for each rank.
     """
     residual = Shard(1) if config.sequence_parallel else Replicate()
     logits = Shard(-1) if config.loss_parallel else Replicate()

@@ -1,12 +1,16 @@
 """Qwen3, the dense models (arXiv 2505.09388)."""
+
 from titan_hydra.models import Family, register
 
 from .config import Qwen3Config, parameters
 
-register(Family(
-    "qwen3", Qwen3Config,
-    model="titan_hydra.models.qwen3.model:Qwen3",
-    sharding="titan_hydra.models.qwen3.sharding:plan",
-    hf="titan_hydra.models.qwen3.hf:HF",
-    parameters=parameters,
-))
+register(
+    Family(
+        "qwen3",
+        Qwen3Config,
+        model="titan_hydra.models.qwen3.model:Qwen3",
+        sharding="titan_hydra.models.qwen3.sharding:plan",
+        hf="titan_hydra.models.qwen3.hf:HF",
+        parameters=parameters,
+    )
+)

@@ -1,4 +1,5 @@
 """The keys of Qwen3: those of every family. Imports no torch."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
 """Qwen3 at Hugging Face: Qwen3ForCausalLM."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,7 +19,9 @@ def to_config(config: Qwen3Config, dtype: torch.dtype) -> dict:
 
 
 def from_config(data: dict, file: Path) -> Qwen3Config:
-    """Return the model section for a Qwen3's config.json. Raises ConfigError for sliding windows and stretched positions."""
+    """Return the model section for a Qwen3's config.json. Raises ConfigError for sliding windows and stretched
+    positions.
+    """
     only_values(rope_of(data), file, {"rope_type": "default"})
     only = {"model_type": "qwen3", "use_sliding_window": False}
     return Qwen3Config(**decoder_from_config(data, file, only), family="qwen3")

@@ -1,4 +1,7 @@
-"""Qwen3 (arXiv 2505.09388): the decoder whose queries and keys are normalized, so that attention's logits stay small without biases."""
+"""Qwen3 (arXiv 2505.09388): the decoder whose queries and keys are normalized, so that attention's logits stay small
+without biases.
+"""
+
 from ..layers import Decoder
 
 

@@ -1,4 +1,5 @@
 """How tensor parallelism splits Qwen3: as Llama 3, and the norms of the heads."""
+
 from __future__ import annotations
 
 from titan_hydra.config.schema import Parallelism
@@ -8,8 +9,8 @@ from titan_hydra.parallel.plans import Linears, Plan
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split. Every rank has heads of its own, so the gradient of their norms is partial, with or without sequence
-    parallelism.
+    """Return Megatron's split. Every rank has heads of its own, so the gradient of their norms is partial, with or
+    without sequence parallelism.
     """
     whole, heads = llama3.plan(config, norm, linears), Norm(True, norm.reduce_dtype)
     return Plan(whole.around, whole.block | {"attention.q_norm": heads, "attention.k_norm": heads})

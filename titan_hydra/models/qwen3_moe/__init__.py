@@ -1,14 +1,18 @@
 """Qwen3, the models with experts (arXiv 2505.09388)."""
+
 from titan_hydra.models import Family, register
 
 from .config import Qwen3MoeConfig, flops, linears, parameters
 
-register(Family(
-    "qwen3_moe", Qwen3MoeConfig,
-    model="titan_hydra.models.qwen3_moe.model:Qwen3Moe",
-    sharding="titan_hydra.models.qwen3_moe.sharding:plan",
-    hf="titan_hydra.models.qwen3_moe.hf:HF",
-    parameters=parameters,
-    flops=flops,
-    linears=linears,
-))
+register(
+    Family(
+        "qwen3_moe",
+        Qwen3MoeConfig,
+        model="titan_hydra.models.qwen3_moe.model:Qwen3Moe",
+        sharding="titan_hydra.models.qwen3_moe.sharding:plan",
+        hf="titan_hydra.models.qwen3_moe.hf:HF",
+        parameters=parameters,
+        flops=flops,
+        linears=linears,
+    )
+)

@@ -1,4 +1,5 @@
 """The keys of Qwen3's models with experts: those of every sparse model. Imports no torch."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
 """Qwen3 with experts at Hugging Face: Qwen3MoeForCausalLM."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,22 +16,27 @@ PLAIN = {"router": "softmax", "n_shared_experts": 0, "score_scale": 1.0, "expert
 
 
 def to_config(config: Qwen3MoeConfig, dtype: torch.dtype) -> dict:
-    """Return the config.json of a Qwen3MoeForCausalLM, without token ids. Raises ConfigError for experts that it does not have."""
+    """Return the config.json of a Qwen3MoeForCausalLM, without token ids. Raises ConfigError for experts that it does
+    not have.
+    """
     only_these(config, PLAIN)
-    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "use_sliding_window": False} | decoder_to_config(
-        config, dtype) | {
-        "num_experts": config.n_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_dim,
-        "norm_topk_prob": config.normalize_scores,
-        "mlp_only_layers": list(range(config.n_dense_layers)),
-        "decoder_sparse_step": 1,
-    }
+    return (
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "use_sliding_window": False}
+        | decoder_to_config(config, dtype)
+        | {
+            "num_experts": config.n_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.expert_dim,
+            "norm_topk_prob": config.normalize_scores,
+            "mlp_only_layers": list(range(config.n_dense_layers)),
+            "decoder_sparse_step": 1,
+        }
+    )
 
 
 def from_config(data: dict, file: Path) -> Qwen3MoeConfig:
-    """Return the model section for a Qwen3-MoE's config.json. Raises ConfigError for sliding windows, stretched positions, and dense blocks
-    after sparse ones.
+    """Return the model section for a Qwen3-MoE's config.json. Raises ConfigError for sliding windows, stretched
+    positions, and dense blocks after sparse ones.
     """
     only_values(rope_of(data), file, {"rope_type": "default"})
     dense = data.get("mlp_only_layers") or []
@@ -38,9 +44,14 @@ def from_config(data: dict, file: Path) -> Qwen3MoeConfig:
         raise ConfigError(f"{file}: mlp_only_layers={dense}: only the first blocks may be dense")
     only = {"model_type": "qwen3_moe", "use_sliding_window": False, "decoder_sparse_step": 1}
     return Qwen3MoeConfig(
-        **decoder_from_config(data, file, only), family="qwen3_moe",
-        n_experts=data.get("num_experts") or data["num_local_experts"], experts_per_token=data["num_experts_per_tok"],
-        expert_dim=data["moe_intermediate_size"], n_dense_layers=len(dense), normalize_scores=data["norm_topk_prob"])
+        **decoder_from_config(data, file, only),
+        family="qwen3_moe",
+        n_experts=data.get("num_experts") or data["num_local_experts"],
+        experts_per_token=data["num_experts_per_tok"],
+        expert_dim=data["moe_intermediate_size"],
+        n_dense_layers=len(dense),
+        normalize_scores=data["norm_topk_prob"],
+    )
 
 
 HF = HuggingFace("qwen3_moe", NAMES | EXPERTS, to_config, from_config)

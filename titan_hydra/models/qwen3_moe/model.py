@@ -1,4 +1,5 @@
 """Qwen3 with experts (arXiv 2505.09388): Qwen3's attention, and a feed-forward of experts in each block."""
+
 from ..layers import Decoder
 from ..moe import set_experts
 from ..sparse import SparseModel

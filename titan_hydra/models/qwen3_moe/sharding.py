@@ -1,4 +1,7 @@
-"""How tensor parallelism splits Qwen3 with experts: attention as Qwen3; the router is whole on every rank, whose tokens it takes."""
+"""How tensor parallelism splits Qwen3 with experts: attention as Qwen3; the router is whole on every rank, whose tokens
+it takes.
+"""
+
 from __future__ import annotations
 
 from titan_hydra.config.schema import Parallelism
@@ -8,5 +11,7 @@ from titan_hydra.parallel.plans import Linears, Plan, with_experts
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split of attention. Tokens stay split over the sequence on their way to the experts (parallel/experts.py)."""
+    """Return Megatron's split of attention. Tokens stay split over the sequence on their way to the experts
+    (parallel/experts.py).
+    """
     return with_experts(qwen3.plan(config, norm, linears), norm)

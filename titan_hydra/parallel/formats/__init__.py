@@ -1,7 +1,9 @@
-"""Number formats of linears: what the rest of the package asks of the job's format, whose record is in config/registry.py.
+"""Number formats of linears: what the rest of the package asks of the job's format, whose record is in
+config/registry.py.
 
 A format is a file of this folder, or of the user's own. No other file knows one by name.
 """
+
 from __future__ import annotations
 
 import torch
@@ -33,7 +35,9 @@ def after_step(model: nn.Module, job: Job) -> None:
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight without any format's wrapper, in the same memory: checkpoints are independent of the number format."""
+    """Return a weight without any format's wrapper, in the same memory: checkpoints are independent of the number
+    format.
+    """
     for unwrap in (format.plain for format in FORMATS.values() if format.plain):
         weight = resolve(unwrap)(weight)
     return weight

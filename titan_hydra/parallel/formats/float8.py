@@ -1,4 +1,7 @@
-"""Float8 linears (torchao, or our own kernels): which are converted, how tensor parallelism splits them, and how FSDP gathers them."""
+"""Float8 linears (torchao, or our own kernels): which are converted, how tensor parallelism splits them, and how FSDP
+gathers them.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -21,8 +24,8 @@ from .select import needs_hardware, quietly, report, select
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
     """Convert the linears of a meta-device model to Float8, in place; parameters keep names, dtype and values.
 
-    Returns a report of what was and was not converted. Raises ConfigError if this device has no Float8 matmuls, or the dimensions of a
-    rank's shard do not suit them.
+    Returns a report of what was and was not converted. Raises ConfigError if this device has no Float8 matmuls, or the
+    dimensions of a rank's shard do not suit them.
     """
     precision = job.precision
     if not precision.emulate:
@@ -38,14 +41,17 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     with quietly():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     recipe = Float8LinearConfig.from_recipe_name(precision.recipe)
-    gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1  # without shards nothing is gathered
+    # without shards nothing is gathered
+    gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1
     config = dataclasses.replace(recipe, emulate=precision.emulate, enable_fsdp_float8_all_gather=gather)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)
     return report(f"float8 {precision.recipe}{' (emulated)' * precision.emulate}", chosen, left)
 
 
 def after_step(model: nn.Module) -> None:
-    """Compute the scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one for each weight."""
+    """Compute the scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one for
+    each weight.
+    """
     if "torchao" not in sys.modules:  # linears with our own kernels, none of which is gathered as Float8
         return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -60,11 +66,11 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def linears(job: Job) -> Linears:
-    """Return the styles with which tensor parallelism splits linears. Tensorwise scaling casts before the ranks gather, which halves the
-    bytes.
+    """Return the styles with which tensor parallelism splits linears. Tensorwise scaling casts before the ranks gather,
+    which halves the bytes.
 
-    The scale of a row needs the whole row, so the rowwise recipes gather in the compute dtype, as plain linears do. So does emulation: it
-    is for gloo, which cannot gather Float8.
+    The scale of a row needs the whole row, so the rowwise recipes gather in the compute dtype, as plain linears do. So
+    does emulation: it is for gloo, which cannot gather Float8.
     """
     return Linears() if job.precision.recipe != "tensorwise" or job.precision.emulate else float8_linears()
 
@@ -77,10 +83,14 @@ def float8_linears() -> Linears:
 
 
 def parts_suit(model: nn.Module, chosen: list[str], ranks: int, step: int) -> None:
-    """Raise ConfigError if a tensor-parallel rank's shard of a converted linear is not a multiple of `step` on both sides."""
+    """Raise ConfigError if a tensor-parallel rank's shard of a converted linear is not a multiple of `step` on both
+    sides.
+    """
     for name in chosen:
         module = model.get_submodule(name)
         for width in (module.in_features, module.out_features):
             if width % (step * ranks):
-                raise ConfigError(f"parallelism.tp={ranks}: Float8 matmuls need multiples of {step}, unlike a rank's part of {name} "
-                                  f"({module.in_features} x {module.out_features}); nearest legal: {width // step} or its divisors")
+                raise ConfigError(
+                    f"parallelism.tp={ranks}: Float8 matmuls need multiples of {step}, unlike a rank's part of {name} "
+                    f"({module.in_features} x {module.out_features}); nearest legal: {width // step} or its divisors"
+                )

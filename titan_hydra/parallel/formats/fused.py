@@ -1,9 +1,10 @@
-"""Float8 linears whose casts are our own kernels (precision.kernels=fused), with the norm and SwiGLU around them where the model's layers
-declare them: `normed`, `projections`, `gated` (models/layers.py).
+"""Float8 linears whose casts are our own kernels (precision.kernels=fused), with the norm and SwiGLU around them where
+the model's layers declare them: `normed`, `projections`, `gated` (models/layers.py).
 
-A declaration holds for the class that makes it, and not for subclasses, which may compute something else: each of their linears is cast by
-itself.
+A declaration holds for the class that makes it, and not for subclasses, which may compute something else: each of their
+linears is cast by itself.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -75,8 +76,8 @@ def pending(x: Tensor | Normed) -> Normed:
 
 
 def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
-    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Returns lines for the log. Raises
-    ConfigError if they are not to be emulated and the compiler of the kernels is not installed.
+    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Returns lines
+    for the log. Raises ConfigError if they are not to be emulated and the compiler of the kernels is not installed.
     """
     if not emulate and find_spec("triton") is None:
         raise ConfigError("precision.kernels=fused: the package triton, which compiles them, is not installed; nearest legal: torchao")

@@ -1,4 +1,7 @@
-"""MXFP8 linears (torchao): Float8 with one scale for each 32 elements, a power of two. Blackwell computes it; other devices emulate it."""
+"""MXFP8 linears (torchao): Float8 with one scale for each 32 elements, a power of two. Blackwell computes it; other
+devices emulate it.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,13 +19,14 @@ from .select import needs_hardware, quietly, report, select
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
     """Make the linears of a meta-device model multiply in MXFP8, in place. Returns the report.
 
-    Only the forward is replaced: torchao's own conversion wraps the weights, and the wrappers would end up in checkpoints. Raises
-    ConfigError if this device does not compute MXFP8.
+    Only the forward is replaced: torchao's own conversion wraps the weights, and the wrappers would end up in
+    checkpoints. Raises ConfigError if this device does not compute MXFP8.
     """
     precision = job.precision
     if not precision.emulate:
-        needs_hardware(precision, device, (10, 0), "MXFP8", "B200 or GB200",
-                       "precision=float8_rowwise, or mxfp8 with precision.emulate=true")
+        needs_hardware(
+            precision, device, (10, 0), "MXFP8", "B200 or GB200", "precision=float8_rowwise, or mxfp8 with precision.emulate=true"
+        )
     chosen, left = select(model, precision)
     multiply = multiplication(precision.emulate)
 
@@ -37,8 +41,8 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
 
 
 def multiplication(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function for x @ weight.T with inputs cast to MXFP8, in its two backward matmuls too. Scales are rounded up, so that nothing
-    overflows.
+    """Return a function for x @ weight.T with inputs cast to MXFP8, in its two backward matmuls too. Scales are rounded
+    up, so that nothing overflows.
     """
     with quietly():
         from torchao.prototype.mx_formats.config import ScaleCalculationMode

@@ -1,4 +1,5 @@
 """What formats share: which linears are converted, the report of it, and the hardware that a format needs."""
+
 from __future__ import annotations
 
 import contextlib
@@ -30,22 +31,27 @@ def needs_hardware(precision: Precision, device: torch.device, capability: tuple
     here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if here is None or here < capability:
         runs_on = "the CPU" if here is None else f"a GPU of capability {here[0]}.{here[1]}"
-        raise ConfigError(f"precision={precision.name}: {what} matmuls need a GPU of capability {capability[0]}.{capability[1]} or later "
-                          f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}")
+        raise ConfigError(
+            f"precision={precision.name}: {what} matmuls need a GPU of capability {capability[0]}.{capability[1]} or later "
+            f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}"
+        )
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module computes what nn.Linear does: one that replaces it would drop anything else, without an error."""
+    """Whether a module computes what nn.Linear does: one that replaces it would drop anything else, without an
+    error.
+    """
     return type(module).forward is nn.Linear.forward
 
 
 def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the linears to convert, and the others with the reason, stacked experts among them. Raises ConfigError if no
-    linear matches a name to skip.
+    """Return the names of the linears to convert, and the others with the reason, stacked experts among them. Raises
+    ConfigError if no linear matches a name to skip.
 
-    A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block), if its dimensions
-    are not multiples of the format's step, if it is the head, whose logits decide the loss, if it belongs to a module that is `per_sample`
-    (the matmul of its weight's gradient has a row a sample, and kernels take rows in steps too), or if its class has a forward of its own.
+    A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block),
+    if its dimensions are not multiples of the format's step, if it is the head, whose logits decide the loss, if it
+    belongs to a module that is `per_sample` (the matmul of its weight's gradient has a row a sample, and kernels take
+    rows in steps too), or if its class has a forward of its own.
     """
     step = FORMATS[precision.converter].step
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -1,4 +1,7 @@
-"""Objectives: what a sample is, which of its elements count, what the model is called with, and the loss. One module each."""
+"""Objectives: what a sample is, which of its elements count, what the model is called with, and the loss. One module
+each.
+"""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -15,9 +18,11 @@ Tensors = dict[str, Tensor]  # of a batch, by name
 
 
 class Objective(ABC):
-    """What is learned (`train.objective`). It has no state, so that it can be built anywhere; `batch` runs in the data thread.
+    """What is learned (`train.objective`). It has no state, so that it can be built anywhere; `batch` runs in the data
+    thread.
 
-    The loss of a step is the sum of `loss` over its microbatches, divided by the sum of `count` over the whole global batch.
+    The loss of a step is the sum of `loss` over its microbatches, divided by the sum of `count` over the whole global
+    batch.
     """
 
     dims: Mapping[str, Dims]  # of every tensor that `batch` can give: what cuts the batch asks nothing else
@@ -31,21 +36,27 @@ class Objective(ABC):
 
     @abstractmethod
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
-        """Return samples as a batch in host memory. `separators` are the begin- and end-of-text ids of the data source."""
+        """Return samples as a batch in host memory. `separators` are the begin- and end-of-text ids of the data
+        source.
+        """
 
     @abstractmethod
     def count(self, batch: Tensors) -> Tensor:
-        """Return the number of elements that count, or their whole weight. The sequences are whole or a rank's part of them."""
+        """Return the number of elements that count, or their whole weight. The sequences are whole or a rank's part of
+        them.
+        """
 
     @abstractmethod
     def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
-        """Return what the model's forward takes: its first argument, which in a pipeline only the first stage gets, and all others by
-        name.
+        """Return what the model's forward takes: its first argument, which in a pipeline only the first stage gets, and
+        all others by name.
         """
 
     @abstractmethod
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the loss summed over the elements that count, from what the model returned. Compiled under compile=block."""
+        """Return the loss summed over the elements that count, from what the model returned. Compiled under
+        compile=block.
+        """
 
     def measure(self, output: Tensor, batch: Tensors) -> Tensor:
         """Return the sum whose mean over the elements that count a validation reports."""

@@ -1,4 +1,7 @@
-"""Rectified flow (arXiv 2209.03003): from an image mixed with noise, predict the direction from the image to the noise."""
+"""Rectified flow (arXiv 2209.03003): from an image mixed with noise, predict the direction from the image to the
+noise.
+"""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +17,19 @@ from . import Objective, Tensors
 
 
 class Diffusion(Objective):
-    """Samples are {latents, noise [channels, side, side], time [], text [text_len, text_dim], pooled [pooled_dim]}: their source has drawn
-    noise and time. In a batch latents and noise are rows of tokens [samples, tokens, width]. Every value of the latents is an element.
+    """Samples are {latents, noise [channels, side, side], time [], text [text_len, text_dim], pooled [pooled_dim]}:
+    their source has drawn noise and time. In a batch latents and noise are rows of tokens [samples, tokens, width].
+    Every value of the latents is an element.
     """
 
-    dims = {"latents": Dims(sequence=1), "noise": Dims(sequence=1), "positions": Dims(sequence=1), "text": Dims(sequence=1),
-            "pooled": Dims(), "time": Dims()}
+    dims = {
+        "latents": Dims(sequence=1),
+        "noise": Dims(sequence=1),
+        "positions": Dims(sequence=1),
+        "text": Dims(sequence=1),
+        "pooled": Dims(),
+        "time": Dims(),
+    }
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -29,9 +39,13 @@ class Diffusion(Objective):
         model = self.model
         side = model.latent_side(self.job.data.seq_len)
         latents = np.zeros((model.channels, side, side), np.float32)
-        return {"latents": latents, "noise": latents, "time": np.zeros((), np.float32),
-                "text": np.zeros((model.text_len, model.text_dim), np.float32),
-                "pooled": np.zeros(model.pooled_dim, np.float32)}
+        return {
+            "latents": latents,
+            "noise": latents,
+            "time": np.zeros((), np.float32),
+            "text": np.zeros((model.text_len, model.text_dim), np.float32),
+            "pooled": np.zeros(model.pooled_dim, np.float32),
+        }
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         tensors = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
@@ -57,14 +71,16 @@ class Diffusion(Objective):
 
 def as_tokens(latents: torch.Tensor) -> torch.Tensor:
     """Cut latents [..., channels, height, width] into squares, row by row: [..., tokens, channels * PATCH * PATCH]."""
-    squares = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))  # [..., channels, rows, PATCH, columns, PATCH]
+    # [..., channels, rows, PATCH, columns, PATCH]
+    squares = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))
     return squares.movedim((-4, -2), (-5, -4)).flatten(-3).flatten(-3, -2)
 
 
 def as_latents(tokens: torch.Tensor) -> torch.Tensor:
     """Return the latents of a square image from its tokens [..., tokens, width]: the inverse of `as_tokens`."""
     side = round(tokens.shape[-2] ** 0.5)
-    squares = tokens.unflatten(-1, (-1, PATCH, PATCH)).unflatten(-4, (side, side))  # [..., rows, columns, channels, PATCH, PATCH]
+    # [..., rows, columns, channels, PATCH, PATCH]
+    squares = tokens.unflatten(-1, (-1, PATCH, PATCH)).unflatten(-4, (side, side))
     return squares.movedim((-5, -4), (-4, -2)).flatten(-4, -3).flatten(-2)
 
 

@@ -1,4 +1,5 @@
 """Texts with images: every token of the texts is predicted from the texts and images before it."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from .sft import SupervisedFineTuning
 
 
 class ImageText(SupervisedFineTuning):
-    """Fine-tuning's samples and the arrays of their images. All context-parallel ranks run the tower on all images of a sample, and take
-    the patches that stand in their part of the text, so that the sum of their gradients is the whole one.
+    """Fine-tuning's samples and the arrays of their images. All context-parallel ranks run the tower on all images of a
+    sample, and take the patches that stand in their part of the text, so that the sum of their gradients is the whole
+    one.
     """
 
     dims = SupervisedFineTuning.dims | {"patches": Dims(), "cells": Dims(), "images": Dims(), "places": Dims(sequence=1)}

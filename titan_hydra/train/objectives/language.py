@@ -1,4 +1,5 @@
 """Language modelling: every token of a packed text is predicted from those before it."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,13 +17,12 @@ IGNORED = -100  # the label of a token that does not count
 
 
 class Language(Objective):
-    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels, and positions, documents and their ends where something asks for
-    them.
+    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels, and positions, documents and their ends where
+    something asks for them.
     """
 
     # Documents stay whole: only Ulysses can keep them apart, and there each rank's heads cover the whole sequence.
-    dims = {"tokens": Dims(sequence=1), "labels": Dims(sequence=1), "positions": Dims(sequence=1), "documents": Dims(),
-            "ends": Dims()}
+    dims = {"tokens": Dims(sequence=1), "labels": Dims(sequence=1), "positions": Dims(sequence=1), "documents": Dims(), "ends": Dims()}
 
     def blank_sample(self) -> Sample:
         return {"tokens": np.zeros(self.job.data.seq_len + 1, dtype=np.int64)}
@@ -33,7 +33,8 @@ class Language(Objective):
 
     def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
         """Return arrays as a batch, with positions where context parallelism asks for them."""
-        if self.job.parallelism.cp > 1 and "positions" not in arrays:  # the model would count the positions of a part from 0
+        # the model would count the positions of a part from 0
+        if self.job.parallelism.cp > 1 and "positions" not in arrays:
             arrays["positions"] = np.broadcast_to(np.arange(self.job.data.seq_len), arrays["tokens"].shape).copy()
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, self.dims)
 
@@ -47,7 +48,9 @@ class Language(Objective):
         return batch["tokens"], others
 
     def loss(self, output: torch.Tensor, batch: Tensors) -> torch.Tensor:
-        """Return the summed loss: with linear_cross_entropy the head has computed it from the targets (parallel/loss_head.py)."""
+        """Return the summed loss: with linear_cross_entropy the head has computed it from the targets
+        (parallel/loss_head.py).
+        """
         return output if self.job.loss.name == "linear_cross_entropy" else cross_entropy(output, batch["labels"])
 
 
@@ -57,7 +60,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> dict[str, np.ndarray]:
-    """Split samples [n, S + 1] into tokens and labels; with separators also the document of each token, and its position in it.
+    """Split samples [n, S + 1] into tokens and labels; with separators also the document of each token, and its
+    position in it.
 
     The first token of a document is no label: the text before it does not predict it.
     """
@@ -72,7 +76,9 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
 
 
 def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the documents [n, seq] of samples, the position of each token in its document, and where each document ends."""
+    """Return the documents [n, seq] of samples, the position of each token in its document, and where each document
+    ends.
+    """
     place = np.arange(documents.shape[1])
     begins = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
     positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
@@ -82,8 +88,9 @@ def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
 def ends_of(documents: np.ndarray) -> np.ndarray:
     """Return where the documents of samples [n, seq] end: [n, m], rows of fewer than m filled with seq.
 
-    The kernels take as many as the host has made room for, without asking the device, and do a little for those that are empty. m is a
-    power of two up to 16, above it a multiple of 16. Compiled code sees two of them: the second is compiled for any number.
+    The kernels take as many as the host has made room for, without asking the device, and do a little for those that
+    are empty. m is a power of two up to 16, above it a multiple of 16. Compiled code sees two of them: the second is
+    compiled for any number.
     """
     last = np.ones(documents.shape, bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
@@ -97,7 +104,9 @@ def ends_of(documents: np.ndarray) -> np.ndarray:
 
 
 def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
-    """Return True where a document begins: at begin-of-text, or after end-of-text if the tokenizer has no begin-of-text."""
+    """Return True where a document begins: at begin-of-text, or after end-of-text if the tokenizer has no
+    begin-of-text.
+    """
     if bos is not None:
         return tokens == bos
     begins = np.zeros(tokens.shape, dtype=bool)

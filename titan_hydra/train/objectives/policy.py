@@ -1,4 +1,7 @@
-"""Losses on log-probabilities: of a preferred and a rejected answer (dpo), or of sampled tokens with advantages (policy)."""
+"""Losses on log-probabilities: of a preferred and a rejected answer (dpo), or of sampled tokens with advantages
+(policy).
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,7 +21,9 @@ from .sft import SupervisedFineTuning
 
 
 class Likelihood(SupervisedFineTuning):
-    """Fine-tuning with a loss that reads the log-probability of each label, and further numbers of it that the samples bring."""
+    """Fine-tuning with a loss that reads the log-probability of each label, and further numbers of it that the samples
+    bring.
+    """
 
     values: tuple[str, ...]  # the names of those numbers, each [seq_len + 1] in a sample
 
@@ -45,8 +50,9 @@ class Likelihood(SupervisedFineTuning):
 
 
 class Preference(Likelihood):
-    """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta * margin) of each pair, where the margin is by how much the
-    log-probability of the preferred answer has grown over the reference's, less the same of the other answer.
+    """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta * margin) of each pair, where the margin is
+    by how much the log-probability of the preferred answer has grown over the reference's, less the same of the other
+    answer.
 
     The answers of pair p of a sample are its documents 2p and 2p + 1. A pair is the element that counts.
     """
@@ -57,7 +63,8 @@ class Preference(Likelihood):
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         batch = super().batch(samples, separators)
         learned = batch["documents"].masked_fill(batch["labels"] == IGNORED, -1)
-        places = torch.arange(self.job.data.seq_len // 4 + 1)  # the most pairs that fit: each has two documents of at least two tokens
+        # the most pairs that fit: each has two documents of at least two tokens
+        places = torch.arange(self.job.data.seq_len // 4 + 1)
         pairs = torch.stack([torch.isin(2 * places, row) for row in learned])
         return Batch(batch.tensors | {"pairs": pairs}, self.dims)
 
@@ -65,18 +72,20 @@ class Preference(Likelihood):
         return batch["pairs"].sum()
 
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        grown = (self.log_probabilities(output, batch) - batch["reference"]).double()  # sums of hundreds, whose small difference counts
+        # sums of hundreds, whose small difference counts
+        grown = (self.log_probabilities(output, batch) - batch["reference"]).double()
         samples, places = grown.shape[0], 2 * batch["pairs"].shape[1]
         row = torch.arange(samples, device=grown.device).unsqueeze(1) * places
-        ids = (row + batch["documents"].clamp(max=places - 1)).flatten()  # the last document may be a filling, without a label
+        # the last document may be a filling, without a label
+        ids = (row + batch["documents"].clamp(max=places - 1)).flatten()
         sums = torch.zeros(samples * places, dtype=grown.dtype, device=grown.device).index_add(0, ids, grown.flatten())
         chosen, rejected = sums.view(samples, -1, 2).unbind(-1)
         return -(F.logsigmoid(self.job.train.beta * (chosen - rejected)) * batch["pairs"]).sum().float()
 
 
 class ClippedPolicy(Likelihood):
-    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that when it was sampled, times its
-    advantage, with no gradient once the ratio has left 1 +- clip in the direction of the advantage.
+    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that when it was
+    sampled, times its advantage, with no gradient once the ratio has left 1 +- clip in the direction of the advantage.
     """
 
     values = ("old_logprobs", "advantages")

@@ -1,4 +1,5 @@
 """Supervised fine-tuning: only the marked tokens of packed conversations are predicted."""
+
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,8 +11,8 @@ from .language import IGNORED, Language, packed
 
 
 class SupervisedFineTuning(Language):
-    """Samples are {tokens, trained, documents}, each [seq_len + 1]. A label counts if its token is trained and the token before it is of
-    the same conversation.
+    """Samples are {tokens, trained, documents}, each [seq_len + 1]. A label counts if its token is trained and the
+    token before it is of the same conversation.
     """
 
     def blank_sample(self) -> Sample:

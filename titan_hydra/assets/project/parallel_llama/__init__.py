@@ -1,4 +1,5 @@
 """The family of this project's model. It imports no torch: launch.py imports it to check a job."""
+
 from titan_hydra.models import Family, register
 from titan_hydra.models.llama3.config import Llama3Config
 

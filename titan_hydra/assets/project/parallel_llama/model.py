@@ -1,4 +1,5 @@
 """Llama 3 whose blocks run attention and feed-forward side by side, as in GPT-J and PaLM."""
+
 from titan_hydra.models.layers import Block
 from titan_hydra.models.llama3.model import Llama3
 

@@ -1,4 +1,5 @@
 """The model of this project trains with this project's launch.py."""
+
 import json
 import subprocess
 import sys
