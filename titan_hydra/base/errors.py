@@ -5,6 +5,7 @@ be used.
 import grp
 import pwd
 import stat
+from collections.abc import Callable
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
     return f"{where}{path}: {error.strerror}"
 
 
-def _name(known: Any, number: int) -> str:
+def _name(known: Callable[[int], Any], number: int) -> str:
     try:
         return known(number)[0]
     except KeyError:

@@ -193,7 +193,7 @@ def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
         group._init_mp_dtypes = learn
 
 
-def swap_propagation(change: Callable[[Callable], Callable]) -> Callable[[], None]:
+def swap_propagation(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Change the function in which DTensor runs an operator at its global shape to learn a result's shape. Returns how
     to undo it.
     """
@@ -287,7 +287,7 @@ def staging_executor(stager: DefaultStager) -> ThreadPoolExecutor:
     return stager._staging_executor
 
 
-def process_of(job: LocalJob) -> subprocess.Popen:
+def process_of(job: LocalJob[Any]) -> subprocess.Popen[bytes]:
     """Return the process of a job of submitit's local executor, which we wait for and kill ourselves."""
     return job._process
 

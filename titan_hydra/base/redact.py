@@ -53,7 +53,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = 
     return "\n".join(_without_values(text.split("\n"))) if code else ASSIGNED.sub(_assigned, text)
 
 
-def _assigned(match: re.Match) -> str:
+def _assigned(match: re.Match[str]) -> str:
     name, value, sure = match["name"], match["quoted"] or match["bare"], sureness(match["name"])
     shell = match["is"] == "=" and name.isupper()
     a_file = shell and value.startswith(("/", "~", "./"))  # a path to a file with the secret, not the secret
@@ -92,7 +92,7 @@ def _without_values(lines: list[str]) -> Iterator[str]:
         sure = sure if named and rest.rstrip().endswith(("(", "[", "{")) else 0
 
 
-def _without_literal(match: re.Match, sure: int) -> str:
+def _without_literal(match: re.Match[str], sure: int) -> str:
     value = match["value"]
     harmless = sure < 2 and (len(value) < SHORTEST or re.search(r"\s", value))
     a_name = value.isupper() and sureness(value)  # the name of the variable that holds the secret

@@ -13,6 +13,7 @@ from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.fault import multiples_around
 from titan_hydra.config.rules import checks
+from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.ranks import world_size
 from titan_hydra.plan import memory, messages, predict
@@ -206,7 +207,7 @@ def show_proofs(proofs: list[dict]) -> None:
             (
                 number,
                 one["rank"],
-                *("-" if b is None else f"{a / memory.GIB:,.2f} / {b / memory.GIB:,.2f}" for a, b in pairs),
+                *("-" if b is None else f"{a / GIB:,.2f} / {b / GIB:,.2f}" for a, b in pairs),
                 f"{one['live_by_formula'] / one['live'] - 1:+.1%}",
             )
         )
@@ -220,7 +221,7 @@ def explained(found: Prediction) -> list[str]:
     gib, fits, rate, hours = predict.line(found)
     stage = f", pipeline rank {found.peak.pipeline_rank}" if found.job.parallelism.pp > 1 else ""
     lines = [f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps"]
-    terms = [(f"{term.name} ({term.tag})", term.bytes / memory.GIB) for term in found.peak.terms]
+    terms = [(f"{term.name} ({term.tag})", term.bytes / GIB) for term in found.peak.terms]
     lines += bars("GiB", terms)
     return [*lines, *bars("seconds of a step", [(name, value) for name, value in found.speed.parts.items() if value > 0])]
 
@@ -255,7 +256,7 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
         names = dict.fromkeys(term.name for row in rows for term in row.prediction.peak.terms)
         left = [0.0] * len(rows)
         for index, name in enumerate(names):
-            widths = [sum(term.bytes for term in row.prediction.peak.terms if term.name == name) / memory.GIB for row in rows]
+            widths = [sum(term.bytes for term in row.prediction.peak.terms if term.name == name) / GIB for row in rows]
             axes.barh(range(len(rows)), widths, left=left, label=name, color=matplotlib.colormaps["tab20"](index % 20))
             left = [a + b for a, b in zip(left, widths, strict=True)]
         capacity, job = rows[0].prediction.capacity_gib, rows[0].prediction.job

@@ -1,6 +1,6 @@
 """The data sources of a job, and the shares of a mixture's."""
 
-from titan_hydra.config.schema import Data, Source
+from titan_hydra.config.source import Data, Source
 
 PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to whole samples of it
 

@@ -12,6 +12,7 @@ from typing import Any
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import ActivationCheckpoint, Job
+from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.ranks import all_ranks
 
@@ -94,7 +95,7 @@ def objection(prediction: Prediction) -> Fault | None:
         return None
     what = (
         f"about {peak.gib:,.1f} GiB (+-{memory.BAND:.0%}) on rank {peak.rank}, most of it {peak.largest.name} "
-        f"({peak.largest.bytes / memory.GIB:,.1f}), and {job.hardware.name if job.hardware.name != 'unknown' else 'a device'} "
+        f"({peak.largest.bytes / GIB:,.1f}), and {job.hardware.name if job.hardware.name != 'unknown' else 'a device'} "
         f"has {capacity:,.1f}"
     )
     for changes in _remedies(job):
@@ -149,7 +150,7 @@ def _with(job: Job, changes: list[Change]) -> Job:
     return job
 
 
-def changed(job: Job, gpus: int | None = None, **sections: dict) -> Job:
+def changed(job: Job, gpus: int | None = None, **sections: dict[str, Any]) -> Job:
     """Return a copy of a job with other values of some keys, by section. Sections that do not change are shared."""
     job = copy.copy(job)
     for name, values in sections.items():
@@ -183,7 +184,7 @@ def line(prediction: Prediction) -> list[str]:
     ]
 
 
-def as_json(prediction: Prediction) -> dict:
+def as_json(prediction: Prediction) -> dict[str, Any]:
     """Return a prediction as plain values: what scripts and the report read."""
     peak, speed = prediction.peak, prediction.speed
     rate = speed.tokens_per_second if speed else None
@@ -206,6 +207,6 @@ def as_json(prediction: Prediction) -> dict:
         "hardware": prediction.job.hardware.name,
         "gpus": all_ranks(prediction.job),
         "reason": prediction.reason,
-        "terms": [{"name": term.name, "gib": term.bytes / memory.GIB, "tag": term.tag} for term in peak.terms],
+        "terms": [{"name": term.name, "gib": term.bytes / GIB, "tag": term.tag} for term in peak.terms],
         "parts": speed and [{"name": name, "seconds": seconds} for name, seconds in speed.parts.items()],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titan_hydra.config.fault import divisors
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
@@ -29,7 +30,7 @@ class Row:
     front: bool = False
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """Return what distinguishes layouts: degrees and schedule, but not batches or checkpointing."""
         job = self.prediction.job
         return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
@@ -73,7 +74,7 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
         raise NotPredictable(reason)
     fitting = [timed(one, exact=False) for one in found if one.fits != "no"]
     ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(found, key=lambda one: one.peak.gib)
-    rows: dict[tuple, Row] = {}
+    rows: dict[tuple[Any, ...], Row] = {}
     for one in ranked:
         row = Row(one)
         if row.key not in rows and not checks.check(one.job):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offsets
+from titan_hydra.config.family import Linear
 from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
 from titan_hydra.job.pipeline import splits_backward
@@ -172,7 +173,7 @@ def _bandwidth(shape: Shape, factors: Factors) -> float:
     return shape.job.hardware.memory_tbs * 1e12 * factors.memory
 
 
-def _rate(shape: Shape, linear) -> float:
+def _rate(shape: Shape, linear: Linear) -> float:
     """Return the FLOP/s of a linear on one rank: less for small dimensions, as a shard's are."""
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))

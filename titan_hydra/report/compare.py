@@ -148,7 +148,7 @@ def _within(key: str, group: str) -> bool:
     return key == group or key.startswith(f"{group}.")
 
 
-def _shown(key: str, value: object, values: Iterable) -> str:
+def _shown(key: str, value: object, values: Iterable[Any]) -> str:
     """Format a value for the reader; of a group its name, unless all have the same, and the keys in which those of this
     name differ.
     """

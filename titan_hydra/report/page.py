@@ -102,7 +102,7 @@ def _table(report: Report) -> dict[str, Any]:
 def data(report: Report) -> dict[str, Any]:
     """Build the data of the plots: the runs with their colours and axes, and the charts."""
     report = report.drawn
-    drawn: list[dict] = [{"kind": "bars", **asdict(chart)} for chart in charts.bar_charts(report)]
+    drawn: list[dict[str, Any]] = [{"kind": "bars", **asdict(chart)} for chart in charts.bar_charts(report)]
     drawn += [{"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)} for chart in charts.drawn(report)]
     drawn += [pipeline(number, one) for number, one in enumerate(timeline.pipelines(report), start=1)]
     for chart in drawn:
@@ -143,7 +143,7 @@ def more(report: Report) -> dict[str, Any]:
     return {"differing": _differing(report), **environment(report), "commands": "\n".join(commands(report))}
 
 
-def _differing(report: Report) -> dict[str, list]:
+def _differing(report: Report) -> dict[str, list[Any]]:
     """Build a table of every key of the configuration in which the cells differ."""
     rows = [row for row in report.rows if row.cell.config]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.cell.config) if key.partition(".")[0] not in QUIET]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import from_dict
@@ -29,7 +30,7 @@ def with_predictions(report: Report) -> Report:
     return replace(report, rows=rows)
 
 
-def prediction(directory: Path, rates: dict) -> Prediction | str:
+def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
     """Predict a run from its config.json; the reason if that cannot be done."""
     content = layout.CONFIG.read(directory)
     if not content:

@@ -1,7 +1,9 @@
 """A row of the report's table: a cell compared with the baseline, and the columns that it has."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import hypot
+from typing import Any
 
 from titan_hydra.plan.predict import Prediction
 
@@ -31,6 +33,10 @@ class ReportRow:
     @property
     def predicted_rate(self) -> float | None:
         return self.prediction.speed.tokens_per_second if self.prediction and self.prediction.speed else None
+
+    @property
+    def predicted_gib(self) -> float | None:
+        return self.prediction.peak.gib if self.prediction else None
 
     @property
     def to_prediction(self) -> float | None:
@@ -71,7 +77,8 @@ class ReportRow:
 
 
 # Title, machine name (for csv), text of a row, raw value of a row. What is None in every row is left out.
-COLUMNS = (
+Column = tuple[str, str, Callable[[ReportRow], str | None], Callable[[ReportRow], Any]]
+COLUMNS: tuple[Column, ...] = (
     ("technique", "technique", lambda row: row.label, lambda row: row.label),
     ("runs", "runs", lambda row: _number(len(row.cell.members) or None), lambda row: len(row.cell.members) or None),
     ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
@@ -93,7 +100,7 @@ COLUMNS = (
     ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
     ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
 )
-PREDICTED = (  # with --predicted
+PREDICTED: tuple[Column, ...] = (  # with --predicted
     ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(row.predicted_rate, ",.0f"), lambda row: row.predicted_rate),
     (
         "to the prediction",
@@ -104,8 +111,8 @@ PREDICTED = (  # with --predicted
     (
         "predicted GiB",
         "predicted_memory_gib",
-        lambda row: _number(row.prediction and row.prediction.peak.gib, ".1f"),
-        lambda row: row.prediction and row.prediction.peak.gib,
+        lambda row: _number(row.predicted_gib, ".1f"),
+        lambda row: row.predicted_gib,
     ),
 )
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left

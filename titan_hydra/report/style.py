@@ -2,6 +2,8 @@
 backgrounds.
 """
 
+from typing import Any
+
 LIGHT = {  # after Okabe and Ito, a little darker where they carry text
     "ink": "#1f2328",
     "soft": "#6b7178",
@@ -51,7 +53,7 @@ def line_style(number: int) -> tuple[str, str]:
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
 
 
-def settings(name: str) -> dict:
+def settings(name: str) -> dict[Any, Any]:
     """Return matplotlib's settings. Text stays text in an SVG, and the same figure gives the same bytes."""
     ink, soft, rule = LIGHT["ink"], LIGHT["soft"], LIGHT["rule"]
     return {

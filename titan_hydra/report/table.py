@@ -14,7 +14,7 @@ from . import compare
 from .cells import FEW, Mean, ReportCell, averaged, labels
 from .compare import Difference
 from .digits import percent
-from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, ReportRow, against
+from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against
 
 DRAWN = 100  # rows that the diagrams show at most: a reader cannot tell more apart, and a browser cannot draw them
 SLOW = 0.2  # share by which a run may be slower than predicted
@@ -57,12 +57,12 @@ class Report:
         return f"the diagrams show {DRAWN} of {len(self.rows)} rows: --over KEY averages those that differ in one key, as seed"
 
     @cached_property
-    def columns(self) -> list[tuple]:
+    def columns(self) -> list[Column]:
         """The columns that have a value in some row, without those that are the same in all rows."""
         return [column for column in self.every if any(column[2](row) is not None for row in self.rows) and column[0] not in self.shared]
 
     @property
-    def every(self) -> tuple[tuple, ...]:
+    def every(self) -> tuple[Column, ...]:
         """All columns, empty ones too."""
         return (*COLUMNS, *PREDICTED) if any(row.prediction for row in self.rows) else COLUMNS
 

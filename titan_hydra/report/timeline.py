@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.job.pipeline import Action
 from titan_hydra.job.schedules import TIME, play
@@ -73,7 +73,7 @@ class Box:
 
 def pipelines(report: Report) -> list[Timeline]:
     """Simulate the schedules of the cells with pipeline parallelism, each once, named after all cells that run it."""
-    groups: dict[tuple, list[str]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for row in report.rows:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
             recorded = layout.SCHEDULE.read(row.cell.directory)
