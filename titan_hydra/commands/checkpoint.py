@@ -8,7 +8,8 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.fault import counted
 from titan_hydra.runs import checkpoints, layout
-from titan_hydra.runs.rundir import host_of_running, newest_attempt
+from titan_hydra.runs.run import newest_attempt
+from titan_hydra.runs.rundir import host_of_running
 from titan_hydra.runs.view import add_runs, choose_one
 
 LEFT_BEHIND = {

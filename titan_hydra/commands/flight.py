@@ -5,7 +5,7 @@ import argparse
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.runs import layout
 from titan_hydra.runs.hang import verdict
-from titan_hydra.runs.rundir import newest_attempt
+from titan_hydra.runs.run import newest_attempt
 from titan_hydra.runs.view import add_runs, choose_one
 
 

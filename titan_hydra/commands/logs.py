@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.run import newest_attempt
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs, choose_one, jobs_of
 
@@ -86,7 +87,7 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
             break
         if time.monotonic() - asked > (ASK_SLURM if state.job else ASK):
             state, asked = rundir.state(directory), time.monotonic()
-        if (newest := rundir.newest_attempt(directory)) != number:
+        if (newest := newest_attempt(directory)) != number:
             if tail:
                 tail.more()
             number, tail, lines = newest, None, None

@@ -11,6 +11,7 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
 from titan_hydra.base.text import printable
@@ -51,7 +52,7 @@ class Failure:
         return hints.hint(self) if self.attempt else ""
 
 
-def describe(error: BaseException) -> tuple[int, dict]:
+def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Return the exit status of an exception, and its record for rank_<r>.json."""
     chain = _chain(error)
     record = {
@@ -164,7 +165,7 @@ class Ended:
     attempt: Path
     rank: int
     status: int | None  # negative: the signal
-    error: dict | None
+    error: dict[str, Any] | None
     time: float
     killed: bool  # after another rank had failed
     order: int  # of srun's lines
@@ -179,7 +180,7 @@ class Ended:
         return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
 
     @classmethod
-    def of(cls, attempt: Path, rank: int, said: dict, seen: dict) -> Ended:
+    def of(cls, attempt: Path, rank: int, said: dict[str, Any], seen: dict[str, Any]) -> Ended:
         if error := said.get("error"):
             error |= {name: printable(error[name]) for name in ("message", "traceback")}
         if said.get("exit_status") in STOPPED:
@@ -236,7 +237,7 @@ class Ended:
         return max(caught, key=lambda file: file.stat().st_size, default=layout.SLURM_LOG.of(self.attempt))
 
 
-def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
+def _seen_by_srun(attempt: Path, records: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are
     not in order.
 
@@ -259,7 +260,7 @@ def _seen_by_srun(attempt: Path, records: dict[int, dict]) -> dict[int, dict]:
     return seen
 
 
-def _out_of_memory(rank: int, error: dict) -> str:
+def _out_of_memory(rank: int, error: dict[str, Any]) -> str:
     """Return one line: which rank, at which step, and of how much memory."""
     where = f"rank {rank}, step {error['step']}:"
     if error.keys() >= {"peak_gib", "capacity_gib"}:

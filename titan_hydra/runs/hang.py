@@ -11,12 +11,13 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from . import layout
 
 # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
 OTHER = "undefined"
-Operation = dict  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
+Operation = dict[str, Any]  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Wait:
 class Dump:
     """The contents of one rank's recorder."""
 
-    content: dict
+    content: dict[str, Any]
     until: float = math.inf  # when the first rank timed out; operations begun later do not count
 
     @property
@@ -57,7 +58,7 @@ class Dump:
         groups = self.content["groups"]
         return sorted(({**one, **groups[one["group"]]} for one in both if one["group"] in groups), key=lambda one: one["time"])
 
-    def last(self, key: tuple) -> int:
+    def last(self, key: tuple[Any, ...]) -> int:
         """Return the number of the last operation of a series that this rank has begun; 0 if none."""
         return max((one["seq"] for one in self.operations if series(self.rank, one) == key), default=0)
 
@@ -70,7 +71,7 @@ class Dump:
 
     def in_step(self, step: int) -> list[Operation]:
         """Return the operations of a step; [] if its beginning is no longer recorded."""
-        began = dict(map(tuple, self.content["steps"]))
+        began = dict(map(tuple[Any, ...], self.content["steps"]))
         if step not in began or not self.operations or self.operations[0]["time"] > began[step]:
             return []
         return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, float("inf"))]
@@ -87,7 +88,7 @@ class Dump:
         return None
 
 
-def series(rank: int, one: Operation) -> tuple:
+def series(rank: int, one: Operation) -> tuple[Any, ...]:
     """Return what an operation is numbered within: its group and back end (a group on GPUs has NCCL and gloo), or
     sender and receiver.
     """
@@ -96,7 +97,7 @@ def series(rank: int, one: Operation) -> tuple:
     return (one["mesh"], tuple(one["ranks"]), one.get("backend"))
 
 
-def signature(one: Operation) -> tuple:
+def signature(one: Operation) -> tuple[Any, ...]:
     """Return what identifies the same operation in two steps."""
     return (one["mesh"], one["op"], str(one["sizes"]), one.get("peer"))
 
@@ -154,13 +155,13 @@ def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
             for other in [one["peer"]] if "peer" in one else one["ranks"]:
                 if other != dump.rank and (other not in dumps or reached(dumps[other], key, one) < one["seq"]):
                     found.append(Wait(dump.rank, other, one, one["mesh"], tuple(one["ranks"])))
-    first: dict[tuple, Wait] = {}
+    first: dict[tuple[Any, ...], Wait] = {}
     for wait in sorted(found, key=lambda wait: wait.operation["seq"] if wait.other in dumps else -wait.operation["seq"]):
         first.setdefault((wait.rank, wait.other, series(wait.rank, wait.operation)), wait)
     return list(first.values())
 
 
-def reached(dump: Dump, key: tuple, one: Operation) -> int:
+def reached(dump: Dump, key: tuple[Any, ...], one: Operation) -> int:
     """Return how far a rank has got in the series of another rank's operation. The two sides of a message are numbered
     separately.
     """

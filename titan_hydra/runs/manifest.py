@@ -50,13 +50,13 @@ def new_folder(parent: Path, name: str) -> Path:
             folder = parent / f"{name}-{number}"
 
 
-def entry_of(cell) -> dict:
+def entry_of(cell: Any) -> dict[str, Any]:
     """Return a cell's entry in a manifest."""
     place = os.path.relpath(cell.directory, cell.runs)
     return {"name": cell.name, "overrides": cell.overrides, "hash": identity(cell.job), "directory": place}
 
 
-def add_cell(folder: Path, cell: dict) -> None:
+def add_cell(folder: Path, cell: dict[str, Any]) -> None:
     """Add a cell that the command line does not have: the repeated baseline."""
     content = layout.SWEEP.read(folder)
     if cell not in content["cells"]:

@@ -10,7 +10,7 @@ from titan_hydra.config.load import kind_of, known_keys
 from titan_hydra.config.schema import default_of
 
 
-def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dicts to dotted keys; an empty dict is a value."""
     leaves = {}
     for name, value in tree.items():
@@ -18,7 +18,7 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def dotted_config(content: dict) -> dict[str, Any]:
+def dotted_config(content: dict[str, Any]) -> dict[str, Any]:
     """Return what a config.json holds, by dotted key. Keys that are younger than the run, as one of version 0.1, have
     their defaults.
     """
@@ -33,17 +33,17 @@ def dotted_config(content: dict) -> dict[str, Any]:
     return younger | found if found else {}
 
 
-def this_process() -> dict:
+def this_process() -> dict[str, Any]:
     """Return a record that identifies this process to `alive` in any other process of this host."""
     return process(os.getpid())
 
 
-def process(pid: int) -> dict:
+def process(pid: int) -> dict[str, Any]:
     """Return a record that identifies process `pid` of this host to `alive`."""
     return {"pid": pid, "born": _born(pid), "host": socket.gethostname()}
 
 
-def alive(record: dict | None) -> bool:
+def alive(record: dict[str, Any] | None) -> bool:
     """Whether a process recorded by `process` still runs on this host. Another process that has reused its id does not
     count.
     """

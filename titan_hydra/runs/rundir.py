@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import titan_hydra
 from titan_hydra.base.errors import Exit, denied
@@ -127,7 +128,7 @@ def damage_of(directory: Path, now: State) -> str:
     return ""
 
 
-def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
+def slurm_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
     """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the
     submitter.
 
@@ -149,7 +150,7 @@ def slurm_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> Sta
     return replace(first, attempt=attempt, host=",".join(hosts) or None, groups=tuple(named))
 
 
-def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict]]:
+def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     """Yield run folder, newest attempt and its attempt.json of the replica groups but the first that a submission to
     SLURM has claimed.
     """
@@ -161,7 +162,7 @@ def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, d
             yield home, number, owner
 
 
-def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State:
+def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
     """Read the state of a job from the newest attempt in the folder of its run, or of its replica group."""
     folder = layout.ATTEMPT.of(directory, attempt)
     if layout.RESULT.read(directory).get("status") == "done":
@@ -199,7 +200,7 @@ def job_state(directory: Path, attempt: int, owner: dict, queue: Queue) -> State
     return State("failed", attempt, failure, job=job) if failure else State("interrupted", attempt, job=job)
 
 
-def note(attempt: Path, **known: object) -> dict:
+def note(attempt: Path, **known: object) -> dict[str, Any]:
     """Update the record of an attempt, attempt.json, and return it.
 
     Setting a job id clears `ended`: another launcher may have marked the attempt finished before the id was known.
@@ -211,7 +212,7 @@ def note(attempt: Path, **known: object) -> dict:
     return record
 
 
-def being_submitted(owner: dict) -> bool:
+def being_submitted(owner: dict[str, Any]) -> bool:
     """Whether the process that claimed an attempt may still submit it. On another host only the elapsed time can
     tell.
     """
@@ -233,7 +234,7 @@ def queue_of(directories: list[Path]) -> Queue:
     return slurm.ask_queue(owners)
 
 
-def running_ranks(attempt: Path) -> list[dict]:
+def running_ranks(attempt: Path) -> list[dict[str, Any]]:
     """Return the records of an attempt's ranks that still run on this host."""
     return [rank for rank in layout.RANK.read_all(attempt).values() if "exit_status" not in rank and alive(rank)]
 
@@ -319,7 +320,7 @@ def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: 
     return claimed
 
 
-def _rename_into(directory: Path, number: int, owner: dict) -> Path | None:
+def _rename_into(directory: Path, number: int, owner: dict[str, Any]) -> Path | None:
     """Create an attempt's folder and its owner's record in one rename; None if another launcher has it. Raises OSError
     on a full disk.
     """
@@ -337,7 +338,7 @@ def _rename_into(directory: Path, number: int, owner: dict) -> Path | None:
             return None
 
 
-def _create(directory: Path, job: Job, owner: dict) -> Path | None:
+def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
     """Create a run directory with its first attempt, in one rename. Returns None if another launcher was faster."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
         run = Path(scratch) / directory.name
@@ -363,7 +364,7 @@ def _remove(directory: Path) -> None:
         grave.parent.rmdir()
 
 
-def _write_attempt(folder: Path, owner: dict) -> None:
+def _write_attempt(folder: Path, owner: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     layout.CLAIM.write(folder, {**this_process(), "started": time.time(), **owner})
 
@@ -385,7 +386,7 @@ def end_attempt(attempt: Path) -> None:
 
 
 @functools.cache
-def describe_environment() -> dict:
+def describe_environment() -> dict[str, Any]:
     """Return code, versions and machine of this run. Includes nothing from os.environ, and a diff without what looks
     like a secret.
     """

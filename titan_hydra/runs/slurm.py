@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -47,7 +48,7 @@ class Queue:
     jobs: dict[str, SlurmJob] = field(default_factory=dict)
     answers: bool = True
 
-    def find(self, owner: dict) -> SlurmJob | None:
+    def find(self, owner: dict[str, Any]) -> SlurmJob | None:
         """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's
         name.
         """
@@ -57,7 +58,7 @@ class Queue:
         return next((job for job in named if "_" not in job.id or job.id.endswith(f"_{owner['index']}")), None)
 
 
-def ask_queue(owners: list[dict]) -> Queue:
+def ask_queue(owners: list[dict[str, Any]]) -> Queue:
     """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has
     forgotten.
 
@@ -106,7 +107,7 @@ def setting(name: str) -> str:
     return found[1] if found else ""
 
 
-def elsewhere(owner: dict) -> str:
+def elsewhere(owner: dict[str, Any]) -> str:
     """Return the cluster of an attempt that was submitted to another one than this machine's, which knows nothing of
     its jobs; else "".
     """

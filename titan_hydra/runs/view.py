@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import known_keys
@@ -228,7 +229,7 @@ def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
     return next((job for job in jobs if job[2].kind == state.kind == "running"), jobs[0])
 
 
-def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
+def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> float | None:
     """Return the seconds since rank 0 last made progress, if that is longer than expected from its beats (one a second)
     and its step times. None if it makes progress, or is in a phase without a limit.
     """
@@ -241,7 +242,7 @@ def silence(beat: dict, now: float, step_seconds: float | None) -> float | None:
     return still if beat["phase"] not in LASTING and still > patience else None
 
 
-def _where(state: State, rank: dict, config: dict) -> str | None:
+def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | None:
     """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it
     waits.
     """
@@ -254,7 +255,7 @@ def _where(state: State, rank: dict, config: dict) -> str | None:
     return f"{rank['host']} +{more}" if more and "host" in rank else rank.get("host")
 
 
-def duration(state: State, attempt: Path, rank: dict, beat: dict, now: float) -> float | None:
+def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, Any], now: float) -> float | None:
     """Return how long the newest attempt has waited (queued), has been running, or took."""
     claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
