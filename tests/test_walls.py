@@ -283,11 +283,11 @@ def test_public_names_are_unique():
 # Lines of a room at most, as `ruff format` writes them. A number may fall; it rises in a commit of its own that says why.
 # What is more than part 13 plans (the second number; 3,100 more are for recipes/) is to go.
 LINES = {
-    "base": 663,  # 520
+    "base": 664,  # 520
     "config": 4901,  # 3,200
     "job": 542,  # 720
     "models": 2783,  # 1,800
-    "runs": 2345,  # 2,100
+    "runs": 2350,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2483,  # 2,450
     "data": 2937,  # 1,450
@@ -295,11 +295,11 @@ LINES = {
     "checkpoint": 1599,  # 1,400
     "train": 2012,  # 1,550
     "fault_tolerance": 1112,  # 600
-    "verify": 2032,  # 2,000
+    "verify": 2033,  # 2,000
     "launch": 2135,  # 1,950
-    "report": 2290,  # 2,050
-    "commands": 3444,  # 2,300
-    "plan": 1502,  # 1,800
+    "report": 2300,  # 2,050
+    "commands": 3447,  # 2,300
+    "plan": 1505,  # 1,800
 }
 
 
