@@ -46,8 +46,45 @@ QUICK_LAYOUTS = (
 )
 
 
+# Left out by default, run by `.ci/run` with `pytest -m "long and not slow"`: what takes long and whose kind a shorter
+# test of the default suite covers. Layouts of four ranks in the matrix are long too.
+LONG = (
+    "config/test_fuzz.py",
+    "equivalence/test_random.py",
+    "launch/test_cells.py::test_changed_config_is_refused",
+    "launch/test_cells.py::test_failed_run_is_listed_and_retried_by_class",
+    "launch/test_cells.py::test_sweep_goes_on_after_a_failed_cell_and_shows_all",
+    "launch/test_compare.py",
+    "launch/test_extend.py::test_an_extended_run_is_the_longer_run_bitwise",
+    "launch/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
+    "launch/test_flight.py",
+    "launch/test_nan_hunt.py",
+    "launch/test_replicas.py",
+    "launch/test_secrets.py",
+    "launch/test_stuck.py",
+    "plan/test_tune.py",
+    "slurm/test_accidents.py",
+    "slurm/test_failures.py",
+    "slurm/test_owners.py",
+    "slurm/test_preemption.py",
+    "slurm/test_sweeps.py",
+    "train/test_diffusion.py::test_every_layout_learns_what_one_process_learns",
+    "train/test_experts_run.py",
+    "train/test_fake.py",
+    "train/test_image_text.py::test_every_layout_learns_what_one_process_learns",
+    "train/test_image_text.py::test_other_decoders_and_rings_learn_it_too",
+    "train/test_lora.py::test_every_layout_learns_what_one_process_learns",
+    "train/test_per_step.py",
+    "train/test_policy.py::test_policies_are_the_same_on_every_layout",
+    "train/test_policy.py::test_preferences_are_the_same_on_every_layout",
+    "train/test_registries.py",
+    "train/test_reshard.py",
+    "train/test_torture.py",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Mark the quick tests. Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time
+    """Mark the quick and the long tests. Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time
     would slow each other down.
     """
     for item in items:
@@ -55,6 +92,9 @@ def pytest_collection_modifyitems(items):
         layout = item.path.name == "test_layouts.py" and item.callspec.id in QUICK_LAYOUTS
         if (layout or place.startswith(QUICK)) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
+        of_four = item.path.name == "test_layouts.py" and place.startswith("equivalence/") and item.callspec.params["case"].ranks > 2
+        if of_four or f"{place}::{getattr(item, 'originalname', item.name)}".startswith(LONG):
+            item.add_marker(pytest.mark.long)
     files = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
