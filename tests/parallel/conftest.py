@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan_hydra.job.ranks import DEGREES
 from titan_hydra.parallel import build_mesh
-from titan_hydra.parallel.mesh import ORDER
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def world():
 
     def join(degrees, rank=0):
         leave()
-        ranks = math.prod(getattr(degrees, name) for name in ORDER)
+        ranks = math.prod(getattr(degrees, name) for name in DEGREES)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         return build_mesh(degrees, "cpu")
 

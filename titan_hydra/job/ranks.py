@@ -6,7 +6,8 @@ import os
 
 from titan_hydra.config.schema import Job
 
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+# The dimensions of the mesh in their order; tp is innermost: its ranks are on one node, where links are fastest.
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def world_size(job: Job) -> int:

@@ -14,9 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.private import concatenate, flatten
 from titan_hydra.config.schema import Parallelism
-
-# tp innermost: its ranks sit on one node, where links are fastest
-ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from titan_hydra.job.ranks import DEGREES
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -88,10 +86,10 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
     sharded or replicated, so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1. A
     `sparse` model has experts: FSDP shards them over tp ranks too, which hold different tokens.
     """
-    if any(getattr(degrees, name) < 1 for name in ORDER):
+    if any(getattr(degrees, name) < 1 for name in DEGREES):
         raise ValueError(f"a degree is at least 1: {degrees}")
     sharded = degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1 or (sparse and degrees.tp > 1)
-    names = [name for name in ORDER if getattr(degrees, name) > 1 or (name == "dp_shard" and sharded)]
+    names = [name for name in DEGREES if getattr(degrees, name) > 1 or (name == "dp_shard" and sharded)]
     if not names:
         if dist.get_world_size() != 1:
             raise RuntimeError(f"all degrees are 1, but there are {dist.get_world_size()} ranks")
@@ -104,7 +102,7 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
         fsdp = _flat(world["dp_shard", "cp"], "dp_shard_cp") if degrees.cp > 1 else world["dp_shard"]
         if degrees.dp_replicate > 1:
             fsdp = concatenate([world["dp_replicate"], fsdp])
-    batch, loss, stage = (_group(world, dims) for dims in (ORDER[1:3], ORDER[1:4], ORDER[1:]))
+    batch, loss, stage = (_group(world, dims) for dims in (DEGREES[1:3], DEGREES[1:4], DEGREES[1:]))
     experts = experts_mesh(degrees, device_type) if sparse and degrees.ep * degrees.tp > 1 else None
     return Mesh(degrees, world, fsdp, batch, loss, stage, experts)
 

@@ -30,8 +30,9 @@ from titan_hydra.config import Job, from_dict, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.data.batch import Batch
 from titan_hydra.job.batches import local_batches, microbatches
+from titan_hydra.job.ranks import DEGREES
 from titan_hydra.models.init import init_weights, local_box
-from titan_hydra.parallel.mesh import ORDER, Mesh, build_mesh, local_part
+from titan_hydra.parallel.mesh import Mesh, build_mesh, local_part
 from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED, packed
@@ -305,7 +306,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
     for number, case, config in jobs:
         job = from_dict(Job, config)
         degrees = job.parallelism
-        key = (*(getattr(degrees, name) for name in ORDER), degrees.ep, job.model.sparse)
+        key = (*(getattr(degrees, name) for name in DEGREES), degrees.ep, job.model.sparse)
         try:
             if key not in meshes:
                 meshes[key] = build_mesh(degrees, device.type, job.model.sparse)
