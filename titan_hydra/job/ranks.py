@@ -6,8 +6,7 @@ import os
 
 from titan_hydra.config.schema import Job
 
-# The dimensions of the mesh in their order; tp is innermost: its ranks are on one node, where links are fastest.
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the mesh's order: ranks of tp share a node, and its fast links
 
 
 def world_size(job: Job) -> int:
