@@ -295,7 +295,7 @@ LINES = {
     "checkpoint": 1599,  # 1,400
     "train": 2012,  # 1,550
     "fault_tolerance": 1112,  # 600
-    "verify": 2033,  # 2,000
+    "verify": 2034,  # 2,000
     "launch": 2135,  # 1,950
     "report": 2300,  # 2,050
     "commands": 3447,  # 2,300
