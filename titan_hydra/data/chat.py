@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
 WINDOW = 1000
 SUFFIXES = (".jsonl", ".json")
+TRIED = 10  # seconds that a template may take on the first row, when the launcher tries it
 MARK = re.compile(r"<\|?[\w-]+\|?>")  # of a template: <|im_end|>, <start_of_turn>
 
 
@@ -258,9 +259,13 @@ def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
         lines = ConversationFiles(found[:1], bad, unknown.ROWS)
         lines = lines if len(lines) else ConversationFiles(found[:1], bad)  # it begins with blank lines
         if len(lines):
-            _refuse_unknown_marks(key, source, job, own, texts(own, source, lines.row(0)[1]))
+            with template.time_limit(TRIED):
+                first = texts(own, source, lines.row(0)[1])
+            _refuse_unknown_marks(key, source, job, own, first)
         elif len(found) == 1:
             yield Fault(f"{key}.path", path, "no row in it")
+    except template.TookTooLong:
+        yield Fault(f"{key}.chat_template", value, f"it has not ended after {TRIED} s on the first {what}; has it an endless loop?")
     except ConfigError as error:
         yield Fault(f"{key}.chat_template", value, str(error).removeprefix(f"{key}.chat_template={value}: "))
     except ValueError as error:

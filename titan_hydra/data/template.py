@@ -6,10 +6,13 @@ answer and the prompt for it must begin the conversation with the answer. Tokens
 beginning need not be the first tokens of the whole.
 """
 
+import contextlib
 import errno
 import json
 import re
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_hydra.base.errors import ConfigError
@@ -32,6 +36,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"  # around what is generated; Unicode keeps them 
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # for templates that ask: what a run learns must not depend on its day. Llama 3's takes this one by default
 TODAY = date(2024, 7, 26)
+LARGEST = 10_000_000  # of a number, or characters of a text, that a template may make by * or **
 
 Spans = list[tuple[int, int]]
 
@@ -51,6 +56,42 @@ class Generation(Extension):
         return BEGIN + caller() + END
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses products that are longer than any conversation."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute a product or a power, of a text with a number too."""
+        sizes = [len(value) if isinstance(value, str | list) else abs(value) for value in (left, right)]
+        if sizes[0] * sizes[1] > LARGEST or (operator == "**" and sizes[1] > 64):
+            raise jinja2.sandbox.SecurityError(f"a result of `{operator}` is larger than {LARGEST:,}")
+        return super().call_binop(context, operator, left, right)
+
+
+class TookTooLong(BaseException):
+    """A template has not ended in time. No Exception, as Template.render takes those for what a template refuses."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TookTooLong if the block takes longer. Only in the main thread, where signals are handled."""
+
+    def stop(*_: object) -> None:
+        raise TookTooLong
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Template:
     """A chat template with the names of its tokenizer's special tokens."""
 
@@ -58,7 +99,7 @@ class Template:
         """Compile it. `where` is its key and value, for errors. Raises ConfigError if it is no Jinja template."""
         self.where, self.source, self.names, self.tagged = where, source, names, bool(TAG.search(source))
         extensions = [Generation, "jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
         try:

@@ -235,7 +235,7 @@ def faults(*words):
     return [str(fault) for fault in checks.check(freeze(compose_unchecked(*words)))]
 
 
-def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path):
+def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path, monkeypatch):
     file, own = tmp_path / "a.jsonl", tmp_path / "own.jinja"
     file.write_text(json.dumps(GOOD) + "\n")
     words = ("data=chat", f"data.path={file}", f"data.chat_template={own}")
@@ -245,6 +245,10 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path):
     assert faults(*words)[0].startswith(f"data.chat_template={own}: it has no {{% generation %}} tags, and")
     own.write_text("{% for m in messages %}")
     assert faults(*words)[0].startswith(f"data.chat_template={own}: line 1: ")
+    monkeypatch.setattr(chat, "TRIED", 0.2)
+    own.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    assert faults(*words)[0].startswith(f"data.chat_template={own}: it has not ended after 0.2 s on the first conversation")
+    monkeypatch.undo()
     own.unlink()
     os.mkfifo(own)  # would be waited for
     assert faults(*words)[0].startswith(f"data.chat_template={own}: not a file")

@@ -218,6 +218,8 @@ def test_tokens_are_those_of_the_whole_text_also_where_a_beginning_has_others():
         ("{% for m in messages %}", "line 1: "),
         ("{{ ''.__class__.__mro__ }}", "it does what no template may: "),
         ("{{ messages.append(1) }}", "it does what no template may: "),
+        ("{{ 'x' * 10000000000 }}", "it does what no template may: a result of `\\*` is larger"),
+        ("{{ 9 ** 9999999 }}", "it does what no template may: a result of `\\*\\*` is larger"),
     ],
 )
 def test_a_template_that_is_broken_or_breaks_out_is_refused(source, line):
