@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from titan_hydra.base.errors import CheckpointError
 from titan_hydra.base.private import keep_staged, staging_executor
 from titan_hydra.base.threads import device_setter
+from titan_hydra.config.model import Model
 from titan_hydra.config.operation import Checkpoint
-from titan_hydra.config.schema import Model
 from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run

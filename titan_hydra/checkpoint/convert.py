@@ -25,8 +25,9 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
+from titan_hydra.config.model import Model
 from titan_hydra.config.registry import DATA_SOURCES, Names
-from titan_hydra.config.schema import Model, Source, Tokenizer
+from titan_hydra.config.schema import Source, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.family import families
-from titan_hydra.config.schema import Model
+from titan_hydra.config.model import Model
 from titan_hydra.models.hf import HuggingFace
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

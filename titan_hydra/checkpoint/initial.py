@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.schema import Model
+from titan_hydra.config.model import Model
 from titan_hydra.kernels.split_masters import halve_into
 from titan_hydra.models.hf import hf_of, meta_state
 from titan_hydra.models.init import local_box

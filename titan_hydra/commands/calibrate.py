@@ -9,8 +9,7 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table
 from titan_hydra.config import Fault
-from titan_hydra.config.compose import CONF
-from titan_hydra.config.files import write_text
+from titan_hydra.config.files import CONF, write_text
 from titan_hydra.config.operation import Hardware
 from titan_hydra.launch.worker import load_job
 from titan_hydra.plan import calibrate as plan

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config.compose import CONF
 from titan_hydra.config.describe import option_files
-from titan_hydra.config.files import write_text
+from titan_hydra.config.files import CONF, write_text
 from titan_hydra.config.operation import Cluster
 from titan_hydra.launch.limits import limits_of
 from titan_hydra.runs import slurm

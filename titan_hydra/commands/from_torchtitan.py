@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config.compose import CONF, compose_unchecked
+from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.fault import as_typed, as_value, did_you_mean, suggest
-from titan_hydra.config.files import ASSETS
+from titan_hydra.config.files import ASSETS, CONF
 from titan_hydra.config.load import to_dict
 from titan_hydra.runs.records import flat
 

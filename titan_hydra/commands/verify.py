@@ -11,8 +11,8 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table
 from titan_hydra.base.versions import versions
 from titan_hydra.config import Fault
-from titan_hydra.config.compose import CONF
 from titan_hydra.config.fault import suggest
+from titan_hydra.config.files import CONF
 from titan_hydra.verify.matrix import MATRIX, Case
 
 STEPS_OF_RANDOM = 4

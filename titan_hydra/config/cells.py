@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from titan_hydra.base.errors import ConfigError
 
@@ -206,7 +206,10 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
     return [list(cell) for cell in itertools.product(*choices.values())]
 
 
-def with_count(items: Sequence, done: str) -> Iterator:
+Item = TypeVar("Item")
+
+
+def with_count(items: Sequence[Item], done: str) -> Iterator[Item]:
     """Yield the items one by one. After one second, print a progress line to stderr: how many are done."""
     began = told = time.monotonic()
     terminal = sys.stderr.isatty()

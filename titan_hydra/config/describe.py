@@ -18,7 +18,8 @@ from .family import families
 from .fault import as_typed
 from .files import ASSETS, CONF, default_options, load_yaml
 from .load import changes_of, kind_of, known_keys
-from .schema import Model, default_of
+from .model import Model
+from .schema import default_of
 
 PAGE_WIDTH, HELP_WIDTH = 140, 100
 KEYS = known_keys()
@@ -87,12 +88,12 @@ def meaning(group: str) -> str:
     return GROUPS_OF_RECIPES.get(group) or KEYS[group].metadata["help"]
 
 
-def keys_of(group: str) -> dict[str, dataclasses.Field]:
+def keys_of(group: str) -> dict[str, dataclasses.Field[Any]]:
     """Return the keys of a group that take a value."""
     return {key: spec for key, spec in KEYS.items() if key.startswith(f"{group}.") and not _is_group(spec)}
 
 
-def plain_keys() -> dict[str, dataclasses.Field]:
+def plain_keys() -> dict[str, dataclasses.Field[Any]]:
     """Return the keys outside every group."""
     return {key: spec for key, spec in KEYS.items() if "." not in key and not _is_group(spec)}
 
@@ -175,11 +176,11 @@ def _type_of(key: str) -> str:
     return name.replace("None", "null").replace("typing.", "").replace("titan_hydra.config.schema.", "")
 
 
-def _is_group(spec: dataclasses.Field) -> bool:
+def _is_group(spec: dataclasses.Field[Any]) -> bool:
     return dataclasses.is_dataclass(spec.default_factory)
 
 
-def _flatten(node: dict, prefix: str) -> typing.Iterator[tuple[str, Any]]:
+def _flatten(node: dict[str, Any], prefix: str) -> typing.Iterator[tuple[str, Any]]:
     for key, value in node.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")

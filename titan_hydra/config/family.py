@@ -13,8 +13,8 @@ from typing import Any
 from titan_hydra.base.errors import ConfigError
 
 from .fault import Fault, suggest
+from .model import Model
 from .registry import REGISTRIES, Registry, resolve
-from .schema import Model
 
 OWN = tuple(f"titan_hydra.models.{family}" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "image_text", "flux"))
 

@@ -16,7 +16,7 @@ class Fault:
     key: str
     value: Any
     reason: str
-    legal: tuple = ()
+    legal: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         line = f"{shown(self.key)}={shown(as_typed(self.value))}: {shown(self.reason, 1000)}"
@@ -70,7 +70,7 @@ def shown(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 
 
-def nearest(value: Any, legal: Iterable) -> list[Any]:
+def nearest(value: Any, legal: Iterable[Any]) -> list[Any]:
     """Return the legal numbers next below and above `value`. Legal values that are not whole numbers are returned
     unchanged.
     """

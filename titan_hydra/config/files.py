@@ -113,7 +113,7 @@ def similar(pattern: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def load_yaml(file: Path) -> dict:
+def load_yaml(file: Path) -> dict[str, Any]:
     """Read a file of conf/ as plain values. The result is cached: do not change it."""
     from omegaconf import OmegaConf
 
@@ -179,7 +179,7 @@ def vocabulary_size(config: Tokenizer) -> int:
     return len(lines) + len(LLAMA3_SPECIALS)
 
 
-def size_of_hf(content: dict) -> int:
+def size_of_hf(content: dict[str, Any]) -> int:
     """Return one more than the largest id of a tokenizer.json."""
     vocabulary = content["model"]["vocab"]  # a unigram model has a list of pieces, the others a map to ids
     ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(vocabulary.values())
@@ -193,7 +193,7 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def read_json(path: Path) -> dict | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object. None if the file does not exist, is truncated or holds something else. runs/layout.py has
     those of a run.
     """

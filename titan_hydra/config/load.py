@@ -11,10 +11,11 @@ from typing import Any
 from .family import families, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
 from .field import Changes
+from .model import Model
 from .operation import Validation
 from .ranges import Interval, Text, range_of
 from .registry import Names
-from .schema import Job, Model, Source, default_of
+from .schema import Job, Source, default_of
 from .user_code import load_user_modules, require_user_modules
 
 # Keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their
@@ -26,12 +27,12 @@ HASHED_ONCE: dict[type, dict[str, Any]] = {
 }
 
 
-def to_dict(job: Any) -> dict:
+def to_dict(job: Any) -> dict[str, Any]:
     """Return a (nested) dataclass as plain dicts, lists and scalars, the form of config.json."""
     return dataclasses.asdict(job)
 
 
-def from_dict(cls: Any, data: dict) -> Any:
+def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and its model has the keys of
     its family.
 
@@ -80,7 +81,7 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
     return (None, faults) if faults else (job, [])
 
 
-def _model_faults(data: dict) -> Iterator[Fault]:
+def _model_faults(data: dict[str, Any]) -> Iterator[Fault]:
     """Give the model's section the types and defaults of its family, in place. Yields a fault for what does not suit
     it.
 
@@ -132,8 +133,8 @@ def identity(job: Job) -> str:
     return hashlib.sha256(json.dumps(_identity_part(job), sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _identity_part(node: Any) -> dict:
-    part: dict = next((dict(was) for kind, was in HASHED_ONCE.items() if isinstance(node, kind)), {})
+def _identity_part(node: Any) -> dict[str, Any]:
+    part: dict[str, Any] = next((dict(was) for kind, was in HASHED_ONCE.items() if isinstance(node, kind)), {})
     for spec in dataclasses.fields(node):
         value = getattr(node, spec.name)
         if isinstance(value, dict):
@@ -145,7 +146,7 @@ def _identity_part(node: Any) -> dict:
     return part
 
 
-def known_keys() -> dict[str, dataclasses.Field]:
+def known_keys() -> dict[str, dataclasses.Field[Any]]:
     """Return every dotted key of the schema with its field, in order, those of all families too. It is cached: do not
     change it.
     """
@@ -174,7 +175,7 @@ def _changes(key: str, models: tuple[type[Model], ...]) -> tuple[str, Changes]:
 
 
 @functools.cache
-def _keys(cls: Any, prefix: str, models: tuple[type[Model], ...]) -> dict[str, dataclasses.Field]:
+def _keys(cls: Any, prefix: str, models: tuple[type[Model], ...]) -> dict[str, dataclasses.Field[Any]]:
     keys = {}
     for spec in dataclasses.fields(cls):
         keys[prefix + spec.name] = spec
@@ -212,7 +213,7 @@ def _kind(key: str, models: tuple[type[Model], ...]) -> Any:
     return kind
 
 
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any, Any]]:
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
     """Yield every key of a job, or of a section of it, that holds a value: dotted name, field, value, and the section
     that contains it.
     """
@@ -276,7 +277,7 @@ def _entry(kind: Any) -> Any:
     return next((value for value in values if dataclasses.is_dataclass(value)), None)
 
 
-def _key_faults(cls: type, data: dict, prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
+def _key_faults(cls: type, data: dict[str, Any], prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
     """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value.
     Only the keys of `needed` must be there, if it is given: then the others, and those of sections within, get their
     defaults later.

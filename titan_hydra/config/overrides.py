@@ -14,8 +14,9 @@ from typing import Any
 from .fault import Fault, as_value, did_you_mean, quoted, shown, suggest
 from .files import CONF, default_options, unusable_options
 from .load import kind_of, known_keys, model_classes
+from .model import Model
 from .ranges import range_of
-from .schema import Job, Model
+from .schema import Job
 
 LONGEST = 20_000  # characters of an override; more takes Hydra's parser seconds, or ends it
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}

@@ -158,7 +158,7 @@ class Names(Sequence[str]):
     key.
     """
 
-    def __init__(self, registry: Registry, reads: str = "", more: tuple[str, ...] = ()) -> None:
+    def __init__(self, registry: Registry[Any], reads: str = "", more: tuple[str, ...] = ()) -> None:
         self.registry, self.reads, self.more = registry, reads, more
 
     def __getitem__(self, index: Any) -> Any:
@@ -387,7 +387,7 @@ FORMATS = Registry(
     ),
     Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False),
 )
-REGISTRIES: dict[type, Registry] = {
+REGISTRIES: dict[type, Registry[Any]] = {
     PipelineScheduleKind: PIPELINE_SCHEDULES,
     DataSourceKind: DATA_SOURCES,
     OptimizerKind: OPTIMIZERS,

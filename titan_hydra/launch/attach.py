@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.runs import checkpoints, layout, rundir
@@ -49,7 +49,7 @@ class Interrupts:
 
 
 def attach(
-    directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen | None = None, label: str = ""
+    directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen[Any] | None = None, label: str = ""
 ) -> None:
     """Watch until all ranks of the attempt have ended.
 
@@ -77,7 +77,7 @@ def attach(
     kill(attempt, parent)  # processes that remain if the parent itself was killed
 
 
-def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
+def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
     """Whether the ranks' parent is alive or, without one, any rank. A child of this process must be polled, or it
     remains a zombie.
     """
@@ -86,7 +86,7 @@ def _running(attempt: Path, parent: subprocess.Popen | None) -> bool:
     return rundir.host_of_running(attempt) is not None
 
 
-def stop(attempt: Path, parent: subprocess.Popen | None = None) -> str:
+def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
     """Send SIGTERM to every rank, through their parent if they have one. Returns a phrase for the ranks that were
     signalled.
     """
@@ -109,7 +109,7 @@ def saving(directory: Path) -> bool:
     return any(any(layout.CHECKPOINTS.of(home).glob(f"*{checkpoints.WRITING}")) for home in homes)
 
 
-def kill(attempt: Path, parent: subprocess.Popen | None = None) -> None:
+def kill(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> None:
     """Send SIGKILL to the parent's process group (ranks and their helpers) and to ranks outside it."""
     owner = layout.RANKS.read(attempt)
     group = parent.pid if parent is not None else owner["pid"] if alive(owner) else None
@@ -128,7 +128,7 @@ class Echo:
     Of a log that is already long, because the run was started earlier, only the end is printed.
     """
 
-    def __init__(self, path: Path, line) -> None:
+    def __init__(self, path: Path, line: Callable[[str], None]) -> None:
         self.path, self.line = path, line
         self.file: BinaryIO | None = None
         self.rest, self.over = b"", False
@@ -178,7 +178,7 @@ def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
 class _Terminal(_Lines):
     """Prints lines above a progress bar."""
 
-    def __init__(self, bar, task: int) -> None:
+    def __init__(self, bar: Any, task: int) -> None:
         self.bar, self.task, self.next = bar, task, 0.0
 
     def line(self, text: str) -> None:

@@ -3,12 +3,14 @@
 import errno
 import math
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.redact import redact
@@ -75,7 +77,7 @@ class Cell:
         return None if minutes is None else self.ranks * minutes / 60
 
 
-def dispatch(composed: list[tuple]) -> int:
+def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
     """Run composed cells, (configuration, overrides) each. Returns the exit status of the first cell that did not end
     well, or 0.
     """
@@ -124,7 +126,7 @@ def begin(cells: list[Cell]) -> int:
         return 130
 
 
-def read_all(composed: list[tuple]) -> tuple[list[Cell], list[str]]:
+def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
     """Type, freeze and check all cells. Returns those without faults, and the faults of the others, a line each."""
     cells, lines, notices = [], [], []
     for number, (config, overrides) in enumerate(with_count(composed, "checked"), start=1):
@@ -323,7 +325,7 @@ def _start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
         rundir.end_attempt(attempt)
 
 
-def watch(cell: Cell, attempt: Path, interrupts: Interrupts, parent=None) -> State:
+def watch(cell: Cell, attempt: Path, interrupts: Interrupts, parent: subprocess.Popen[Any] | None = None) -> State:
     """Attach to an attempt until it is over, and print how it ended."""
     with interrupts.counted():
         attach(cell.directory, attempt, cell.job.steps, interrupts, parent, f"cell {cell.number} of {cell.of}" if cell.of > 1 else "")

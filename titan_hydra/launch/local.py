@@ -39,7 +39,7 @@ LAST_MINUTE = 60
 YEAR = 365 * 24 * 60  # minutes: the limit of a job that has none
 
 
-def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen:
+def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
     executor = Executor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
@@ -56,7 +56,7 @@ class Executor(LocalExecutor):
         super().__init__(folder)
         self.paths = paths
 
-    def _submit_command(self, command: str) -> LocalJob:
+    def _submit_command(self, command: str) -> LocalJob[Any]:
         ranks, seconds = self.parameters["tasks_per_node"], 60 * self.parameters["timeout_min"]
         environment = {
             **os.environ,
@@ -182,7 +182,7 @@ class Ranks(Controller):
             layout.RANKS.write(self.folder.parent, {**this_process(), "ranks": self.ranks})
 
 
-def lighthouse(attempt: Path, silent: int) -> subprocess.Popen:
+def lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
     """Start torchft's lighthouse, which leaves out replica groups `silent` for so many seconds. It ends with this
     process.
     """

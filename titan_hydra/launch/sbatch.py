@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from submitit.slurm.slurm import SlurmExecutor
 
@@ -189,7 +190,7 @@ class SlurmBatch(SlurmExecutor):
         """Tell submitit that SLURM is available, since launch.mode=dry needs none."""
         return 1
 
-    def flags(self, shape: JobShape, cluster: Cluster) -> dict:
+    def flags(self, shape: JobShape, cluster: Cluster) -> dict[str, Any]:
         """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
         # SLURM would take %j for the job's number there too

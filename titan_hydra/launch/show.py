@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.text import table
 from titan_hydra.config.family import family_of
@@ -139,7 +139,7 @@ def result_line(directory: Path) -> str:
     )
 
 
-def lowest(result: dict) -> str:
+def lowest(result: dict[str, Any]) -> str:
     """Format the lowest held-out loss of a result, and whether its checkpoint was kept; "" if it is the last."""
     loss, step = result.get("lowest_validation_loss"), result.get("lowest_validation_step")
     if loss is None or step == result.get("steps"):

@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
 from titan_hydra.config import Job, from_dict, identity
@@ -28,6 +29,9 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
 from titan_hydra.runs.run import Run, folders_of, group_at, newest_attempt
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
 LATE = 60  # seconds until a rank must see what was written before it was started
@@ -94,7 +98,7 @@ def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
 class Log(io.FileIO):
     """A rank's output stream. On a full disk, output is lost and the run continues."""
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         """Write the data; on an error report it as written."""
         try:
             return super().write(data)
@@ -262,7 +266,7 @@ def _job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
 
 
-def _rendezvous(file: Path, place: Place, host: str):
+def _rendezvous(file: Path, place: Place, host: str) -> Store:
     """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0, on `host`, writes a free port
     to `file`.
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan_hydra.config.family import Family, decoder_flops, decoder_modules, decoder_parameters, family_of
+from titan_hydra.config.model import Model
 from titan_hydra.config.registry import register
-from titan_hydra.config.schema import Model, key
+from titan_hydra.config.schema import key
 
 if TYPE_CHECKING:
     from torch import nn

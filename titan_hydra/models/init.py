@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_hydra.config.schema import Model
+from titan_hydra.config.model import Model
 
 CHUNK = 1 << 16  # elements at a time: the int64 scratch (0.5 MiB) stays in a core's cache
 GPU_CHUNK = 1 << 22  # the same on a GPU, where 8 billion parameters in small chunks would be four million launches

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_hydra.config.attention import Call, takes_offsets
-from titan_hydra.config.schema import Model
+from titan_hydra.config.model import Model
 from titan_hydra.kernels.attention import DTYPES, SDPA
 from titan_hydra.kernels.documents import document_mask, document_offsets
 

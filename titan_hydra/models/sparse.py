@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from titan_hydra.config.family import Linear, decoder_linears
 from titan_hydra.config.fault import Fault, divisors
+from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import NATURAL, NOT_NEGATIVE, POSITIVE, WIDTH, Interval
-from titan_hydra.config.schema import Model, key
+from titan_hydra.config.schema import key
 
 EXPERTS = Interval(1, 2**16)
 

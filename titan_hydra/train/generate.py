@@ -13,7 +13,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_template, read_tokenizer_config, reader_of
 from titan_hydra.checkpoint.folder import Folder
 from titan_hydra.checkpoint.reader import Merged, Reader
-from titan_hydra.config.schema import Model
+from titan_hydra.config.model import Model
 from titan_hydra.data import tokenizer
 from titan_hydra.models.init import reset_buffers
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_hydra.config.compose import CONF
+from titan_hydra.config.files import CONF
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 
 # A model that trains in seconds with every feature that is split: grouped queries, several blocks, an uneven

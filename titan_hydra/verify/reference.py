@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_hydra.config.schema import Job, LrSchedule, Model, Optimizer
+from titan_hydra.config.model import Model
+from titan_hydra.config.schema import Job, LrSchedule, Optimizer
 from titan_hydra.data.batch import Batch
 
 Weights = dict[str, Tensor]

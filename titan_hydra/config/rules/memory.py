@@ -11,8 +11,9 @@ from pathlib import Path
 
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
+from titan_hydra.config.model import Model
 from titan_hydra.config.registry import OPTIMIZERS
-from titan_hydra.config.schema import Job, Model
+from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapter_parameters
 from titan_hydra.job.batches import local_batches, microbatch_size
 from titan_hydra.job.dtypes import GIB, SIZE, gradient_dtype

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_hydra.config.schema import Model
+from titan_hydra.config.model import Model
 
 from ..init import Normal
 from ..layers import SDPA, Decoder

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import WIDTH
-from titan_hydra.config.schema import Model, key
+from titan_hydra.config.schema import key
 from titan_hydra.models import decoder_parameters
 
 
