@@ -75,8 +75,8 @@ FAULTS = {
     ),
     "layouts forget the weight decay": (
         "train/optimizer.py",
-        "eps=config.eps, weight_decay=config.weight_decay,",
-        "eps=config.eps, weight_decay=config.weight_decay * (torch.distributed.get_world_size() == 1),",
+        "weight_decay=config.weight_decay,\n        fused",
+        "weight_decay=config.weight_decay * (torch.distributed.get_world_size() == 1),\n        fused",
     ),
     "gradients of norms pile up": (
         "train/trainer.py",
@@ -177,8 +177,8 @@ FAULTS |= {
     ),
     "packed experts have gate and up exchanged": (
         "checkpoint/folder.py",
-        '"gate_proj.weight": ("gate_up_proj", 0, 2), "up_proj.weight": ("gate_up_proj", 1, 2)',
-        '"gate_proj.weight": ("gate_up_proj", 1, 2), "up_proj.weight": ("gate_up_proj", 0, 2)',
+        '"gate_proj.weight": ("gate_up_proj", 0, 2),\n    "up_proj.weight": ("gate_up_proj", 1, 2)',
+        '"gate_proj.weight": ("gate_up_proj", 1, 2),\n    "up_proj.weight": ("gate_up_proj", 0, 2)',
         "tests/train/test_convert_experts.py",
     ),
     "pairs of rotary positions are halves": (
@@ -209,7 +209,7 @@ FAULTS |= {
         ),
         (
             "layouts have another epsilon of AdamW",
-            ("train/optimizer.py", "eps=config.eps, ", "eps=config.eps + 1e-4 * (torch.distributed.get_world_size() > 1), "),
+            ("train/optimizer.py", "eps=config.eps,", "eps=config.eps + 1e-4 * (torch.distributed.get_world_size() > 1),"),
             "float8 rowwise, fsdp 2",
             "float8 rowwise, tp 2",
             "qwen3_moe, fsdp 2, ep 2, float8 fused",
