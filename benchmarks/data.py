@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from titan_hydra import cli, data
-from titan_hydra.config import schema
+from titan_hydra.config import from_dict, schema
 from titan_hydra.data.embedded import Embedded
 
 
@@ -43,8 +43,8 @@ def write_corpus(folder: Path) -> tuple[str, str]:
 def make_job(args: argparse.Namespace, **keys) -> schema.Job:
     job = schema.Job()
     job.model.vocab_size = 4096
-    job.train.objective = "sft" if keys["name"] == "embedded_chat" else "language"
-    job.data = schema.Data(seq_len=args.seq_len, global_batch=args.global_batch, prefetch=0, **keys)
+    job.objective.name = "sft" if keys["name"] == "embedded_chat" else "language"
+    job.data = from_dict(schema.Data, {"seq_len": args.seq_len, "global_batch": args.global_batch, "prefetch": 0, **keys})
     return job
 
 

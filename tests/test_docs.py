@@ -69,11 +69,9 @@ THE_READERS_OWN = {
     "sweeps=layouts16",
     "model=squared_1b",
     "model.power",
-    "data=lines",
+    "data.at_least",
     "optimizer=adagrad",
     # a page tells how to write it
-    "lr_scheduler=steps",
-    "pp_schedule=patient",
     "precision=halves",
     "data=weighted_tokens",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_hydra.base.errors import Exit, RunError, denied
 from titan_hydra.config.fault import did_you_mean, shown, suggest
 
-from . import __version__
+from . import __version__, recipes
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
     "plan": ("titan_hydra.commands.plan", "which layouts would fit N GPUs, and how fast they would be, before any is asked for"),
@@ -32,10 +32,10 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
     "score": ("titan_hydra.commands.score", "the log-probability that the model of a run or export gives each text of a file"),
-    "sample": ("titan_hydra.commands.sample", "draw images with the model of a run or checkpoint"),
-    "data": ("titan_hydra.commands.data", "show: what chat data would teach; score: what a reference thinks of pairs; encode-images"),
+    "data": ("titan_hydra.commands.data", "show: what chat data would teach; score: what a reference thinks of pairs"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
     "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),
+    **recipes.recipe_commands(),
     "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),
 }
 

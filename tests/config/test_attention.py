@@ -80,4 +80,3 @@ def test_a_job_says_what_its_attention_is():
     assert not call_of(compose_job("data=embedded", packed, "precision=fp32"), "cpu").masked
     assert call_of(compose_job("parallelism=cp", "gpus=2")).ring
     assert not call_of(compose_job("parallelism=cp", "gpus=2", "parallelism.cp_rotate=ulysses")).ring
-    assert not call_of(compose_job("model=flux_debug", "data=synthetic_images")).causal

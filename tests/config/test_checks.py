@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan_hydra.config import from_dict
 from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.config.load import values_are_what_the_schema_takes
 from titan_hydra.config.rules import compile as rules_of_compile
 from titan_hydra.config.rules.checks import LAYOUT, RECIPE, check, degrees_fill_the_ranks
+from titan_hydra.config.source import Data
 from titan_hydra.job.freeze import freeze
 from titan_hydra.parallel import build_mesh
 
@@ -27,6 +29,8 @@ def changed(base, **values):
     job = copy.deepcopy(base)
     job.gpus = job.data.global_batch = None
     job.parallelism.dp_shard = -1
+    if "data__name" in values:
+        job.data = from_dict(Data, {"name": values["data__name"], "seq_len": job.data.seq_len, "local_batch": job.data.local_batch})
     for key, value in values.items():
         *path, last = key.split("__")
         setattr(attrgetter(".".join(path))(job) if path else job, last, value)
@@ -155,7 +159,6 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"model__ffn_dim_multiplier": 1e-9}, "model.ffn_dim_multiplier", "leaves no feed-forward"),
     ({"compile__name": "block", "compile__backend": "nosuch"}, "compile.backend", "inductor or eager"),
     ({"sweep__cell": "a"}, "sweep.cell", "belongs to no sweep"),
-    ({"data__path": "notes.txt"}, "data.path", "data=embedded does not read it; text_files or tokens"),
     ({"tokenizer__path": "t.json"}, "tokenizer.path", "tokenizer=embedded does not read it"),
     ({"cluster__comment": "a\nb"}, "cluster.comment", "must not hold control characters"),
     ({"cluster__sbatch": {"mem": "1\n#SBATCH --foo"}}, "cluster.sbatch", "control characters"),

@@ -188,10 +188,10 @@ FAULTS |= {
         "tests/train/test_convert_experts.py",
     ),
     "text is left whole on context-parallel ranks": (
-        "train/objectives/diffusion.py",
+        "recipes/flux/diffusion.py",
         '"text": Dims(sequence=1)',
         '"text": Dims()',
-        "tests/train/test_diffusion.py::test_every_layout_learns_what_one_process_learns",
+        "tests/recipes/flux/test_diffusion.py::test_every_layout_learns_what_one_process_learns",
     ),
 }
 MUON = "train/muon.py"

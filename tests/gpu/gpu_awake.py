@@ -5,9 +5,9 @@
 from dataclasses import dataclass, replace
 
 from titan_hydra.models import family_of, register
-from titan_hydra.models.flux import FluxConfig
-from titan_hydra.models.flux.model import Flux
 from titan_hydra.models.init import Normal
+from titan_hydra.recipes.flux import FluxConfig
+from titan_hydra.recipes.flux.model import Flux
 
 
 @dataclass

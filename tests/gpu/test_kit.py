@@ -271,7 +271,7 @@ class Carried:
 
 sys.meta_path = [Carried() if finder is PathFinder else finder for finder in sys.meta_path]
 import titan_hydra.launch.main, titan_hydra.launch.worker, titan_hydra.train.loop, titan_hydra.verify.verify
-import titan_hydra.checkpoint.convert, titan_hydra.train.generate, titan_hydra.train.sample, titan_hydra.train.score
+import titan_hydra.checkpoint.convert, titan_hydra.train.generate, titan_hydra.recipes.flux.sample, titan_hydra.train.score
 """
 
 

@@ -205,6 +205,6 @@ def test_only_named_values_change():
     other = change(job, ["metrics.wandb_mode=online", "+cluster.environment={A: b}", "metrics.trackers=[wandb]"])
     assert (other.metrics.wandb_mode, other.cluster.environment, other.metrics.trackers) == ("online", {"A": "b"}, ["wandb"])
     assert job.metrics.wandb_mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)
-    for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb_mode=sideways"):
+    for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb_mode=sideways", "optimizer.muon_lr=1", "model.yarn.factor=2"):
         with pytest.raises(ConfigError, match=r"^[^\n]+$"):
             change(job, [word])

@@ -11,7 +11,6 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config.compose import compose_job
 from titan_hydra.models import layers
-from titan_hydra.models.flux.model import Modulation
 from titan_hydra.models.llama3 import sharding
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.formats import float8
@@ -66,22 +65,6 @@ def test_the_head_is_never_converted(overrides):
     assert len(float8_names(model)) == 28
     assert type(model.output) in (nn.Linear, layers.TiedOutput)
     assert "output (the head)" in line
-
-
-@pytest.mark.parametrize("kernels", ["torchao", "fused"])
-def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
-    """FLUX's modulations cut what they return; with its embedders they see a row a sample: too few for the matmul of
-    its gradient.
-    """
-    model, (line, *_) = converted(compose_job("model=flux_debug", "data=synthetic_images", *EMULATED, f"precision.kernels={kernels}"))
-    plain = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Modulation)}
-    assert plain == {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and ("modulation" in name or name.split(".")[0] in ("time_in", "vector_in", "guidance_in", "output"))
-    }
-    assert "(one row a sample)" in line and "(a Modulation, with a forward of its own)" in line and "layers.*.heads.wq" in line
 
 
 def test_names_are_skipped_by_any_part_of_them():

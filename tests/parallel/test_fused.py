@@ -179,11 +179,6 @@ def test_linears_that_read_the_same_input_are_cast_together_and_the_report_names
             "w1+w3+w2 after ffn_norm, layers.*.feed_forward.shared_experts",
             "attention.wkv_a",
         ),
-        (
-            ("model=flux_debug", "model.n_kv_heads=8", "data=synthetic_images", "data.seq_len=33", "train.objective=diffusion"),
-            "cast together: none;",
-            "heads.wq",
-        ),
     ],
 )
 def test_what_cannot_be_cast_together_is_cast_by_itself(overrides, together, single):

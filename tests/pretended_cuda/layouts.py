@@ -20,14 +20,14 @@ VISION = (
     "model.n_layers=2",
     "model.vision.n_layers=1",
     "data=synthetic_image_text",
-    "train.objective=image_text",
+    "objective=image_text",
 )
 FLUX = (
     "model=flux_debug",
     "model.n_layers=4",
     "model.double_layers=2",
     "data=synthetic_images",
-    "train.objective=diffusion",
+    "objective=diffusion",
     "data.seq_len=264",
 )
 

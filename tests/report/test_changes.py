@@ -12,7 +12,7 @@ from titan_hydra.config.field import Changes
 from titan_hydra.config.load import changes_of, kind_of, known_keys
 from titan_hydra.report import compare
 from titan_hydra.report.cells import ReportCell
-from titan_hydra.runs.records import dotted_config
+from titan_hydra.runs import records
 from titan_hydra.runs.rundir import State
 
 PAGE = {  # stated here again, so that a slip in the schema is seen
@@ -22,18 +22,18 @@ PAGE = {  # stated here again, so that a slip in the schema is seen
         "model.a_stranger",
         "data.seq_len",
         "data.document_mask",
-        "data.image_patches",
+        "objective.image_patches",
         "comm.rank",
         "comm.name",
         "debug.balance_experts",
-        "train.objective",
+        "objective.name",
         "adapter.name",
         "adapter.rank",
         "adapter.alpha",
     ),
     ("learning",): (
-        "train.beta",
-        "train.clip",
+        "objective.beta",
+        "objective.clip",
         "train.imports",
         "train.sources",
         "data.train_on",
@@ -95,7 +95,7 @@ def what_differs(config: dict, key: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def flat(config):
-    return dotted_config(config)
+    return records.flat(config)
 
 
 def test_the_report_asks_the_schema_what_each_key_changes(flat):
@@ -117,11 +117,17 @@ def test_a_key_that_says_nothing_changes_what_is_learned():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("train.objective", "dpo"), ("train.beta", 0.2), ("data.train_on", "all"), ("adapter.rank", 8), ("data.chat_template", "chatml")],
+    ("key", "first", "value"),
+    [
+        ("objective.name", "language", "dpo"),
+        ("objective.beta", 0.1, 0.2),
+        ("data.train_on", "assistant", "all"),
+        ("adapter.rank", 16, 8),
+        ("data.chat_template", None, "chatml"),
+    ],
 )
-def test_what_is_learned_differs_is_refused_or_said(sweep, capsys, key, value):
-    sweep.cell("a", losses=[5.0, 4.0], result={"tokens_per_second": 100.0})
+def test_what_is_learned_differs_is_refused_or_said(sweep, capsys, key, first, value):
+    sweep.cell("a", {key: first}, losses=[5.0, 4.0], result={"tokens_per_second": 100.0}, swept=False)
     sweep.cell("b", {key: value}, losses=[5.0, 4.0], result={"tokens_per_second": 100.0}, swept=False)
     status, _, err = sweep.report(capsys)
     name = changes_of(key)[0]

@@ -31,13 +31,6 @@ def test_everything_that_must_be_equal_is_named_at_once(sweep, capsys):
     ]
 
 
-def test_a_run_of_version_0_1_differs_in_nothing_that_it_did_not_have(sweep, capsys):
-    sweep.cell("a", {"model.extra": {}}, losses=[5.0, 4.0], result=SLOW)
-    sweep.cell("b", {"model.head_dim": None, "model.ffn_dim": None, "optimizer.sgd_momentum": 0.0}, losses=[5.0, 4.0], result=SLOW)
-    status, out, err = sweep.report(capsys)
-    assert (status, err) == (0, "") and "model" not in out
-
-
 def test_what_is_allowed_is_said_under_the_table(sweep, capsys):
     sweep.cell("a", losses=[5.0, 4.0], result=SLOW)
     sweep.cell("b", {"seed": 1}, losses=[5.0, 4.0], result=FAST | {"device": "A100"}, swept=False)

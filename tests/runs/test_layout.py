@@ -19,7 +19,7 @@ OTHERS = {
     "checkpoint/convert.py",
     "checkpoint/folder.py",
     "checkpoint/initial.py",
-    "models/flux/encoders.py",
+    "recipes/flux/encoders.py",
     "commands/from_torchtitan.py",
 }
 

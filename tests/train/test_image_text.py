@@ -22,7 +22,7 @@ from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import verify
 
-BASE = ("data=synthetic_image_text", "data.seq_len=96", "data.patches=64", "data.image_patches=40")
+BASE = ("data=synthetic_image_text", "data.seq_len=96", "objective.patches=64", "objective.image_patches=40")
 SMALL = ("model.vocab_size=4096", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4")
 WHOLE = "data.document_mask=false"
 LAYOUTS = {
@@ -86,7 +86,14 @@ def test_ranks_without_images_stay_in_the_collectives(tmp_path, parallelism):
         f"{number:03}.{kind}": content for number in range(8) for kind, content in (("png", png(16, 24, number)), ("txt", text.encode()))
     }
     file = tar(tmp_path / "images.tar", images | half)
-    base = ("data=image_text", f"data.path={file}", "data.shuffle=false", "data.seq_len=128", "data.patches=32", "data.image_patches=32")
+    base = (
+        "data=image_text",
+        f"data.path={file}",
+        "data.shuffle=false",
+        "data.seq_len=128",
+        "objective.patches=32",
+        "objective.image_patches=32",
+    )
     job = compose_job(
         "debug=tiny", "model=llama3_vision_debug", *base, "data.local_batch=4", "data.global_batch=16", "gpus=4", "parallelism=fsdp"
     )
@@ -132,8 +139,8 @@ def test_images_of_any_aspect_are_read_as_by_a_plain_tower_alone(tmp_path):
         "data.shuffle=false",
         f"data.path={tar(tmp_path / 'a.tar', members)}",
         "data.seq_len=96",
-        "data.patches=72",
-        "data.image_patches=72",
+        "objective.patches=72",
+        "objective.image_patches=72",
         "data.local_batch=1",
     )
     model = models.build(job.model, job.data.seq_len)
@@ -202,8 +209,8 @@ def test_documents_of_texts_and_images_in_turn(tmp_path):
         f"data.path={tar(tmp_path / 'a.tar', members)}",
         "data.local_batch=1",
         "data.seq_len=64",
-        "data.patches=16",
-        "data.image_patches=16",
+        "objective.patches=16",
+        "objective.image_patches=16",
         "data.shuffle=false",
     )
     batch, words = data.build(job, 0, 1).next(), tokenizer.load(job.tokenizer)
@@ -247,13 +254,16 @@ def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
     [
         (
             ["model=llama3_debug"],
-            "model.family=llama3: train.objective=image_text needs a tower for images; nearest legal: llama3_vision or qwen3_vision",
+            "model.family=llama3: objective=image_text needs a tower for images; nearest legal: llama3_vision or qwen3_vision",
         ),
         (
-            ["data=synthetic", "train.objective=language", WHOLE],
-            "train.objective=language: the tower of model.family=llama3_vision learns from images alone; nearest legal: image_text",
+            ["data=synthetic", "objective=language", WHOLE],
+            "objective.name=language: the tower of model.family=llama3_vision learns from images alone; nearest legal: image_text",
         ),
-        (["data.image_patches=65", "data.patches=64"], "data.image_patches=65: more than data.patches=64 of a sample; nearest legal: 64"),
+        (
+            ["objective.image_patches=65", "objective.patches=64"],
+            "objective.image_patches=65: more than objective.patches=64 of a sample; nearest legal: 64",
+        ),
         (["model.vision.n_heads=5"], "model.vision.n_heads=5: model.vision.dim=64 cannot be split over them"),
     ],
 )

@@ -24,7 +24,7 @@ from titan_hydra.verify.matrix import LAYOUTS_IN_BF16, case, in_bf16, later_wins
 from titan_hydra.verify.verify import reference_of, verify
 
 ROOT = Path(__file__).parents[2]
-WEIGHTED = ("train.imports=[weighted]", "train.objective=weighted", "data=weighted_tokens")
+WEIGHTED = ("train.imports=[weighted]", "objective.name=weighted", "data=weighted_tokens")
 LAYOUTS = {
     "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
     "fsdp 2": (2, "parallelism=fsdp", "data.local_batch=8"),
@@ -78,23 +78,24 @@ def test_its_loss_is_the_weighted_mean(folder, run_job):
     ("words", "line"),
     [
         (
-            ["train.objective=wieghted"],
-            "train.objective=wieghted: not one of the choices; nearest legal: language or sft or dpo or policy or "
-            "image_text or diffusion or weighted",
+            ["objective.name=wieghted"],
+            f"objective.name=wieghted: not one of the choices; nearest legal: {' or '.join(OBJECTIVES)} or weighted",
         ),
         (
             ["data=synthetic"],
-            "data.name=synthetic: train.objective=weighted needs weights of each sample, which this source does not "
+            "data.name=synthetic: objective=weighted needs weights of each sample, which this source does not "
             "give; nearest legal: weighted_tokens",
         ),
         (
             ["loss=linear_cross_entropy"],
-            "loss.name=linear_cross_entropy: train.objective=weighted needs the logits; nearest legal: cross_entropy",
+            "loss.name=linear_cross_entropy: objective=weighted needs the logits; nearest legal: cross_entropy",
         ),
-        (["parallelism=tp"], "parallelism.loss_parallel=true: train.objective=weighted needs whole logits; nearest legal: false"),
+        (["objective.power=0"], "objective.power=0.0: must be more than 0"),
+        (["objective.beta=1"], "objective.beta=1: objective.name=weighted does not read it; dpo would"),
+        (["parallelism=tp"], "parallelism.loss_parallel=true: objective=weighted needs whole logits; nearest legal: false"),
         (
             ["data.document_mask=true"],
-            "data.document_mask=true: train.objective=weighted has no documents to separate; nearest legal: false",
+            "data.document_mask=true: objective=weighted has no documents to separate; nearest legal: false",
         ),
     ],
 )
@@ -106,10 +107,7 @@ def test_what_it_cannot_be_combined_with_is_one_line(folder, words, line):
 
 def test_it_is_part_of_the_run_and_the_default_is_not(folder):
     plain, weighted = compose_job("debug=tiny"), job_of(folder)
-    assert plain.train.objective == "language" and identity(plain) != identity(weighted)
-    older = to_dict(plain)
-    del older["train"]["objective"]
-    assert identity(from_dict(Job, older)) == identity(plain)
+    assert plain.objective.name == "language" and identity(plain) != identity(weighted)
     assert from_dict(Job, json.loads(json.dumps(to_dict(weighted)))) == weighted
 
 
@@ -132,7 +130,7 @@ def test_its_shapes_are_enough_for_the_fake_world(folder, tmp_path):
 
 def test_a_name_is_given_once():
     register(OBJECTIVES["language"])
-    with pytest.raises(ConfigError, match=r"train\.objective=language: this name is taken"):
+    with pytest.raises(ConfigError, match=r"objective\.name=language: this name is taken"):
         register(ObjectiveKind("language", "mine:Language"))
 
 

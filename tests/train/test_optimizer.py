@@ -12,15 +12,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
+from titan_hydra.config import from_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import LrSchedule
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.train.muon import Muon
 from titan_hydra.train.optimizer import build_optimizers, lr_factor, set_lr, step
+from titan_hydra.verify import reference
 
 
 def factors(steps, **options):
-    return [lr_factor(step, steps, LrSchedule(**options)) for step in range(1, steps + 1)]
+    return [lr_factor(step, steps, from_dict(LrSchedule, options)) for step in range(1, steps + 1)]
 
 
 TABLES = [
@@ -44,6 +46,7 @@ TABLES = [
 @pytest.mark.parametrize(("options", "expected"), TABLES)
 def test_rate_over_five_steps(options, expected):
     assert factors(5, **options) == pytest.approx(expected)
+    assert [reference._rate(step, 5, from_dict(LrSchedule, options)) for step in range(1, 6)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["wsd", "cosine", "constant"])

@@ -124,7 +124,7 @@ def plain(model, tokens, learned):
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "linear_cross_entropy"])
 def test_preference_is_the_papers_formula(pairs, loss):
-    job, model, batch = built(*base("preference", pairs), "train.beta=0.3", f"loss={loss}")
+    job, model, batch = built(*base("preference", pairs), "objective.beta=0.3", f"loss={loss}")
     objective, source = build_objective(job), data.build(job, 0, 1).samples
     expected, number = torch.zeros((), dtype=torch.float64), 0
     for slot in range(4):
@@ -193,14 +193,14 @@ def test_losses_of_tokens_hold_no_logits_and_are_the_plain_ones():
     [
         (
             ["parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2"],
-            "parallelism.cp=2: train.objective=dpo sums over whole documents; nearest legal: 1",
+            "parallelism.cp=2: objective=dpo sums over whole documents; nearest legal: 1",
         ),
-        (["data.document_mask=false"], "data.document_mask=false: train.objective=dpo compares documents; nearest legal: true"),
+        (["data.document_mask=false"], "data.document_mask=false: objective=dpo compares documents; nearest legal: true"),
         (
             ["model=qwen3_moe_debug", "model.sequence_balance=0.01"],
-            "model.sequence_balance=0.01: it is scaled like a token's loss, and train.objective=dpo has none; nearest legal: 0",
+            "model.sequence_balance=0.01: it is scaled like a token's loss, and objective=dpo has none; nearest legal: 0",
         ),
-        (["train.clip=0.3"], "train.clip=0.3: train.objective=dpo does not read it; policy would; nearest legal: 0.2"),
+        (["objective.clip=0.3"], "objective.clip=0.3: objective.name=dpo does not read it; policy would"),
     ],
 )
 def test_what_cannot_hold_is_one_line(pairs, words, line):

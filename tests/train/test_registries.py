@@ -35,10 +35,11 @@ def test_one_run_with_a_source_a_tracker_an_optimizer_and_a_rate_of_ones_own(pro
     run = launch(
         project,
         "train.imports=[parts]",
-        "data=lines",
+        "data.name=lines",
         "data.path=*.txt",
+        "data.at_least=10",
         "optimizer=adagrad",
-        "lr_scheduler=steps",
+        "lr_scheduler.name=steps",
         "metrics.trackers=[csv]",
         "steps=8",
     )
@@ -47,10 +48,11 @@ def test_one_run_with_a_source_a_tracker_an_optimizer_and_a_rate_of_ones_own(pro
     run = launch(
         project,
         "train.imports=[parts]",
-        "data=lines",
+        "data.name=lines",
         "data.path=*.txt",
+        "data.at_least=10",
         "optimizer=adagrad",
-        "lr_scheduler=steps",
+        "lr_scheduler.name=steps",
         "metrics.trackers=[csv]",
         "steps=8",
     )
@@ -64,7 +66,7 @@ def test_one_run_with_a_source_a_tracker_an_optimizer_and_a_rate_of_ones_own(pro
 
 
 def test_a_pipeline_schedule_of_ones_own_runs_and_its_record_is_asked_by_the_rules(project):
-    line = ("train.imports=[parts]", "parallelism=pp", "pp_schedule=patient", "data.local_batch=8")
+    line = ("train.imports=[parts]", "parallelism=pp", "pp_schedule.name=patient", "data.local_batch=8")
     refused = launch(project, *line, "pp_schedule.microbatches=2")
     assert refused.returncode == 2 and "pp_schedule.microbatches=2: patient needs 4" in refused.stderr, refused.stderr
     run = launch(project, *line, "steps=3")
@@ -92,11 +94,11 @@ def test_a_number_format_of_ones_own_learns_the_same_on_two_layouts_and_is_not_p
 
 def test_without_the_import_the_names_are_refused_in_one_line(project):
     for arguments, text in (
-        (("data=lines",), "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]; "),
+        (("data.name=lines",), "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]; "),
         (("metrics.trackers=[csv]",), "metrics.trackers=[csv]: csv is not one of the choices"),
         (
             ("train.imports=[parts]", "optimizer=adagrad", "optimizer.beta1=0.5"),
-            "optimizer.beta1=0.5: optimizer=adagrad does not read it; adamw or muon would",
+            "optimizer.beta1=0.5: optimizer.name=adagrad does not read it; adamw or muon would",
         ),
     ):
         run = launch(project, *arguments)

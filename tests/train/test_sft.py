@@ -109,7 +109,7 @@ def test_packed_is_unpacked_token_by_token(tiny, run_job, recording, tmp_path, w
     job = tiny(
         "data=embedded_chat",
         "train.imports=[recording]",
-        "train.objective=recording",
+        "objective.name=recording",
         "validation=on",
         "validation.steps=1",
         "data.seq_len=128",

@@ -3,19 +3,16 @@ GiB.
 """
 
 import threading
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from titan_hydra import data
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.checkpoint.writer import Writer
-from titan_hydra.data.images import Caption
 from titan_hydra.observe import health
 from titan_hydra.runs.run import Run
-from titan_hydra.train import encode, trainer
+from titan_hydra.train import trainer
 
 OWN = 3  # the device of this rank
 
@@ -64,34 +61,3 @@ def test_threads_of_a_save(device, on_ranks, tiny, tmp_path, monkeypatch, name):
         assert seen.get("stage") == (None if name == "sync" else OWN)
 
     on_ranks(1, task)
-
-
-def test_images_are_encoded_in_a_stream_of_their_own(monkeypatch, tmp_path, tiny):
-    """In the step's stream, each image would wait for all kernels that are queued there."""
-    entered, seen = [], []
-
-    class Stream:
-        def __init__(self, priority):
-            self.priority = priority
-
-        def __enter__(self):
-            entered.append(self)
-
-        def __exit__(self, *_):
-            entered.pop()
-
-    tools = SimpleNamespace(device=torch.device("cuda", OWN), autoencoder=SimpleNamespace(factor=8))
-    row = {name: torch.zeros(1, 2) for name in ("mean", "std", "text", "pooled")}
-    monkeypatch.setattr(encode, "Encoders", lambda *_: tools)
-    monkeypatch.setattr(encode, "captioned", lambda _: [("image", "caption")])
-    monkeypatch.setattr(encode, "caption_of", lambda *_: Caption(np.zeros(2), np.zeros(2)))
-    monkeypatch.setattr(encode, "encoded", lambda *_: (seen.append(entered[-1].priority if entered else "the step's"), row)[1])
-    monkeypatch.setattr(encode, "CaptionedImages", lambda read, *_: read)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    model = SimpleNamespace(latent_side=lambda length: 2, text_len=4)
-    wanted = SimpleNamespace(job=SimpleNamespace(model=model, data=SimpleNamespace(seq_len=8, shuffle=True)), split="train")
-    read = encode.open_image_files("data", SimpleNamespace(encoders="", path="", caption_dropout=0.0), wanted, 0)
-    read(0)
-    assert seen == [-1]

@@ -26,8 +26,8 @@ from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
 from titan_hydra.config.model import Model
-from titan_hydra.config.registry import DATA_SOURCES, Names
-from titan_hydra.config.schema import Source, Tokenizer
+from titan_hydra.config.parts import TemplateSource
+from titan_hydra.config.schema import Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
@@ -205,13 +205,13 @@ def read_template(checkpoint: Path, config_file: Path | None = None) -> Template
     name = max(sources, key=lambda source: source.get("weight", 1)).get("chat_template") if sources else None
     if name and name not in template.BUILT_IN:
         name = _as_started(file, name)
-    return template.load_template("data", Source(name="chat", chat_template=name), read_tokenizer_config(checkpoint, config_file))
+    return template.load_template("data", TemplateSource("chat", name), read_tokenizer_config(checkpoint, config_file))
 
 
 def _with_template(section: dict) -> list[dict]:
     """Return the sources of a data section whose text a chat template makes."""
     sources = section["mixture"].values() if section.get("name") == "mixture" else [section]
-    return [source for source in sources if source.get("name") in Names(DATA_SOURCES, "chat_template")]
+    return [source for source in sources if "chat_template" in source]
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.family import families
+from titan_hydra.config.family import FAMILIES
 from titan_hydra.config.model import Model
 from titan_hydra.models.hf import HuggingFace
 
@@ -165,7 +165,7 @@ def side_of(content: dict, file: Path) -> HuggingFace:
     """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family
     has it.
     """
-    sides = [side for family in families().values() if (side := family.part("hf"))]
+    sides = [side for family in FAMILIES.values() if (side := family.part("hf"))]
     kind = content.get("model_type") or content.get("_class_name")
     found = next((side for side in sides if side.model_type == kind), None)
     if found is None:

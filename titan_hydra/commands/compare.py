@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.job.ranks import DEGREES
 from titan_hydra.runs import layout
-from titan_hydra.runs.records import dotted_config
+from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one
 
 MEASURED = ("loss", "grad_norm")
@@ -42,7 +42,7 @@ def _directory_of(target: str, runs: Path) -> Path:
 
 def configurations(a: Path, b: Path) -> Iterator[str]:
     """Yield the keys in which the configurations differ, of those that can change a loss."""
-    first, second = (dotted_config(layout.CONFIG.read(run)) for run in (a, b))
+    first, second = (flat(layout.CONFIG.read(run)) for run in (a, b))
     if not first or not second:
         yield f"configurations: {layout.CONFIG.of(b if first else a)} cannot be read"
         return

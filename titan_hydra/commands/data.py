@@ -43,30 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(score)
     score.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
     score.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
-    _add_images(commands.add_parser("encode-images", help="write latents and embeddings of captioned images, for data=encoded_images"))
-
-
-def _add_images(images: argparse.ArgumentParser) -> None:
-    """Add the options of `titan data encode-images`."""
-    images.add_argument("lines", type=Path, metavar="FILE", help='.jsonl: {"image": path beside it, "caption": text} on each line')
-    images.add_argument("target", type=Path, metavar="FOLDER", help="folder to write; new or empty")
-    images.add_argument(
-        "--encoders",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="text_encoder, text_encoder_2, vae, tokenizer, tokenizer_2, as Hugging Face has them for FLUX",
-    )
-    images.add_argument("--size", type=int, default=256, metavar="N", help="pixels along each side; the middle of an image is scaled (256)")
-    images.add_argument("--text-len", type=int, default=256, metavar="N", help="tokens of a caption: model.text_len (256)")
-    images.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="number format (bfloat16)")
-    images.add_argument("--batch", type=int, default=8, metavar="N", help="images that are encoded together (8)")
-    images.add_argument("--per-file", type=int, default=1000, metavar="N", help="images in a file (1000)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand."""
-    return {"score": _score_pairs, "encode-images": encode_images, "show": show_rows}[args.data_command](args)
+    return {"score": _score_pairs, "show": show_rows}[args.data_command](args)
 
 
 def _score_pairs(args: argparse.Namespace) -> int:
@@ -79,26 +60,6 @@ def _score_pairs(args: argparse.Namespace) -> int:
 
     rows = score(checkpoint_of(args), args.pairs, args.out, args.dtype)
     print(f"{args.out}: {rows:,} pairs")
-    return Exit.DONE
-
-
-def encode_images(args: argparse.Namespace) -> int:
-    """Encode captioned images into a folder."""
-    for name in ("size", "text_len", "batch", "per_file"):
-        if (value := getattr(args, name)) < 1:
-            raise ConfigError(str(Fault(f"--{name.replace('_', '-')}", value, "must be at least 1", legal=(1,))))
-    import torch
-
-    from titan_hydra.train.encode import encode_files
-
-    described = encode_files(
-        args.lines, args.target, args.encoders, args.size, args.text_len, getattr(torch, args.dtype), args.batch, args.per_file, print
-    )
-    side = described["shapes"]["mean"][-1] // 2
-    print(
-        f"{args.target}: {sum(described['images']):,} images; train with data=encoded_images data.path={args.target} "
-        f"model.text_len={args.text_len} data.seq_len={args.text_len + side * side}"
-    )
     return Exit.DONE
 
 
@@ -156,7 +117,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     data, size, rows = job.data, job.data.seq_len + 1, samples.reader.rows
     short = [one for one in turns if samples.takes(one)]
     long = f"{len(turns) - len(short):,} have more than data.seq_len + 1 = {size:,} tokens"
-    long += f" or data.patches={samples.patches:,} patches" if samples.patches else ""
+    long += f" or objective.patches={samples.patches:,} patches" if samples.patches else ""
     yield f"{len(samples.reader.lines):,} {rows}: {len(bad):,} cannot be used, {long}"
     yield from (f"  {line}" for line in bad[:SHOWN])
     if not short:

@@ -12,7 +12,7 @@ from titan_hydra.base.text import table
 from titan_hydra.config.fault import as_typed
 from titan_hydra.config.load import known_keys
 from titan_hydra.runs import layout, rundir
-from titan_hydra.runs.records import dotted_config
+from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one
 
 UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # by a key's name
@@ -63,7 +63,7 @@ def side(directory: Path) -> Side:
     last = layout.METRICS.last(directory)
     numbers = result or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
     environment = layout.ENV.read(directory)
-    return Side(directory.name, dotted_config(layout.CONFIG.read(directory)), environment, state.damage or state.kind, numbers)
+    return Side(directory.name, flat(layout.CONFIG.read(directory)), environment, state.damage or state.kind, numbers)
 
 
 def configuration(a: dict, b: dict) -> Iterable[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ composed.
 
 import copy
 from collections.abc import Container, Iterable
+from dataclasses import is_dataclass
 from functools import reduce
 from typing import Any
 
@@ -11,7 +12,7 @@ from titan_hydra.base.errors import ConfigError
 
 from .explain import explain
 from .fault import Fault, did_you_mean, suggest
-from .load import known_keys, values_are_what_the_schema_takes
+from .load import known_keys, no_such_key, values_are_what_the_schema_takes
 from .overrides import mistakes
 from .schema import Job
 
@@ -58,6 +59,12 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
     if key not in known_keys() or any(known.startswith(f"{key}.") for known in known_keys()):
         close = [known for known in suggest(key, known_keys()) if known != key]
         raise ConfigError(f"{key}: no such key" + did_you_mean(close))
+    section: Any = job
+    above = ""
+    for name in key.split("."):  # the schema knows it, which may be a key of another part than the job's
+        if is_dataclass(section) and not hasattr(section, name):
+            raise ConfigError(str(no_such_key(type(section), above, name, override.value(), vars(section))))
+        section, above = getattr(section, name, None), f"{above}{name}."
     try:
         OmegaConf.update(schema, key, override.value(), merge=False)
     except OmegaConfBaseException as error:

@@ -11,7 +11,7 @@ from titan_hydra.job.freeze import freeze
 
 from .explain import explain
 from .files import CONF
-from .load import read
+from .load import picking, read
 from .overrides import mistakes
 from .rules.checks import check
 from .schema import Job
@@ -35,8 +35,8 @@ def register_schema() -> None:
         return Cells(hydra_context.config_loader, task_function, config)
 
     schema = OmegaConf.structured(Job)
-    # a family's own keys are typed by `read`, once the user's modules are imported
-    OmegaConf.set_struct(schema.model, False)
+    for name in picking():  # a part's own keys are typed by `read`, once the user's modules are imported
+        OmegaConf.set_struct(schema[name], False)
     ConfigStore.instance().store(name="schema", node=schema)
     plugins: Any = Plugins.instance()
     # Hydra would take a sweeper of our own from a package called hydra_plugins only

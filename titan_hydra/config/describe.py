@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .family import families
 from .fault import as_typed
 from .files import ASSETS, CONF, default_options, load_yaml
-from .load import changes_of, kind_of, known_keys
-from .model import Model
+from .load import changes_of, kind_of, known_keys, owners
 from .schema import default_of
 
 PAGE_WIDTH, HELP_WIDTH = 140, 100
@@ -122,21 +120,12 @@ def _settings(group: str, file: Path) -> dict[str, Any]:
 def _key_item(key: str) -> str:
     spec = KEYS[key]
     notes = [f"changes {changes_of(key)[1]}"] if spec.metadata["identity"] else ["*not in the hash*"]
-    if owners := families_of(key):
-        notes.append(f"of family {', '.join(owners)}")
+    if parts := owners(key):
+        notes.append(f"of {', '.join(parts)}")
     if spec.metadata["only"]:
         notes.append(f"read by {', '.join(spec.metadata['only'])}")
     head = f"- `{key}`: {_values_of(key)}; {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
     return _wrap(f"{head} {_sentence(spec.metadata['help'])}", PAGE_WIDTH, "", "  ")
-
-
-def families_of(key: str) -> list[str]:
-    """Return the names of the families that a key of the model belongs to; none if all have it."""
-    group, _, name = key.partition(".")
-    name = name.partition(".")[0]
-    if group != "model" or name in (spec.name for spec in dataclasses.fields(Model)):
-        return []
-    return [family.name for family in families().values() if name in (spec.name for spec in dataclasses.fields(family.config))]
 
 
 def _values_of(key: str) -> str:

@@ -5,7 +5,6 @@ The package's own families stand in folders of titan_hydra/models and register t
 (`train.imports`) do.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,7 @@ from titan_hydra.base.errors import ConfigError
 from .fault import Fault, suggest
 from .model import Model
 from .registry import REGISTRIES, Registry, resolve
-
-OWN = tuple(f"titan_hydra.models.{family}" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "image_text", "flux"))
+from .registry import register as register  # a family's folder needs this import alone
 
 
 def decoder_modules(config: Model) -> list[str]:
@@ -133,20 +131,6 @@ FAMILIES: Registry[Family] = Registry("model.family")
 REGISTRIES[Family] = FAMILIES  # so that `register` takes families too
 
 
-def families() -> dict[str, Family]:
-    """Return all families that are registered, the package's own first, whichever was imported first."""
-    for module in OWN:
-        importlib.import_module(module)
-    return dict(
-        sorted(
-            FAMILIES.items(),
-            key=lambda item: next(
-                (place for place, module in enumerate(OWN) if item[1].config.__module__.startswith(f"{module}.")), len(OWN)
-            ),
-        )
-    )
-
-
 def family_of(config: Model) -> Family:
     """Return the family of a model. Raises ConfigError if there is none of that name."""
     return family_named(config.family)
@@ -154,11 +138,11 @@ def family_of(config: Model) -> Family:
 
 def family_named(name: Any) -> Family:
     """Return a family by its name. Raises ConfigError if there is none."""
-    if name not in FAMILIES and name not in families():
+    if name not in FAMILIES:
         raise ConfigError(str(unknown_family(name)))
     return FAMILIES[name]
 
 
 def unknown_family(name: Any) -> Fault:
     """Return the fault of a name that no family has."""
-    return Fault("model.family", name, "no such model", legal=suggest(str(name), families()) or tuple(families()))
+    return Fault("model.family", name, "no such model", legal=suggest(str(name), FAMILIES) or tuple(FAMILIES))

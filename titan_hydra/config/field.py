@@ -18,18 +18,18 @@ def key(
     only: Sequence[str] = (),
     identity: bool = True,
     choices: Sequence[str] = (),
-    late: bool = False,
     changes: Changes | None = None,
+    entry: type | None = None,
 ) -> Any:
     """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the
     value.
 
-    Range and choices apply to each element where the key is a list or a table. `late` fields were added after the first
-    release: they are not hashed while at their default, so that earlier runs keep their identity. `changes` says what
-    another value changes: what is learned, the work of a step (what it computes, or how long it takes), both, the
-    samples of the held-out loss, or only the technique; `changes_of` (load.py) says what None means.
+    Range and choices apply to each element where the key is a list or a table; `entry` is the dataclass of a table's
+    values. `changes` says what another value changes: what is learned, the work of a step (what it computes, or how
+    long it takes), both, the samples of the held-out loss, or only the technique; `changes_of` (load.py) says what None
+    means.
     """
-    metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "late": late, "changes": changes}
+    metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "changes": changes, "entry": entry}
     if default is ...:
         return field(default="???", metadata=metadata)
     if callable(default):

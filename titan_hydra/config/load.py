@@ -4,27 +4,32 @@ import dataclasses
 import functools
 import hashlib
 import json
+import pickle
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .family import families, family_named, unknown_family
+from .family import FAMILIES, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
 from .field import Changes
 from .model import Model
 from .operation import Validation
 from .ranges import Interval, Text, range_of
-from .registry import Names
-from .schema import Job, Source, default_of
+from .registry import DATA_SOURCES, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, Names, Registry
+from .schema import Job, LrSchedule, Objective, Optimizer, default_of
+from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
-# Keys that were hashed once and are no more: as if at their defaults of then, so that runs without them keep their
-# hash.
-HASHED_ONCE: dict[type, dict[str, Any]] = {
-    Model: {"extra": {}},
-    Validation: {"name": "off", "interval": 100, "steps": 10},
-    Source: {"validation_path": None, "validation_split": "validation"},
+# The sections that have the keys of the part which one of their keys picks: that key, and the parts by name.
+PICKED: dict[Any, tuple[str, Registry[Any]]] = {
+    Model: ("family", FAMILIES),
+    Data: ("name", DATA_SOURCES),
+    Part: ("name", DATA_SOURCES),
+    Objective: ("name", OBJECTIVES),
+    Optimizer: ("name", OPTIMIZERS),
+    LrSchedule: ("name", LR_SCHEDULES),
 }
+Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
 
 
 def to_dict(job: Any) -> dict[str, Any]:
@@ -33,32 +38,46 @@ def to_dict(job: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: Any, data: dict[str, Any]) -> Any:
-    """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and its model has the keys of
-    its family.
+    """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and a section has the keys of
+    the part that it picks.
 
-    Raises KeyError for a missing key and TypeError for an unknown one: config.json is written by this program, not by
-    hand. Raises ConfigError if a module cannot be imported or the family is not registered.
+    Raises KeyError for a missing section and TypeError for an unknown key: config.json is written by this program, not
+    by hand. Raises ConfigError if a module cannot be imported or the family is not registered.
     """
     if cls is Job:
         require_user_modules(data["train"]["imports"])
-    if cls is Model:
-        cls = family_named(data["family"]).config
     if cls is Validation and data["name"] == "off":
-        return cls()  # files of earlier versions hold another interval, which nothing reads
-    hints = _hints(cls)
+        return cls()  # an option of `data` may have set its steps, which nothing reads
+    cls = typed(cls, data)
     values = dict(data)
-    if issubclass(cls, Model):
-        values |= values.pop("extra", {})  # of version 0.1: the keys of a user's family
-    # which a file of an earlier version lacks
-    late = {spec.name for spec in dataclasses.fields(cls) if spec.metadata["late"]}
-    for name, kind in hints.items():
-        if name in late and name not in values:
-            continue
+    for spec in dataclasses.fields(cls):
+        kind, entry = _hints(cls)[spec.name], spec.metadata["entry"]
         if dataclasses.is_dataclass(kind):
-            values[name] = from_dict(kind, values[name])
-        elif entry := _entry(kind):
-            values[name] = {key: from_dict(entry, value) for key, value in values[name].items()}
+            values[spec.name] = from_dict(kind, values[spec.name])
+        elif entry and spec.name in values:
+            values[spec.name] = {name: from_dict(entry, value) for name, value in values[spec.name].items()}
     return cls(**values)
+
+
+def typed(section: Any, values: dict[str, Any]) -> Any:
+    """Return the dataclass of a section with these values: with the keys of the part that it picks, if it picks one.
+    Raises ConfigError if there is no such family.
+    """
+    if section is Model:
+        return family_named(values["family"]).config
+    if section not in PICKED:
+        return section
+    pick, parts = PICKED[section]
+    record = parts.get(values.get(pick))
+    return section if record is None else _joined(section, record.config)
+
+
+@functools.cache
+def _joined(section: Any, own: Any) -> Any:
+    """Return a section's dataclass with the keys of a part."""
+    if own is None or issubclass(own, section):
+        return own or section
+    return dataclasses.make_dataclass(f"{section.__name__}Of{own.__name__}", [], bases=(section, own))
 
 
 def read(config: Any) -> tuple[Job | None, list[Fault]]:
@@ -73,7 +92,7 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
         data: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         return None, [Fault(error.full_key, _as_written(config, error.full_key), str(error).splitlines()[0])]
-    faults = list(_model_faults(data)) or list(_key_faults(Job, data, ""))
+    faults = list(_part_faults(data)) or list(_key_faults(Job, data, ""))
     if faults:
         return None, faults
     job = from_dict(Job, data)
@@ -81,17 +100,14 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
     return (None, faults) if faults else (job, [])
 
 
-def _model_faults(data: dict[str, Any]) -> Iterator[Fault]:
-    """Give the model's section the types and defaults of its family, in place. Yields a fault for what does not suit
-    it.
+def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
+    """Give each section that picks a part the types and defaults of that part's keys, in place. Yields a fault for what
+    does not suit it.
 
-    Hydra composes the section before the user's modules are imported, so it takes any key there.
+    Hydra composes these sections before the user's modules are imported, so it takes any key there.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    train, section = data.get("train"), data.get("model")
-    if not isinstance(train, dict) or not isinstance(train.get("imports"), list) or not isinstance(section, dict):
+    train = data.get("train")
+    if not isinstance(train, dict) or not isinstance(train.get("imports"), list):
         return  # `_key_faults` names the key that is missing
     if not all(isinstance(module, str) for module in train["imports"]):
         yield Fault("train.imports", train["imports"], "must be a list of words, not of lists or tables")
@@ -99,21 +115,49 @@ def _model_faults(data: dict[str, Any]) -> Iterator[Fault]:
     if faults := load_user_modules(train["imports"]):
         yield from faults
         return
-    if (name := section.get("family")) not in families():
-        yield unknown_family(name)
+    for name, section in picking().items():
+        if isinstance(data.get(name), dict):
+            yield from _type_section(section, data, name, f"{name}.", train["imports"])
+    mixture = data["data"].get("mixture") if isinstance(data.get("data"), dict) else None
+    for name, part in mixture.items() if isinstance(mixture, dict) else ():
+        if isinstance(part, dict):
+            yield from _type_section(Part, mixture, name, f"data.mixture.{name}.", train["imports"])
+        else:
+            yield Fault(f"data.mixture.{name}", part, "needs its keys; it cannot be a single value")
+
+
+def _type_section(section: Any, above: dict[str, Any], name: str, prefix: str, imports: list[str]) -> Iterator[Fault]:
+    """Replace a section that picks a part, in the table `above` it, by its typed values. Yields what does not suit."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    values, (pick, parts) = above[name], PICKED[section]
+    picked = values.get(pick)
+    if section is Model and picked not in parts:
+        yield unknown_family(picked)
         return
-    cls = families()[name].config
-    if faults := list(_key_faults(cls, section, "model.", needed=_hints(Model))):
+    choices = section.__dataclass_fields__[pick].metadata["choices"]
+    if isinstance(picked, str) and picked != "???" and choices and picked not in choices:
+        yield _not_a_choice(prefix + pick, picked, picked, choices, imports)
+        return
+    cls = typed(section, values)
+    if faults := list(_key_faults(cls, values, prefix, needed=_hints(section))):
         yield from faults
         return
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(cls), section)
+        above[name] = pickle.loads(_typed_values(cls, pickle.dumps(values)))
     except OmegaConfBaseException as error:
-        key = f"model.{error.full_key}"
-        value = functools.reduce(lambda node, part: node[part], error.full_key.split("."), section)
-        yield Fault(key, value, str(error).splitlines()[0])
-        return
-    data["model"] = OmegaConf.to_container(typed)
+        value = functools.reduce(lambda node, part: node[part], error.full_key.split("."), values)
+        yield Fault(f"{prefix}{error.full_key}", value, str(error).splitlines()[0])
+
+
+@functools.lru_cache(1000)
+def _typed_values(cls: Any, values: bytes) -> bytes:
+    """Return the values of a section with the types and defaults of its dataclass; both pickled. OmegaConf needs
+    milliseconds for it, and the cells of a sweep have most sections in common.
+    """
+    from omegaconf import OmegaConf
+
+    return pickle.dumps(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(cls), pickle.loads(values))))
 
 
 def _as_written(config: Any, key: str) -> Any:
@@ -134,23 +178,23 @@ def identity(job: Job) -> str:
 
 
 def _identity_part(node: Any) -> dict[str, Any]:
-    part: dict[str, Any] = next((dict(was) for kind, was in HASHED_ONCE.items() if isinstance(node, kind)), {})
+    part: dict[str, Any] = {}
     for spec in dataclasses.fields(node):
         value = getattr(node, spec.name)
         if isinstance(value, dict):
             value = {key: _identity_part(entry) if dataclasses.is_dataclass(entry) else entry for key, entry in value.items()}
         if dataclasses.is_dataclass(value):
-            part |= {spec.name: inner} if (inner := _identity_part(value)) or not spec.metadata["late"] else {}
-        elif spec.metadata["identity"] and not (spec.metadata["late"] and value == default_of(spec)):
+            part[spec.name] = _identity_part(value)
+        elif spec.metadata["identity"]:
             part[spec.name] = value
     return part
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
-    """Return every dotted key of the schema with its field, in order, those of all families too. It is cached: do not
+    """Return every dotted key of the schema with its field, in order, those of all parts too. It is cached: do not
     change it.
     """
-    return _keys(Job, "", model_classes())
+    return _keys(Job, "", _sections())
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
@@ -158,15 +202,15 @@ def changes_of(key: str) -> tuple[str, Changes]:
     keys, else the key.
 
     A key below a name of the user's own (data.mixture.web.weight) counts as the key above. One outside the hash changes
-    the technique, unless it says something else; one that no schema knows, as of a user's family, what its section
+    the technique, unless it says something else; one that no schema knows, as of a user's part, what its section
     does.
     """
-    return _changes(key, model_classes())
+    return _changes(key, _sections())
 
 
 @functools.cache
-def _changes(key: str, models: tuple[type[Model], ...]) -> tuple[str, Changes]:
-    known, parts = _keys(Job, "", models), key.split(".")
+def _changes(key: str, sections: Sections) -> tuple[str, Changes]:
+    known, parts = _keys(Job, "", sections), key.split(".")
     names = [name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in known] or [key]
     if names[0] in known and not known[names[0]].metadata["identity"] and not known[names[0]].metadata["changes"]:
         return names[0], "technique"
@@ -175,42 +219,69 @@ def _changes(key: str, models: tuple[type[Model], ...]) -> tuple[str, Changes]:
 
 
 @functools.cache
-def _keys(cls: Any, prefix: str, models: tuple[type[Model], ...]) -> dict[str, dataclasses.Field[Any]]:
+def _keys(cls: Any, prefix: str, sections: Sections) -> dict[str, dataclasses.Field[Any]]:
     keys = {}
     for spec in dataclasses.fields(cls):
         keys[prefix + spec.name] = spec
         kind = _hints(cls)[spec.name]
         if dataclasses.is_dataclass(kind):
-            inners: tuple[Any, ...] = models if kind is Model else (kind,)
-            for inner in inners:
-                for name, field in _keys(inner, f"{prefix}{spec.name}.", models).items():
-                    keys.setdefault(name, field)  # what all families share is said once
+            for inner in dict(sections).get(kind, (kind,)):
+                for name, field in _keys(inner, f"{prefix}{spec.name}.", sections).items():
+                    keys.setdefault(name, field)  # what all parts share is said once
     return keys
 
 
-def model_classes() -> tuple[type[Model], ...]:
-    """Return the keys that all families share, then those of each."""
-    return (Model, *dict.fromkeys(family.config for family in families().values()))
+def picking() -> dict[str, Any]:
+    """Return the sections of a job that pick a part, by name."""
+    return {name: section for name, section in _hints(Job).items() if section in PICKED}
+
+
+def _sections() -> Sections:
+    """Return the dataclasses that may type each section which picks a part: its own, then those with a part's keys."""
+    return tuple(
+        (section, (section, *dict.fromkeys(_joined(section, record.config) for record in parts.values() if record.config)))
+        for section, (_, parts) in PICKED.items()
+    )
+
+
+def owners(key: str) -> list[str]:
+    """Return the names of the parts that bring a key; none if it belongs to the section whatever part is picked."""
+    group, _, name = key.partition(".")
+    section, name = picking().get(group), name.partition(".")[0]
+    return [] if section is None or name in _hints(section) else _parts_with(section, name)
+
+
+def _parts_with(section: Any, name: str) -> list[str]:
+    """Return the names of the parts that bring a section this key."""
+    return [part for part, record in PICKED[section][1].items() if record.config and name in _hints(record.config)]
 
 
 def kind_of(key: str) -> Any:
     """Return the type of a dotted key, also of one below a name of the user's own; None if there is no such key."""
-    return _kind(key, model_classes())
+    return _kind(key, _sections())[0]
+
+
+def holder_of(key: str) -> tuple[Any, str]:
+    """Return the innermost dataclass that a dotted key stands in, and the rest of the key there."""
+    return _kind(key, _sections())[1:]
 
 
 @functools.cache
-def _kind(key: str, models: tuple[type[Model], ...]) -> Any:
-    kind: Any = Job
-    for part in key.split("."):
-        if kind is Model:
-            kind = next((hints[part] for hints in map(_hints, models) if part in hints), None)
-        elif dataclasses.is_dataclass(kind):
-            kind = _hints(kind).get(part)
+def _kind(key: str, sections: Sections) -> tuple[Any, Any, str]:
+    kind, entry, holder, rest = Job, None, Job, key
+    for place, part in enumerate(parts := key.split(".")):
+        if dataclasses.is_dataclass(kind):
+            candidates = dict(sections).get(kind, (kind,))
+            holder = next((cls for cls in candidates if part in _hints(cls)), None)
+            if holder is None:
+                return None, kind, part
+            rest, spec = ".".join(parts[place:]), holder.__dataclass_fields__[part]
+            kind, entry = _hints(holder)[part], spec.metadata["entry"]
         elif typing.get_origin(kind) is dict:
-            kind = typing.get_args(kind)[1]
+            kind, entry = entry or typing.get_args(kind)[1], None
         elif kind is not Any:
-            return None
-    return kind
+            return None, holder, rest
+    return kind, holder, rest
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
@@ -239,16 +310,20 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
             if isinstance(element, list | dict):
                 yield Fault(key, value, "must be a list of words, not of lists or tables")
             elif choices and element not in choices:
-                reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
-                if isinstance(choices, Names) and not suggest(str(element), choices):
-                    reason += f"; one of your own needs train.imports={as_typed([*job.train.imports, 'ITS_MODULE'])}"
-                yield Fault(key, value, reason, tuple(choices))
+                yield _not_a_choice(key, value, element, choices, job.train.imports)
             elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
                 yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
         if only and section.name not in only and value != default_of(spec):
             group = key.rpartition(".")[0]
             chosen = group if "." not in group else f"{group}.name"
             yield Fault(key, value, f"{chosen}={section.name} does not read it; {' or '.join(only)} would")
+
+
+def _not_a_choice(key: str, value: Any, element: Any, choices: Sequence[str], imports: list[str]) -> Fault:
+    reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
+    if isinstance(choices, Names) and not suggest(str(element), choices):
+        reason += f"; one of your own needs train.imports={as_typed([*imports, 'ITS_MODULE'])}"
+    return Fault(key, value, reason, tuple(choices))
 
 
 def elements(value: Any) -> Iterator[Any]:
@@ -271,13 +346,7 @@ def _types(cls: Any) -> dict[str, Any]:
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)
 
 
-def _entry(kind: Any) -> Any:
-    """Return the dataclass of a dict's values, as in dict[str, Part]; None if there is none."""
-    values = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
-    return next((value for value in values if dataclasses.is_dataclass(value)), None)
-
-
-def _key_faults(cls: type, data: dict[str, Any], prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
+def _key_faults(cls: Any, data: dict[str, Any], prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
     """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value.
     Only the keys of `needed` must be there, if it is given: then the others, and those of sections within, get their
     defaults later.
@@ -285,18 +354,23 @@ def _key_faults(cls: type, data: dict[str, Any], prefix: str, needed: dict[str, 
     hints = _hints(cls)
     for name, value in data.items():
         if name not in hints:
-            # of a model's family, which need not be those of other families
-            own = (f"{prefix}{name}" for name in hints)
-            yield Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, own if issubclass(cls, Model) else known_keys()))
+            yield no_such_key(cls, prefix, name, value, data)
         elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
-            inner = families()[value["family"]].config if hints[name] is Model else hints[name]
-            yield from _key_faults(inner, value, f"{prefix}{name}.", None if needed is None else {})
+            yield from _key_faults(typed(hints[name], value), value, f"{prefix}{name}.", None if needed is None else {})
         elif dataclasses.is_dataclass(hints[name]):
             yield Fault(prefix + name, value, "needs its keys; it cannot be a single value")
-        elif (entry := _entry(hints[name])) and isinstance(value, dict):
-            for key, inner in value.items():
-                yield from _key_faults(entry, inner, f"{prefix}{name}.{key}.")
         elif value == "???":
             yield Fault(prefix + name, value, "no value given")
     for name in (hints if needed is None else needed).keys() - data.keys():
         yield Fault(prefix + name, None, "is needed and cannot be deleted")
+
+
+def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, Any]) -> Fault:
+    """Return the fault of a key that a section does not have; a section with a part need not have those of others."""
+    section = next((section for section in PICKED if issubclass(cls, section)), None)
+    if section is None:
+        return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
+    pick, readers = PICKED[section][0], _parts_with(section, name)
+    if readers and section is not Model:  # families have many keys in common, by other names too
+        return Fault(prefix + name, value, f"{prefix}{pick}={data.get(pick)} does not read it; {' or '.join(readers)} would")
+    return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, [f"{prefix}{own}" for own in _hints(cls)]))

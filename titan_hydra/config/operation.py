@@ -26,7 +26,6 @@ class Checkpoint:
         "save whenever a validation gives the lowest held-out loss so far, and never delete that checkpoint",
         only=("sync", "async", "async_pinned"),
         identity=False,
-        late=True,
     )
     first_step: bool = key(False, "save step 1 too: shows at once whether checkpoints can be written", identity=False)
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
@@ -39,7 +38,6 @@ class Checkpoint:
     exclude_from_loading: list[str] = key(
         lambda: [*LOADED],
         "what is not loaded from initial_load_path: optimizer (its moments), data (the position in it), lr_scheduler (the step number)",
-        late=True,
         choices=LOADED,
     )
 
@@ -106,35 +104,28 @@ class FaultTolerance:
     name: str = key(
         "off",
         "how replica groups learn together: they average weights now and then, or sum gradients at every step",
-        late=True,
         choices=("off", "local_sgd", "diloco", "torchft"),
     )
-    replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED, late=True)
-    sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"), late=True)
+    replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED)
+    sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"))
     fragments: int = key(
-        1, "parts of the model, by layers, that meet in turn, each every sync_every steps", COUNT, only=("local_sgd", "diloco"), late=True
+        1, "parts of the model, by layers, that meet in turn, each every sync_every steps", COUNT, only=("local_sgd", "diloco")
     )
     outer_lr: float = key(
         0.7,
         "diloco: learning rate of the outer SGD, whose gradient is the average change of the groups' weights",
         POSITIVE,
         only=("diloco",),
-        late=True,
     )
-    outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", BELOW_ONE, only=("diloco",), late=True)
-    timeout_seconds: int = key(
-        30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED, identity=False, late=True
-    )
-    max_restarts: int = key(
-        3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED, identity=False, late=True
-    )
+    outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", BELOW_ONE, only=("diloco",))
+    timeout_seconds: int = key(30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED, identity=False)
+    max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED, identity=False)
     lighthouse: str | None = key(
         None,
         "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
         ADDRESS,
         only=("torchft",),
         identity=False,
-        late=True,
     )
 
 
@@ -216,7 +207,6 @@ class Debug:
     balance_experts: bool = key(
         False,
         "give every expert the same number of tokens, whatever the router says: for benchmarks alone",
-        late=True,
         changes="learning and work",
     )
     trace_activations: bool = key(

@@ -13,10 +13,8 @@ from typing import Any
 
 from .fault import Fault, as_value, did_you_mean, quoted, shown, suggest
 from .files import CONF, default_options, unusable_options
-from .load import kind_of, known_keys, model_classes
-from .model import Model
+from .load import PICKED, holder_of, kind_of, known_keys
 from .ranges import range_of
-from .schema import Job
 
 LONGEST = 20_000  # characters of an override; more takes Hydra's parser seconds, or ends it
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}
@@ -68,7 +66,7 @@ def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> lis
 
     Options are looked up in `folders`; syntax that only Hydra understands is not checked.
     """
-    # may bring a family with keys of its own
+    # may bring a part with keys of its own
     own = len(folders) > 1 or any("train.imports" in text for text in overrides)
     files = [line for folder in folders[1:] for line in unusable_options(folder)]
     found = (_mistake(text, folders, own) for text in overrides)
@@ -102,15 +100,15 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
         values = [getattr(value, "text", value) for value in islice(override.sweep_iterator(), 1000)]
     else:
         values = []
-    if override.package is not None or (own and key.startswith("model.") and kind_of(key) is None):
-        return None  # `read` knows the keys of the family that was chosen
+    if override.package is not None or (own and kind_of(key) is None and holder_of(key)[0] in PICKED):
+        return None  # `read` knows the keys of the part that was picked
     if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
             return f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
         return next(filter(None, (_wrong_option(key, value, add, folders) for value in values)), None)
     if override.is_delete() and kind_of(key) is not None:
         return f"~{key}: every key is needed; give it another value with {key}=VALUE" if key in known_keys() else None
-    return next(filter(None, (_wrong_value(key, value, override, folders) for value in values)), None)
+    return next(filter(None, (_wrong_value(key, value, override, folders, own) for value in values)), None)
 
 
 def _unreadable(text: str, error: BaseException) -> str:
@@ -156,7 +154,7 @@ def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
     return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
 
 
-def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path]) -> str | None:
+def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], own: bool) -> str | None:
     """Return what is wrong with a key or with the value given to it; None if nothing is."""
     kind, add = kind_of(key), override.is_add() or override.is_force_add()
     if kind is None:
@@ -168,13 +166,13 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path]) -
     if not add and key not in known_keys():
         return f"{key}: names of your own are added with a plus, as +{shown(override.input_line)}"
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return next(filter(None, (_wrong_value(f"{key}.{name}", inner, override, folders) for name, inner in value.items())), None)
+        return next(filter(None, (_wrong_value(f"{key}.{name}", inner, override, folders, own) for name, inner in value.items())), None)
     if dataclasses.is_dataclass(kind):
         first = dataclasses.fields(kind)[0].name
         return f"{key}={shown(str(value))}: is a group of keys, which are set one by one, as {key}.{first}=VALUE"
     group, _, last = key.rpartition(".")
     names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")}) if last == "name" and group else []
-    if names and isinstance(value, str) and value not in names:
+    if names and not own and isinstance(value, str) and value not in names:
         return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
     if _fits(key, value):
         return None
@@ -215,22 +213,17 @@ def _fits(key: str, value: Any) -> bool:
 
     if kind_of(key) is bool and isinstance(value, int) and value not in (0, 1):
         return False
+    section, name = holder_of(key)
     try:
-        OmegaConf.update(_scratch(key), key, value, force_add=True)
+        OmegaConf.update(_structured(section), name, value, force_add=True)
     except (OmegaConfBaseException, ValueError):
         return False
     return True
 
 
-def _scratch(key: str) -> Any:
-    """Return a typed configuration in which values of a key can be tried; its model is of a family that has the key."""
-    name = key.split(".")[1] if key.startswith("model.") else "name"
-    model: Any = next(cls for cls in model_classes() if name in (spec.name for spec in dataclasses.fields(cls)))
-    return _structured(model)
-
-
 @functools.cache
-def _structured(model: Any) -> Any:
+def _structured(section: Any) -> Any:
+    """Return a typed configuration in which values of a section's keys can be tried."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.structured(Job(model=model()) if model is not Model else Job)
+    return OmegaConf.structured(section)

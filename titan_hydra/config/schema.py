@@ -2,8 +2,9 @@
 these keys.
 
 `key(default, help, range)` describes a field: a number always has a range, text without one is a line that is not
-empty, and a key with choices or of type bool needs none. `only` names the options of the group that read the key: with
-any other it must stay at its default. `identity=False` marks what may change without making it another experiment
+empty, and a key with choices or of type bool needs none. A section whose `name` (of a model: `family`) picks a part has
+the keys of that part beside its own here (parts.py, load.PICKED). `only` names the options of another group that read
+the key: with any other it must stay at its default. `identity=False` marks what may change without making it another experiment
 (where it runs, how it is logged): such a field is left out of the hash that names the run directory. `changes` says
 what another value of the key changes, and so which runs may be compared: "learning", "work" (what a step computes or
 how long it takes), both, "held-out loss" (the samples that it is measured on, and nothing of the training), or
@@ -18,7 +19,7 @@ from typing import Any
 from .field import key
 from .model import Model
 from .operation import Checkpoint, Cluster, Comm, Debug, FaultTolerance, Hardware, Launch, Metrics, Paths, Profiling, Sweep, Validation
-from .ranges import BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
+from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
 from .registry import FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, Names
 from .source import Data
 from .source import Part as Part
@@ -99,19 +100,16 @@ class Precision:
         "torchao",
         "what casts to Float8: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise only)",
         choices=("torchao", "fused"),
-        late=True,
     )
     skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
 
 
 @dataclass
 class Adapter:
-    name: str = key("none", "what is trained beside a model that stays as it is", choices=("none", "lora"), late=True)
-    rank: int = key(16, "lora: width of the two thin matrices of a linear", Interval(1, 65_536), only=("lora",), late=True)
-    alpha: float = key(32.0, "lora: the product of the two matrices is scaled by alpha / rank", POSITIVE, only=("lora",), late=True)
-    linears: list[str] = key(
-        list, "lora: names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD, only=("lora",), late=True
-    )
+    name: str = key("none", "what is trained beside a model that stays as it is", choices=("none", "lora"))
+    rank: int = key(16, "lora: width of the two thin matrices of a linear", Interval(1, 65_536), only=("lora",))
+    alpha: float = key(32.0, "lora: the product of the two matrices is scaled by alpha / rank", POSITIVE, only=("lora",))
+    linears: list[str] = key(list, "lora: names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD, only=("lora",))
 
 
 @dataclass
@@ -124,9 +122,6 @@ class Compile:
 class Optimizer:
     name: str = key("adamw", "optimizer", choices=Names(OPTIMIZERS))
     lr: float = key(3e-4, "peak learning rate", NOT_NEGATIVE)
-    beta1: float = key(0.9, "decay of AdamW's first moment", BELOW_ONE, only=Names(OPTIMIZERS, "beta1"))
-    beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE, only=Names(OPTIMIZERS, "beta2"))
-    eps: float = key(1e-8, "AdamW's epsilon", NOT_NEGATIVE, only=Names(OPTIMIZERS, "eps"))
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only", NOT_NEGATIVE)
     decay_matrices_only: bool = key(False, "no weight decay for norms and biases (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
@@ -135,28 +130,19 @@ class Optimizer:
         "the optimizer's float32 weights: whole, or split into the bfloat16 weights that the model computes with "
         "and 16 bits beside each, which saves up to 4 bytes per parameter",
         choices=("whole", "split"),
-        late=True,
         changes="technique",
     )
-    muon_lr: float = key(
-        0.02,
-        "optimizer=muon: learning rate of the matrices; everything else takes AdamW with lr",
-        NOT_NEGATIVE,
-        only=Names(OPTIMIZERS, "muon_lr"),
-    )
-    muon_momentum: float = key(0.95, "optimizer=muon: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "muon_momentum"))
-    sgd_momentum: float = key(0.0, "optimizer=sgd: momentum", BELOW_ONE, only=Names(OPTIMIZERS, "sgd_momentum"), late=True)
 
 
 @dataclass
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=Names(LR_SCHEDULES))
     warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate", NATURAL)
-    decay_ratio: float = key(
-        0.1, "wsd: share of the steps over which the rate decays at the end", SHARE, only=Names(LR_SCHEDULES, "decay_ratio")
-    )
-    decay_type: str = key("linear", "wsd: shape of the decay", only=Names(LR_SCHEDULES, "decay_type"), choices=("linear", "sqrt", "cosine"))
-    min_factor: float = key(0.0, "the rate ends at this share of its peak", SHARE, only=Names(LR_SCHEDULES, "min_factor"))
+
+
+@dataclass
+class Objective:
+    name: str = key("language", "what a sample is, which of its elements count, and the loss", choices=Names(OBJECTIVES))
 
 
 @dataclass
@@ -185,22 +171,7 @@ class Train:
         WORD,
     )
     sources: str | None = key(
-        None, "digest of the files of train.imports and of what they import from the same folder; filled in by launch.py", WORD, late=True
-    )
-    objective: str = key(
-        "language",
-        "what is learned: what a sample is, which of its elements count, and the loss",
-        late=True,
-        choices=Names(OBJECTIVES),
-        changes="learning and work",
-    )
-    beta: float = key(0.1, "objective dpo: how strongly the model is held to its reference model", POSITIVE, late=True)
-    clip: float = key(
-        0.2,
-        "objective policy: a token gives no gradient once its probability has changed by more than this share in the "
-        "direction of its advantage",
-        POSITIVE,
-        late=True,
+        None, "digest of the files of train.imports and of what they import from the same folder; filled in by launch.py", WORD
     )
     gc_interval: int = key(
         50, "steps between Python's garbage collections, on all ranks at the same step; none happen in between", COUNT, identity=False
@@ -221,10 +192,11 @@ class Job:
     pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work", changes="technique")
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing", changes="technique")
     precision: Precision = key(Precision, "number formats", changes="technique")
-    adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", late=True, changes="learning and work")
+    adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", changes="learning and work")
     compile: Compile = key(Compile, "torch.compile, of each block or the whole model", changes="technique")
     optimizer: Optimizer = key(Optimizer, "how gradients change the weights", changes="learning")
     lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time", changes="learning")
+    objective: Objective = key(Objective, "what is learned of a sample", changes="learning and work")
     loss: Loss = key(Loss, "what is minimized", changes="technique")
     data: Data = key(Data, "training data")
     tokenizer: Tokenizer = key(Tokenizer, "text to tokens", changes="learning")
@@ -233,15 +205,13 @@ class Job:
     metrics: Metrics = key(Metrics, "what is logged and where to")
     profiling: Profiling = key(Profiling, "traces of some steps")
     comm: Comm = key(Comm, "process groups and their time limits", changes="learning and work")
-    fault_tolerance: FaultTolerance = key(
-        FaultTolerance, "replica groups, which go on when one of them dies", late=True, changes="learning"
-    )
+    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which go on when one of them dies", changes="learning")
     cluster: Cluster = key(Cluster, "where it runs")
-    hardware: Hardware = key(Hardware, "the device that predictions are for: what it holds and how fast it is", late=True)
+    hardware: Hardware = key(Hardware, "the device that predictions are for: what it holds and how fast it is")
     debug: Debug = key(Debug, "checks and traces that slow a run down")
-    train: Train = key(Train, "modules of your own, the objective, garbage collection")
+    train: Train = key(Train, "modules of your own, garbage collection")
     launch: Launch = key(Launch, "what launch.py does with the cell")
-    sweep: Sweep = key(Sweep, "the sweep that the cell belongs to", late=True)
+    sweep: Sweep = key(Sweep, "the sweep that the cell belongs to")
     paths: Paths = key(Paths, "folders")
 
 

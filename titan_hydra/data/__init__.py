@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
+from titan_hydra.config.parts import HubSource, TextSource
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
+from titan_hydra.config.source import FileSource
 
 if TYPE_CHECKING:
     from .loader import Loader, Samples
@@ -54,7 +56,7 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
         samples: Samples = Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed)
     else:
         samples = _samples("data", data, wanted, seed)
-    objective = resolve(OBJECTIVES[job.train.objective].build)(job)
+    objective = resolve(OBJECTIVES[job.objective.name].build)(job)
     collate = functools.partial(objective.batch, separators=samples.separators)
     return Loader(samples, wanted.slots, global_batch, signature, collate, data.prefetch, wanted.bad)
 
@@ -116,7 +118,7 @@ def open_embedded(key: str, source: schema.Source, wanted: Wanted, seed: int) ->
     return Embedded(wanted.split)
 
 
-def open_text_files(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
+def open_text_files(key: str, source: TextSource, wanted: Wanted, seed: int) -> Documents:
     """Open files of text."""
     from .files import path_of
     from .text import TextFiles
@@ -124,14 +126,14 @@ def open_text_files(key: str, source: schema.Source, wanted: Wanted, seed: int) 
     return TextFiles(*path_of(key, source, wanted.split), source.text_key, wanted.global_batch)
 
 
-def open_hub(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
+def open_hub(key: str, source: HubSource, wanted: Wanted, seed: int) -> Documents:
     """Open a dataset of the Hugging Face hub, or of a local folder."""
     from .text import Hub
 
     return Hub(key, source, source.split if wanted.split == "train" else source.validation_split, wanted.global_batch)
 
 
-def open_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
+def open_tokens(key: str, source: FileSource, wanted: Wanted, seed: int) -> Samples:
     """Open files of token ids."""
     from .files import path_of
     from .items import TokenFiles

@@ -23,6 +23,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.files import expand
+from titan_hydra.config.parts import ConversationSource, TemplateSource
 
 from . import files, template, unknown
 from .conversations import Conversation, ConversationFiles, parse
@@ -165,7 +166,7 @@ class Chat:
         if long and epoch == 0:
             where, tokens = long[0]
             name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
-            images = f", or data.patches={self.patches} patches" if self.patches else ""
+            images = f", or objective.patches={self.patches} patches" if self.patches else ""
             self.bad.add(
                 BadShard(
                     name,
@@ -207,7 +208,7 @@ def first_fit(turns: list[Turns], size: int, patches: int = 0) -> list[list[Turn
     return packed
 
 
-def open_chat(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
+def open_chat(key: str, source: ConversationSource, wanted: Wanted, seed: int) -> Chat:
     """Open the conversations of data=chat or data=embedded_chat."""
     own = template.load_template(key, source, wanted.job.tokenizer)
     return Chat(key, ConversationReader(open_rows(key, source, wanted), own, wanted.tokenizer, source.train_on), wanted, seed)
@@ -222,26 +223,26 @@ def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFi
     return lines
 
 
-def faults(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def faults(key: str, source: ConversationSource, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation.
     Imports no torch.
     """
     return faults_of_first(key, source, job, "conversation", _texts)
 
 
-def warnings_of_chat(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def warnings_of_chat(key: str, source: ConversationSource, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about what the tokenizer does not know."""
     return warnings_of_first(key, source, job, _texts)
 
 
-def _texts(own: template.Template, source: schema.Source, line: bytes) -> list[str]:
+def _texts(own: template.Template, source: ConversationSource, line: bytes) -> list[str]:
     return [own.spans(parse(line), source.train_on)[0]]
 
 
-Texts = Callable[[template.Template, schema.Source, bytes], list[str]]
+Texts = Callable[[template.Template, Any, bytes], list[str]]
 
 
-def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
+def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
     """Yield what is wrong with the template, or with the first row, which is called `what`. `texts` applies the
     template to a row.
     """
@@ -273,7 +274,7 @@ def faults_of_first(key: str, source: schema.Source, job: schema.Job, what: str,
             yield Fault(f"{key}.path", path, f"its first {what}: {error}")
 
 
-def _refuse_unknown_marks(key: str, source: schema.Source, job: schema.Job, own: template.Template, texts: list[str]) -> None:
+def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own: template.Template, texts: list[str]) -> None:
     """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`): what is learned would
     mostly be the unknown token.
     """
@@ -293,7 +294,7 @@ def _refuse_unknown_marks(key: str, source: schema.Source, job: schema.Job, own:
             )
 
 
-def warnings_of_first(key: str, source: schema.Source, job: schema.Job, texts: Texts) -> Iterator[Fault]:
+def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: Texts) -> Iterator[Fault]:
     """Yield a warning if the tokenizer does not know much of the first rows. Rows that cannot be used are left out."""
 
     def of_file(file: Path) -> Iterator[str]:

@@ -13,10 +13,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import schema
 from titan_hydra.config.fault import did_you_mean
 from titan_hydra.config.files import ASSETS, expand, kind, missing, similar, unread
 from titan_hydra.config.registry import DATA_SOURCES
@@ -46,7 +45,7 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
     return sorted(usable + [file for file in missing(path, files) if not suffixes or kind(file) in suffixes])
 
 
-def path_of(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
+def path_of(key: str, source: Any, split: str) -> tuple[str, str | None]:
     """Return the key that gives the files of a split, and its value."""
     if source.name == "embedded_chat":
         return f"{key}.name", str(ASSETS / "chat" / f"{split}.jsonl")

@@ -1,6 +1,6 @@
 """Images with text as samples: documents in which texts and images alternate, packed by their tokens and patches.
 
-Each image keeps its aspect: it is scaled down to `data.image_patches` patches if it has more, and has exactly as many
+Each image keeps its aspect: it is scaled down to `objective.image_patches` patches if it has more, and has exactly as many
 tokens as patches. The size of an image is read from its header, so every rank knows all lengths, and decodes only the
 images of its own samples.
 """
@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.source import FileSource
 
 from . import files, unknown
 from .chat import Chat, ConversationReader, Turns
@@ -140,7 +141,7 @@ class ImageReader(ConversationReader):
 
     @property
     def signature(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer.sha256, "patch": self.side, "data.image_patches": self.most}
+        return {"tokenizer": self.tokenizer.sha256, "patch": self.side, "objective.image_patches": self.most}
 
     def turns(self, number: int) -> Illustrated:
         where, members = self.lines.row(number)
@@ -268,8 +269,8 @@ class ImageSamples(Chat):
 
     def __init__(self, reader: ImageReader, wanted: Wanted, seed: int):
         super().__init__("data", reader, wanted, seed)
-        self.side, self.patches = reader.side, wanted.job.data.patches
-        self.signature |= {"data.patches": self.patches}
+        self.side, self.patches = reader.side, cast(Any, wanted.job.objective).patches
+        self.signature |= {"objective.patches": self.patches}
 
     def _filled(self, together: list[Any]) -> dict[str, np.ndarray]:
         arrays = empty_images(self.seq_len + 1, self.patches, self.side)
@@ -302,7 +303,7 @@ def empty_images(length: int, patches: int, side: int) -> dict[str, np.ndarray]:
     }
 
 
-def open_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
+def open_image_text(key: str, source: FileSource, wanted: Wanted, seed: int) -> ImageSamples:
     """Open the tars of data=image_text. Raises ConfigError if there is no sample in them."""
     place = files.path_of(key, source, wanted.split)
     rows = TarRows(files.require(*place, (".tar",)), wanted.bad)
@@ -313,8 +314,8 @@ def open_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) 
 
 def _sizes(wanted: Wanted) -> tuple[int, int]:
     """Return the side of a patch, and the most patches of an image."""
-    model: Any = wanted.job.model  # of a family with a tower: a rule holds that
-    return model.vision.patch, wanted.job.data.image_patches
+    job: Any = wanted.job  # of a family with a tower, and of its objective: a rule holds that
+    return job.model.vision.patch, job.objective.image_patches
 
 
 def draw_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
@@ -323,19 +324,24 @@ def draw_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) 
 
 
 def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
-    """Yield a fault if images cannot be read here, or never fit. Imports no torch."""
+    """Yield a fault if images cannot be read here. Imports no torch."""
     if importlib.util.find_spec("PIL") is None:
         yield Fault(f"{key}.name", source.name, "needs pillow to read images: pip install pillow")
-    if job.data.image_patches > job.data.patches:
+
+
+def room_for_images(job: schema.Job) -> Iterator[Fault]:
+    """Yield a fault if an image may have more patches than a sample has room for. Imports no torch."""
+    objective: Any = job.objective
+    if objective.image_patches > objective.patches:
         yield Fault(
-            "data.image_patches",
-            job.data.image_patches,
-            f"more than data.patches={job.data.patches} of a sample",
-            legal=(job.data.patches,),
+            "objective.image_patches",
+            objective.image_patches,
+            f"more than objective.patches={objective.patches} of a sample",
+            legal=(objective.patches,),
         )
 
 
-def warnings_of_captions(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def warnings_of_captions(key: str, source: FileSource, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about texts that the tokenizer does not know. Imports no torch."""
     return unknown.warning(f"{key}.path", source.path, job.tokenizer, lambda: unknown.of_some(source.path, (".tar",), _first_texts))
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.parts import PairSource
 
 from .chat import Chat, ConversationReader, Turns, faults_of_first, open_rows, warnings_of_first
 from .conversations import Conversation, ConversationFiles, conversation, record_of
@@ -119,7 +120,7 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) in (int, float) and math.isfinite(number) for number in value)
 
 
-def open_preference(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
+def open_preference(key: str, source: PairSource, wanted: Wanted, seed: int) -> Chat:
     """Open the pairs of data=preference."""
     template = load_template(key, source, wanted.job.tokenizer)
     return Chat(key, PairReader(open_rows(key, source, wanted), template, wanted.tokenizer), wanted, seed)
@@ -130,7 +131,7 @@ def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) ->
     return Chat(key, RolloutReader(open_rows(key, source, wanted), wanted.tokenizer, wanted.job.model.vocab_size), wanted, seed)
 
 
-def faults_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def faults_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the template or with the first pair. Imports no torch."""
 
     def scored(template: Template, source: schema.Source, line: bytes) -> list[str]:
@@ -142,7 +143,7 @@ def faults_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterato
     return faults_of_first(key, source, job, "row", scored)
 
 
-def warnings_of_pairs(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def warnings_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about what the tokenizer does not know."""
     return warnings_of_first(key, source, job, _texts)
 

@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.files import ASSETS, home, similar, tokenizer_file
+from titan_hydra.config.parts import TemplateSource
 
 from .conversations import Conversation
 from .tokenizer import special_names
@@ -192,7 +193,7 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def load_template(key: str, source: schema.Source, tokenizer: schema.Tokenizer) -> Template:
+def load_template(key: str, source: TemplateSource, tokenizer: schema.Tokenizer) -> Template:
     """Load the template of a source: a built-in one, a file, or the tokenizer's own. Raises ConfigError if there is
     none.
     """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import schema
+from titan_hydra.config.parts import HubSource
 
 from . import files
 from .shards import BadShard
@@ -37,7 +37,7 @@ class TextFiles:
 class Hub:
     """Shards of a streaming dataset as units; with fewer shards than slots, every n-th row of a shard."""
 
-    def __init__(self, key: str, data: schema.Source, split: str, slots: int):
+    def __init__(self, key: str, data: HubSource, split: str, slots: int):
         """Open the dataset. Raises ConfigError with the library's message if the dataset, its subset or split is not
         available.
         """

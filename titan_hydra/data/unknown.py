@@ -12,6 +12,8 @@ from pathlib import Path
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import expand, home, kind
+from titan_hydra.config.parts import HubSource, TextSource
+from titan_hydra.config.source import FileSource
 
 from . import files
 from .embedded import Embedded
@@ -92,26 +94,21 @@ def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path],
     return chain.from_iterable(map(texts, found[:: -(-len(found) // FILES) or 1]))
 
 
-def in_files(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def in_files(key: str, source: TextSource, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about files of text."""
-    yield from _in_rows(key, source, job.tokenizer, files.TEXT_SUFFIXES, source.text_key)
+    yield from in_rows(key, source, job.tokenizer, files.TEXT_SUFFIXES, source.text_key)
 
 
-def in_folder(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
+def in_folder(key: str, source: HubSource, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about a data set in a local folder. What lies on the hub is not looked at."""
     if source.path and home(source.path).is_dir():
-        yield from _in_rows(key, source, job.tokenizer, ROWS_OF_TEXT, source.text_key)
+        yield from in_rows(key, source, job.tokenizer, ROWS_OF_TEXT, source.text_key)
 
 
-def in_captions(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about captions that the second text encoder, T5, does not know. CLIP's tokenizer has tokens of
-    bytes.
-    """
-    words = schema.Tokenizer(name="hf", path=str(home(source.encoders or "") / "tokenizer_2" / "tokenizer.json"))
-    yield from _in_rows(key, source, words, (".jsonl",), "caption")
-
-
-def _in_rows(key: str, source: schema.Source, tokenizer: schema.Tokenizer, suffixes: tuple[str, ...], column: str) -> Iterator[Fault]:
+def in_rows(
+    key: str, source: FileSource | HubSource, tokenizer: schema.Tokenizer, suffixes: tuple[str, ...], column: str
+) -> Iterator[Fault]:
+    """Yield a warning about the column of the rows of a source's files."""
     return warning(
         f"{key}.path",
         source.path,

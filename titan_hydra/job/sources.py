@@ -1,11 +1,13 @@
 """The data sources of a job, and the shares of a mixture's."""
 
-from titan_hydra.config.source import Data, Source
+from typing import Any
+
+from titan_hydra.config.source import Data
 
 PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to whole samples of it
 
 
-def data_sources(data: Data) -> dict[str, Source]:
+def data_sources(data: Data) -> dict[str, Any]:
     """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
     return {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)} if data.name == "mixture" else {"data": data}
 

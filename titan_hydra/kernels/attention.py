@@ -99,7 +99,7 @@ class OneLayout(torch.autograd.Function):
 
     torch keeps one graph of cuDNN's backward for the layout of q, k and v, with the strides of the first gradient that
     it sees; for one of other strides it reads the wrong elements, without an error, or raises one (repaired by pytorch
-    #191576, after 2.13). FLUX's two kinds of blocks are such a pair.
+    #191576, after 2.13). Two kinds of blocks in one model can be such a pair.
     """
 
     @staticmethod

@@ -44,7 +44,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if last:
             fully_shard(last, **options, reshard_after_forward=always)
     fully_shard(module, **options, reshard_after_forward=reshard)
-    # FSDP warns of modules that return views, as heads under tp and FLUX's modulations: nothing here changes an output
+    # FSDP warns of modules that return views, as heads under tp and modulations: nothing here changes an output
     # in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if mesh.degrees.ep > 1:

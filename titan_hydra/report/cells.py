@@ -20,7 +20,7 @@ from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import key_of
 from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
-from titan_hydra.runs.records import dotted_config
+from titan_hydra.runs.records import flat
 from titan_hydra.runs.rundir import State, inspect_all
 from titan_hydra.runs.view import short_names
 
@@ -320,7 +320,7 @@ def read_cell(chosen: RunCell, now: State) -> ReportCell:
         unreadable.append(layout.ENV.name)
     return replace(
         cell,
-        config=dotted_config(layout.CONFIG.read(chosen.directory)),
+        config=flat(layout.CONFIG.read(chosen.directory)),
         env=environment,
         result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {},
         columns=columns_of(rows),

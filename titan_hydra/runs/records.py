@@ -2,12 +2,8 @@
 
 import os
 import socket
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
-
-from titan_hydra.config.load import kind_of, known_keys
-from titan_hydra.config.schema import default_of
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -16,21 +12,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
     return leaves
-
-
-def dotted_config(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config.json holds, by dotted key. Keys that are younger than the run, as one of version 0.1, have
-    their defaults.
-    """
-    found = flat(content)
-    if found.get("model.extra") == {}:  # every run of version 0.1 has it
-        del found["model.extra"]
-    younger = {
-        key: default_of(spec)
-        for key, spec in known_keys().items()
-        if key not in found and (spec.metadata["late"] or not spec.metadata["identity"]) and not is_dataclass(kind_of(key))
-    }
-    return younger | found if found else {}
 
 
 def this_process() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titan_hydra.base.private import foreach_div, scales_gradients
+from titan_hydra.config.parts import SGD, AdamW, Decay, MuonAndAdamW, StableDecay
 from titan_hydra.config.registry import LR_SCHEDULES, OPTIMIZERS, resolve
 from titan_hydra.config.schema import LrSchedule, Optimizer
 from titan_hydra.parallel.mesh import Mesh, local_part
@@ -26,12 +27,12 @@ def build_optimizers(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[to
     return optimizers
 
 
-def adamw(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
+def adamw(model: nn.Module, config: AdamW, mesh: Mesh) -> list[torch.optim.Optimizer]:
     """Build AdamW for all parameters."""
     return [_adamw(list(model.parameters()), config)]
 
 
-def muon(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
+def muon(model: nn.Module, config: MuonAndAdamW, mesh: Mesh) -> list[torch.optim.Optimizer]:
     """Build Muon for the matrices of the blocks, stacked ones too, and AdamW for the rest."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
@@ -42,7 +43,7 @@ def muon(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Op
     return optimizers
 
 
-def sgd(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
+def sgd(model: nn.Module, config: SGD, mesh: Mesh) -> list[torch.optim.Optimizer]:
     """Build SGD for all parameters. It is not fused: torch shards no fused SGD."""
     return [
         torch.optim.SGD(
@@ -51,7 +52,7 @@ def sgd(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Opt
     ]
 
 
-def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
+def _adamw(parameters: list[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
     return (SplitAdamW if config.masters == "split" else torch.optim.AdamW)(
         _groups(parameters, config),
         lr=config.lr,
@@ -111,17 +112,17 @@ def constant(step: int, steps: int, config: LrSchedule) -> float:
     return 1.0
 
 
-def cosine(step: int, steps: int, config: LrSchedule) -> float:
+def cosine(step: int, steps: int, config: Decay) -> float:
     """Return half a cosine, from the end of the warm-up to the last step."""
     return _decay(step, steps, config, steps - config.warmup_steps, "cosine")
 
 
-def wsd(step: int, steps: int, config: LrSchedule) -> float:
+def wsd(step: int, steps: int, config: StableDecay) -> float:
     """Return the peak rate until the last `decay_ratio` of the steps, then a decay of the configured shape."""
     return _decay(step, steps, config, round(steps * config.decay_ratio), config.decay_type)
 
 
-def _decay(step: int, steps: int, config: LrSchedule, decay_steps: int, shape: str) -> float:
+def _decay(step: int, steps: int, config: Decay, decay_steps: int, shape: str) -> float:
     """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more followed, so that the last
     still learns.
     """

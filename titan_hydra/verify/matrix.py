@@ -70,8 +70,8 @@ DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
 # A difference in the last bit of float32 rounds some value to the other of two neighbours in 8 bits, an eighth apart at
-# most; it grows.
-EIGHT_BITS = {"loss": 5e-5, "norm": 2e-4, "weights": 0.2}
+# most; it grows. One such value is 1.5e-5 of a gradient under context parallelism.
+EIGHT_BITS = {"loss": 5e-5, "norm": 2e-4, "gradients": 1e-4, "weights": 0.2}
 ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32"), **EIGHT_BITS}
 FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
@@ -100,13 +100,13 @@ LATENT = (
 )
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
 # Products and gradients round to 8 bits, differently where other ranks hold other tokens; sums do not round.
-BF16 = {"loss": 1e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
+BF16 = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 # Over ten steps a tied model in bf16 parts from itself in float64 by 1.3e-3 of the loss and 8e-3 of the norm, on one
 # process as on two.
 TIED = {"loss": 5e-4, "norm": 6e-3}
 HALVED = ("precision=bf16", "optimizer.masters=split")
 SPLIT = BF16 | {"base": HALVED}
-IMAGES = ("data=synthetic_image_text", "data.seq_len=48", "data.patches=24", "data.image_patches=20", "model.vocab_size=4096")
+IMAGES = ("data=synthetic_image_text", "data.seq_len=48", "objective.patches=24", "objective.image_patches=20", "model.vocab_size=4096")
 LAYOUTS_IN_BF16 = (("tp 2", 2, "tp"), ("pp 2", 2, "pp"), ("fsdp 4, tp 2", 4, "fsdp_tp"))
 
 
@@ -333,7 +333,7 @@ MATRIX = [
     # Other objectives, adapters and families. The gradients of the tower's norms are small sums of large terms: they
     # differ by 3.3e-2.
     # The loss is a mean over the assistant's tokens alone: one process parts from itself by 8e-5, in another order of sums.
-    *in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096", loss=2e-4),
+    *in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096"),
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
     *in_bf16("llama3_vision", "model=llama3_vision_debug", *IMAGES, gradients=0.05, norm=2e-3),
     *in_bf16("qwen3_vision", "model=qwen3_vision_debug", "model.head_dim=16", *IMAGES, gradients=0.05, norm=2e-3, slow=True),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from titan_hydra.config.model import Model
-from titan_hydra.config.schema import Job, LrSchedule, Optimizer
+from titan_hydra.config.parts import AdamW, MuonAndAdamW
+from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
 
 Weights = dict[str, Tensor]
@@ -260,24 +261,23 @@ def frequency(i: int, half: int, model: Model) -> float:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _rate(step: int, steps: int, config: LrSchedule) -> float:
-    """Return the share of the peak learning rate at a step, counted from 1: warm-up, stable, decay as in TorchTitan
-    0.2.2.
-    """
-    warm = config.warmup_steps
-    decay = min(steps - warm, steps - warm if config.name == "cosine" else round(steps * config.decay_ratio))
-    stable = steps + 1 - warm - decay
-    if step <= warm:
-        return step / warm
-    if config.name == "constant" or step <= warm + stable:
+def _rate(step: int, steps: int, config: Any) -> float:
+    """Return the share of the peak learning rate at a step, counted from 1, as in TorchTitan 0.2.2."""
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    if config.name == "constant":
         return 1.0
-    progress = (step - warm - stable) / decay
+    rest = steps - config.warmup_steps
+    decay = rest if config.name == "cosine" else min(rest, round(steps * config.decay_ratio))
+    if (begun := step - (steps + 1 - decay)) <= 0:
+        return 1.0
+    progress = begun / decay
     shape = "cosine" if config.name == "cosine" else config.decay_type
     left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}[shape]
     return config.min_factor + (1 - config.min_factor) * left
 
 
-def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, factor: float, config: Optimizer) -> None:
+def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, factor: float, config: Any) -> None:
     """Apply one step of the parameter's optimizer, in place."""
     decays = weight.dim() > 1 or not config.decay_matrices_only
     if config.name == "sgd":
@@ -291,7 +291,7 @@ def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, 
         _adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)
 
 
-def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float, decay: float, config: Optimizer) -> None:
+def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float, decay: float, config: AdamW) -> None:
     """Apply one step of AdamW (arXiv 1711.05101), in place."""
     state["mean"] = config.beta1 * state.get("mean", 0) + (1 - config.beta1) * gradient
     state["square"] = config.beta2 * state.get("square", 0) + (1 - config.beta2) * gradient * gradient
@@ -299,7 +299,7 @@ def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: floa
     weight -= lr * decay * weight + lr * mean / (square.sqrt() + config.eps)
 
 
-def _muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: Optimizer) -> None:
+def _muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: MuonAndAdamW) -> None:
     """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place; its five Newton-Schulz iterations in
     bfloat16 as published.
     """

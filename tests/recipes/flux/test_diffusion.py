@@ -6,25 +6,24 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.steps import cut_back, tensors
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
-from titan_hydra.data import images
 from titan_hydra.models.init import init_weights
+from titan_hydra.recipes.flux import images
+from titan_hydra.recipes.flux.diffusion import as_latents, as_tokens
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
-from titan_hydra.train.objectives.diffusion import as_latents, as_tokens
 from titan_hydra.verify.matrix import case, in_bf16
 from titan_hydra.verify.verify import reference_of, verify
-
-from .steps import cut_back, tensors
 
 AWAKE = '''
 """FLUX whose modulations and output do not begin at 0, so that the first step gives every parameter a gradient."""
 from dataclasses import dataclass, replace
 
 from titan_hydra.models import family_of, register
-from titan_hydra.models.flux import FluxConfig
+from titan_hydra.recipes.flux import FluxConfig
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Awake(FluxConfig):
 register(replace(family_of(FluxConfig(family="flux")), name="awake", config=Awake, model="awake_on_ranks:AwakeFlux"))
 '''
 AWAKE_ON_RANKS = """
-from titan_hydra.models.flux.model import Flux
+from titan_hydra.recipes.flux.model import Flux
 from titan_hydra.models.init import Normal
 
 
@@ -200,12 +199,12 @@ def test_synthetic_images_survive_their_autoencoder():
     ("words", "line"),
     [
         (
-            ["train.objective=language"],
-            "train.objective=language: makes tokens of samples, and model.family=flux takes latents; nearest legal: diffusion",
+            ["objective=language"],
+            "objective.name=language: makes tokens of samples, and model.family=flux takes latents; nearest legal: diffusion",
         ),
         (
             ["model=llama3_debug"],
-            "train.objective=diffusion: makes latents of samples, and model.family=llama3 takes tokens; "
+            "objective.name=diffusion: makes latents of samples, and model.family=llama3 takes tokens; "
             "nearest legal: language or sft or dpo or policy or image_text",
         ),
         (["parallelism=tp"], "parallelism.tp=2: family flux has no tensor-parallel sharding; nearest legal: 1"),
@@ -215,8 +214,8 @@ def test_synthetic_images_survive_their_autoencoder():
             "data.seq_len=25: model.text_len=8 tokens of text leave 17 for the image, not a square number; nearest legal: 24 or 33",
         ),
         (
-            ["data=embedded", "train.objective=diffusion"],
-            "data.name=embedded: train.objective=diffusion needs latents and noise and time and text and pooled of each sample, "
+            ["data=embedded", "objective=diffusion"],
+            "data.name=embedded: objective=diffusion needs latents and noise and time and text and pooled of each sample, "
             "which this source does not give; nearest legal: encoded_images or image_files or synthetic_images",
         ),
         (

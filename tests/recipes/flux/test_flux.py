@@ -15,8 +15,8 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import import_hf
 from titan_hydra.checkpoint.initial import load_hf
 from titan_hydra.config.compose import compose_job
-from titan_hydra.models.flux.config import FluxConfig
-from titan_hydra.models.flux.model import Flux
+from titan_hydra.recipes.flux.config import FluxConfig
+from titan_hydra.recipes.flux.model import Flux
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("flux_debug", None), ("flux_schnell", 11_891_178_560), ("flux_dev", 11_901_408_320)])

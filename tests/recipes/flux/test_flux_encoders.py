@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.flux.autoencoder import Autoencoder
-from titan_hydra.models.flux.clip import Clip
-from titan_hydra.models.flux.encoders import read_frozen, words_of
-from titan_hydra.models.flux.t5 import T5
+from titan_hydra.recipes.flux.autoencoder import Autoencoder
+from titan_hydra.recipes.flux.clip import Clip
+from titan_hydra.recipes.flux.encoders import read_frozen, words_of
+from titan_hydra.recipes.flux.t5 import T5
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from titan_hydra import cli
-from titan_hydra.commands.sample import png
 from titan_hydra.config.compose import compose_job
-from titan_hydra.data.images import Caption
-from titan_hydra.train.sample import flow, times
+from titan_hydra.recipes.flux.images import Caption
+from titan_hydra.recipes.flux.sample import flow, times
+from titan_hydra.recipes.flux.sample_command import png
 
 
 class Straight(nn.Module):

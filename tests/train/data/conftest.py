@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.config import schema
+from titan_hydra.config import from_dict, schema
 
 TEXTS = [f"Document {i}: " + " ".join(f"word{i * j % 97}" for j in range(i % 40 + 1)) for i in range(120)]
 
@@ -20,7 +20,7 @@ def job():
     def make(seed=0, **data):
         job = schema.Job(seed=seed)
         job.model.vocab_size = 4096
-        job.data = schema.Data(**{"name": "embedded", "seq_len": 32, "local_batch": 2, "global_batch": 4, "prefetch": 0} | data)
+        job.data = from_dict(schema.Data, {"name": "embedded", "seq_len": 32, "local_batch": 2, "global_batch": 4, "prefetch": 0} | data)
         return job
 
     return make

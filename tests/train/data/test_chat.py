@@ -44,7 +44,7 @@ def talk(job, tmp_path):
 
     def make(seed=0, **keys):
         made = job(seed, **{"name": "chat", "path": str(tmp_path / "*.jsonl"), "seq_len": 96, "document_mask": True} | keys)
-        made.train.objective = "sft"
+        made.objective.name = "sft"
         return made
 
     return make
@@ -240,7 +240,7 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path, mon
     file.write_text(json.dumps(GOOD) + "\n")
     words = ("data=chat", f"data.path={file}", f"data.chat_template={own}")
     own.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert compose_job(*words).train.objective == "sft"
+    assert compose_job(*words).objective.name == "sft"
     own.write_text("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}")
     assert faults(*words)[0].startswith(f"data.chat_template={own}: it has no {{% generation %}} tags, and")
     own.write_text("{% for m in messages %}")
@@ -269,15 +269,15 @@ def test_a_file_without_a_row_is_one_line(tmp_path, source):
 
 
 def test_sources_of_text_do_not_suit_the_objective():
-    assert faults("train.objective=sft")[0].startswith("data.name=embedded: train.objective=sft needs trained and documents of each sample")
-    with pytest.raises(ConfigError, match=r"data.train_on=last: data=embedded does not read it; chat or embedded_chat would"):
+    assert faults("objective=sft")[0].startswith("data.name=embedded: objective=sft needs trained and documents of each sample")
+    with pytest.raises(ConfigError, match=r"data.train_on=last: data.name=embedded does not read it; chat or embedded_chat would"):
         compose_job("data=embedded", "data.train_on=last")
 
 
 def test_conversations_of_several_sources_are_mixed(talk, tmp_path):
     job = compose_job(
         "data=mixture",
-        "train.objective=sft",
+        "objective=sft",
         "data.document_mask=true",
         "data.seq_len=256",
         "data.local_batch=8",

@@ -10,6 +10,7 @@ import tokenizers
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import tokenizer as export
 from titan_hydra.config import schema
+from titan_hydra.config.parts import TemplateSource
 from titan_hydra.data import template, tokenizer
 from titan_hydra.data.chat import ConversationReader
 from titan_hydra.data.conversations import parse
@@ -228,7 +229,7 @@ def test_a_template_that_is_broken_or_breaks_out_is_refused(source, line):
 
 
 def test_the_template_comes_from_the_tokenizers_own_files(hf, tmp_path):
-    source = schema.Data(name="chat")
+    source = TemplateSource("chat")
     with pytest.raises(ConfigError, match=r"data.chat_template=null: no template came with .*nearest legal: chatml or gemma or"):
         template.load_template("data", source, hf)
     config = tmp_path / "tokenizer_config.json"

@@ -38,12 +38,12 @@ def test_pairs_rollouts_and_images_are_shown(tmp_path, capsys):
     (tmp_path / "drawn.jsonl").write_text(json.dumps({"tokens": [300, 301, 302], "old_logprobs": [-0.4], "advantages": 0.8}))
     assert cli.main(["data", "show", "data=rollouts", f"data.path={tmp_path}/drawn.jsonl"]) == 0
     assert "1 rollouts: 0 cannot be used" in (shown := capsys.readouterr().out) and "3 tokens, 33.3% of them learned" in shown
-    assert cli.main(["data", "show", "model=llama3_vision_debug", "data=synthetic_image_text", "data.patches=40", "--row", "5"]) == 2
-    assert capsys.readouterr().err.startswith("data.image_patches=")
+    assert cli.main(["data", "show", "model=llama3_vision_debug", "data=synthetic_image_text", "objective.patches=40", "--row", "5"]) == 2
+    assert capsys.readouterr().err.startswith("objective.image_patches=")
     assert cli.main(["data", "show", "model=llama3_vision_debug", "data=synthetic_image_text", "--row", "5"]) == 0
     shown = capsys.readouterr().out
     assert "[image of 7 x 3 patches]>>>green in black<<<[image of" in shown and "10,000 documents: 0 cannot be used, 0 have more" in shown
-    assert "or data.patches=128 patches" in shown and "patches  documents" in shown
+    assert "or objective.patches=128 patches" in shown and "patches  documents" in shown
 
 
 @pytest.mark.parametrize(

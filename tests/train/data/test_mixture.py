@@ -37,7 +37,7 @@ def three(tmp_path, job):
 
     def make(seed=0, weights=WEIGHTS, **keys):
         parts = {
-            name: schema.Part(name=kind, path=str(tmp_path / path), weight=weights[name])
+            name: {"name": kind, "path": str(tmp_path / path), "weight": weights[name]}
             for name, (kind, path) in texts.items()
             if name in weights
         }
@@ -133,7 +133,7 @@ def test_ids_of_different_tokenizers_do_not_meet(three, tmp_path):
 
 
 def test_synthetic_sources_are_not_alike(job):
-    parts = {name: schema.Part(name="synthetic", weight=1) for name in "ab"}
+    parts = {name: {"name": "synthetic", "weight": 1} for name in "ab"}
     batch = data.build(job(name="mixture", mixture=parts), 0, 1).next()
     assert len({sample.numpy().tobytes() for sample in batch["tokens"]}) == 4
 

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import shutil
 import tarfile
 
 import pyarrow
@@ -96,8 +95,8 @@ def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
 @pytest.mark.parametrize(
     ("row", "data"),
     [
-        (TALK, ("data=chat", "train.objective=sft")),
-        (PAIR, ("data=preference", "train.objective=dpo", "train.beta=0.1")),
+        (TALK, ("data=chat", "objective=sft")),
+        (PAIR, ("data=preference", "objective=dpo", "objective.beta=0.1")),
     ],
 )
 def test_rows_with_a_template(tmp_path, letters, capsys, row, data):
@@ -155,25 +154,12 @@ def test_captions_of_images_in_tars(tmp_path, letters, monkeypatch):
         "model=llama3_vision_debug",
         "data=image_text",
         f"data.path={tmp_path}",
-        "train.objective=image_text",
+        "objective=image_text",
         "tokenizer=hf",
         f"tokenizer.path={letters}",
     )
     assert line.startswith(f"data.path={tmp_path}: 60.0% of the tokens") and "'g', 't', " in line
     assert read and b"pixels" not in read and len(read) <= unknown.ROWS + 1
-
-
-def test_captions_for_text_encoders(tmp_path, letters):
-    """FLUX's captions are read by the tokenizer of T5, which lies in the encoders' folder."""
-    (tmp_path / "encoders" / "tokenizer_2").mkdir(parents=True)
-    shutil.copy(letters, tmp_path / "encoders" / "tokenizer_2" / "tokenizer.json")
-    lines = tmp_path / "images.jsonl"
-    own = ("model=flux_debug", "data=image_files", f"data.path={lines}", "train.objective=diffusion", f"data.encoders={tmp_path}/encoders")
-    lines.write_text("\n".join(json.dumps({"image": "a.png", "caption": text}) for text in ROWS[::-1]))
-    (line,) = warned(*own)
-    assert f"unknown to the tokenizer {tmp_path}/encoders/tokenizer_2/tokenizer.json, most often" in line
-    lines.write_text(json.dumps({"image": "a.png", "caption": ROWS[0]}))
-    assert not warned(*own) and not warned(*own[:-1])
 
 
 def test_little_of_a_large_data_set_is_read(tmp_path, letters, monkeypatch):

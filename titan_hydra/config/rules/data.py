@@ -43,7 +43,7 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
             yield Fault(f"{key}.path", None, f"data={source.name} needs it")
         elif record.suffixes and source.path:
             yield from _are_there(f"{key}.path", source.path, record.suffixes, job.data.max_bad_shards)
-        if record.suffixes and "validation_path" in record.reads and job.validation.name == "on":
+        if record.suffixes and hasattr(source, "validation_path") and job.validation.name == "on":
             if not source.validation_path:
                 yield Fault(f"{key}.validation_path", None, f"validation=on with data={source.name} needs it")
             else:

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (arXiv 2412.19437)."""
 
-from titan_hydra.models import Family, register
+from titan_hydra.config.family import Family, register
 
 from .config import DeepSeekV3Config, flops, linears, parameters
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from titan_hydra.config.family import Linear
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.field import key
 from titan_hydra.config.ranges import COUNT, NATURAL, NOT_NEGATIVE, POSITIVE, WIDTH, Interval
-from titan_hydra.config.schema import key
 from titan_hydra.models.sparse import SparseModel, active_parameters, shared_linears, sparse_parameters
 
 

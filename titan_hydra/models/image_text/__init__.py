@@ -1,6 +1,6 @@
 """Decoders that read images: a vision tower of Siglip2's kind (arXiv 2502.14786) before Llama 3 or Qwen3."""
 
-from titan_hydra.models import Family, register
+from titan_hydra.config.family import Family, register
 
 from .config import Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower
 

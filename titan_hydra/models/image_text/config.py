@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titan_hydra.config.family import decoder_modules
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import COUNT, WIDTH, Interval
-from titan_hydra.config.schema import key
-from titan_hydra.models import decoder_modules
 from titan_hydra.models.llama3.config import Llama3Config
 from titan_hydra.models.qwen3.config import Qwen3Config
 

@@ -1,6 +1,6 @@
 """Llama 3 (arXiv 2407.21783)."""
 
-from titan_hydra.models import Family, decoder_parameters, register
+from titan_hydra.config.family import Family, decoder_parameters, register
 
 from .config import Llama3Config
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import COUNT, POSITIVE, WIDTH, Interval
-from titan_hydra.config.schema import key
 
 
 @dataclass

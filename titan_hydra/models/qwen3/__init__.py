@@ -1,6 +1,6 @@
 """Qwen3, the dense models (arXiv 2505.09388)."""
 
-from titan_hydra.models import Family, register
+from titan_hydra.config.family import Family, register
 
 from .config import Qwen3Config, parameters
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from titan_hydra.config.family import decoder_parameters
+from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import WIDTH
-from titan_hydra.config.schema import key
-from titan_hydra.models import decoder_parameters
 
 
 @dataclass

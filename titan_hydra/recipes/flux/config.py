@@ -9,9 +9,9 @@ from typing import Any
 
 from titan_hydra.config.family import Linear
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import COUNT, NOT_NEGATIVE, WIDTH, Interval
-from titan_hydra.config.schema import key
 
 PATCH = 2  # latents along each side of a token
 TIME = 256  # sines and cosines of the time

@@ -11,9 +11,9 @@ import torch
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.data.loader import Sample
-from titan_hydra.models.flux.config import PATCH
+from titan_hydra.train.objectives import Objective, Tensors
 
-from . import Objective, Tensors
+from .config import PATCH
 
 
 class Diffusion(Objective):

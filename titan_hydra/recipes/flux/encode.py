@@ -17,14 +17,15 @@ from torch import Tensor
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import make_target
 from titan_hydra.config.files import home, write_json
-from titan_hydra.data.images import DESCRIPTION, EMPTY, Caption, CaptionedImages, Example
-from titan_hydra.models.flux.encoders import Encoders
+from titan_hydra.train.generate import device_here
 
-from .generate import device_here
+from .encoders import Encoders
+from .images import DESCRIPTION, EMPTY, Caption, CaptionedImages, Example
 
 if TYPE_CHECKING:
-    from titan_hydra.config.schema import Source
     from titan_hydra.data import Wanted
+
+    from .sources import ImageFilesSource
 
 
 def encode_files(
@@ -113,7 +114,7 @@ def pixels_of(file: Path, size: int) -> np.ndarray:
     return np.asarray(square, np.float32).transpose(2, 0, 1) / 127.5 - 1
 
 
-def open_image_files(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
+def open_image_files(key: str, source: ImageFilesSource, wanted: Wanted, seed: int) -> CaptionedImages:
     """Encode images one by one in the data thread, on this rank's device, in a stream of its own: in the step's stream,
     each would wait for all that is queued there. Its few small kernels go first.
     """

@@ -21,15 +21,17 @@ import numpy as np
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import home, read_json
-
-from .files import path_of, place_in
-from .items import OPEN_FILES, Numbered, dice_of
-from .permutation import permute
+from titan_hydra.config.schema import Tokenizer
+from titan_hydra.data.files import path_of, place_in
+from titan_hydra.data.items import OPEN_FILES, Numbered, dice_of
+from titan_hydra.data.permutation import permute
+from titan_hydra.data.unknown import in_rows
 
 if TYPE_CHECKING:
-    from titan_hydra.config.schema import Job, Source
+    from titan_hydra.config.schema import Job
+    from titan_hydra.data import Wanted
 
-    from . import Wanted
+    from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 
 # files of encoded images, beside images-00000.safetensors and so on
 DESCRIPTION, EMPTY = "images.json", "empty.safetensors"
@@ -83,7 +85,7 @@ class CaptionedImages(Numbered):
 
 
 class EncodedImages:
-    """Examples from the files that `titan data encode-images` has written into a folder, by index."""
+    """Examples from the files that `titan encode-images` has written into a folder, by index."""
 
     def __init__(self, key: str, folder: Path):
         """Read the description. Raises ConfigError if the folder has none, or not the files that it lists."""
@@ -109,11 +111,11 @@ def description_of(key: str, folder: Path) -> dict[str, Any]:
     """Return the description of encoded images. Raises ConfigError if it is not there."""
     described = read_json(folder / DESCRIPTION)
     if not described or not described.get("images") or "shapes" not in described:
-        raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan data encode-images` writes it last")
+        raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan encode-images` writes it last")
     return described
 
 
-def faults(key: str, source: Source, job: Job) -> Iterator[Fault]:
+def faults(key: str, source: EncodedImagesSource, job: Job) -> Iterator[Fault]:
     """Yield what keeps the encoded images of a source from the model: another size, other encoders."""
     model: Any = job.model
     side = model.latent_side(job.data.seq_len)
@@ -136,7 +138,7 @@ def faults(key: str, source: Source, job: Job) -> Iterator[Fault]:
                 )
 
 
-def faults_of_files(key: str, source: Source, job: Job) -> Iterator[Fault]:
+def faults_of_files(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fault]:
     """Yield what is missing of the encoders of images that are encoded in the run."""
     wanted = [f"{part}/config.json" for part in ("text_encoder", "text_encoder_2", "vae")]
     if not source.encoders:
@@ -145,7 +147,15 @@ def faults_of_files(key: str, source: Source, job: Job) -> Iterator[Fault]:
         yield Fault(f"{key}.encoders", source.encoders, f"has no {missing[0]}")
 
 
-def open_encoded(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
+def unknown_words(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fault]:
+    """Yield a warning about captions that the second text encoder, T5, does not know. CLIP's tokenizer has tokens of
+    bytes.
+    """
+    words = Tokenizer(name="hf", path=str(home(source.encoders or "") / "tokenizer_2" / "tokenizer.json"))
+    yield from in_rows(key, source, words, (".jsonl",), "caption")
+
+
+def open_encoded(key: str, source: EncodedImagesSource, wanted: Wanted, seed: int) -> CaptionedImages:
     """Open images that were encoded before the run."""
     place, path = path_of(key, source, wanted.split)
     images = EncodedImages(place, home(path))
@@ -167,7 +177,7 @@ CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES
 CELL = 8  # pixels along each side of a latent
 
 
-def draw_images(key: str, source: Source, wanted: Wanted, seed: int) -> CaptionedImages:
+def draw_images(key: str, source: CaptionSource, wanted: Wanted, seed: int) -> CaptionedImages:
     """Draw a synthetic image for each of CAPTIONS; those for validation show the same shapes in other places."""
     model: Any = wanted.job.model
     data = wanted.job.data

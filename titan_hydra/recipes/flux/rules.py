@@ -27,7 +27,7 @@ def faults(job: Job) -> Iterator[Fault]:
         if length % parts:
             yield Fault("parallelism.cp", job.parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts")
     if job.data.document_mask:
-        yield Fault("data.document_mask", True, f"train.objective={job.train.objective} has no documents to separate", legal=(False,))
+        yield Fault("data.document_mask", True, f"objective={job.objective.name} has no documents to separate", legal=(False,))
     if job.adapter.name != "none":
         yield Fault(
             "adapter.name",

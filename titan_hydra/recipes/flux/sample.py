@@ -16,13 +16,13 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import find_section, read_model_config, reader_of
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import home
-from titan_hydra.data.images import Caption, spoken, to_pixels
 from titan_hydra.data.items import dice_of
-from titan_hydra.models.flux.encoders import Encoders
+from titan_hydra.train.generate import device_here, load_model
 
+from .diffusion import as_latents, coordinates
 from .encode import caption_of
-from .generate import device_here, load_model
-from .objectives.diffusion import as_latents, coordinates
+from .encoders import Encoders
+from .images import Caption, spoken, to_pixels
 
 
 def sample(

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.commands.model import add_model, checkpoint_of
 from titan_hydra.config import Fault
-
-from .model import add_model, checkpoint_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     for name in ("guidance", "shift"):
         if not (math.isfinite(value := getattr(args, name)) and value >= 0):
             raise ConfigError(str(Fault(f"--{name}", value, "must be a number, and not negative", legal=(0, 1))))
-    from titan_hydra.train.sample import sample
+    from .sample import sample
 
     images = sample(checkpoint_of(args), args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders)
     names = [f"{place:02}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower())[:60].strip('-')}.png" for place, prompt in enumerate(args.prompt, 1)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ Tensors = dict[str, Tensor]  # of a batch, by name
 
 
 class Objective(ABC):
-    """What is learned (`train.objective`). It has no state, so that it can be built anywhere; `batch` runs in the data
+    """What is learned (`objective.name`). It has no state, so that it can be built anywhere; `batch` runs in the data
     thread.
 
     The loss of a step is the sum of `loss` over its microbatches, divided by the sum of `count` over the whole global
@@ -29,6 +30,7 @@ class Objective(ABC):
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.keys: Any = job.objective  # with the keys of this objective
 
     @abstractmethod
     def blank_sample(self) -> Sample:
@@ -69,4 +71,4 @@ class Objective(ABC):
 
 def build_objective(job: Job) -> Objective:
     """Build the job's objective."""
-    return resolve(OBJECTIVES[job.train.objective].build)(job)
+    return resolve(OBJECTIVES[job.objective.name].build)(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,8 @@ class ImageText(SupervisedFineTuning):
     dims = SupervisedFineTuning.dims | {"patches": Dims(), "cells": Dims(), "images": Dims(), "places": Dims(sequence=1)}
 
     def blank_sample(self) -> Sample:
-        data, model = self.job.data, self.job.model
-        return super().blank_sample() | empty_images(data.seq_len + 1, data.patches, model.vision.patch)  # type: ignore[attr-defined]
+        model: Any = self.job.model  # of a family with a tower
+        return super().blank_sample() | empty_images(self.job.data.seq_len + 1, self.keys.patches, model.vision.patch)
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         images = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in ("patches", "cells", "images")}

@@ -80,7 +80,7 @@ class Preference(Likelihood):
         ids = (row + batch["documents"].clamp(max=places - 1)).flatten()
         sums = torch.zeros(samples * places, dtype=grown.dtype, device=grown.device).index_add(0, ids, grown.flatten())
         chosen, rejected = sums.view(samples, -1, 2).unbind(-1)
-        return -(F.logsigmoid(self.job.train.beta * (chosen - rejected)) * batch["pairs"]).sum().float()
+        return -(F.logsigmoid(self.keys.beta * (chosen - rejected)) * batch["pairs"]).sum().float()
 
 
 class ClippedPolicy(Likelihood):
@@ -92,7 +92,7 @@ class ClippedPolicy(Likelihood):
     dims = SupervisedFineTuning.dims | {"old_logprobs": Dims(sequence=1), "advantages": Dims(sequence=1)}
 
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        clip, advantages = self.job.train.clip, batch["advantages"]
+        clip, advantages = self.keys.clip, batch["advantages"]
         ratio = (self.log_probabilities(output, batch) - batch["old_logprobs"]).exp()
         gains = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
         return -(gains * (batch["labels"] != IGNORED)).sum()

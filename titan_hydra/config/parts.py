@@ -1,0 +1,286 @@
+"""The package's own sources, objectives, optimizers, schedules, trackers and formats: the keys of each, and its record.
+They register as those of a user's module (`train.imports`) do; recipes and model families bring theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .field import key
+from .ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, PATH, POSITIVE, SHARE
+from .registry import (
+    DataSourceKind,
+    Format,
+    LrScheduleKind,
+    ObjectiveKind,
+    OptimizerKind,
+    PipelineScheduleKind,
+    TrackerKind,
+    register,
+)
+from .schema import LrSchedule, Objective, Optimizer
+from .source import FileSource, Source
+
+
+@dataclass
+class TextSource(FileSource):
+    text_key: str = key("text", "name of the column that holds the text")
+
+
+@dataclass
+class HubSource(Source):
+    path: str | None = key(None, "name of a dataset of the Hugging Face hub, or a folder", PATH)
+    subset: str | None = key(None, "configuration of the dataset, for example `en`")
+    split: str = key("train", "split of the dataset")
+    text_key: str = key("text", "name of the column that holds the text")
+    validation_split: str = key("validation", "split used for validation", identity=False, changes="held-out loss")
+
+
+@dataclass
+class TemplateSource(Source):
+    chat_template: str | None = key(
+        None,
+        "how a conversation becomes text: a Jinja file, or one of the package's, chatml, gemma, llama3, mistral, phi or "
+        "qwen3; null: the tokenizer's own",
+        PATH,
+    )
+
+
+@dataclass
+class ConversationSource(TemplateSource):
+    train_on: str = key(
+        "assistant",
+        "the tokens that are learned: what the assistant says, its last message alone, or all",
+        choices=("assistant", "last", "all"),
+    )
+
+
+@dataclass
+class ChatSource(ConversationSource, FileSource):
+    pass
+
+
+@dataclass
+class PairSource(TemplateSource, FileSource):
+    pass
+
+
+@dataclass
+class DirectPreference(Objective):
+    beta: float = key(0.1, "how strongly the model is held to its reference model", POSITIVE, changes="learning")
+
+
+@dataclass
+class PolicyGradient(Objective):
+    clip: float = key(
+        0.2,
+        "a token gives no gradient once its probability has changed by more than this share in the direction of its advantage",
+        POSITIVE,
+        changes="learning",
+    )
+
+
+@dataclass
+class IllustratedText(Objective):
+    patches: int = key(1024, "image patches that a sample has room for; tensors have this size, however many there are", COUNT)
+    image_patches: int = key(256, "an image with more patches is scaled down to this number; its aspect ratio stays", COUNT)
+
+
+@dataclass
+class AdamW(Optimizer):
+    beta1: float = key(0.9, "decay of AdamW's first moment", BELOW_ONE)
+    beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE)
+    eps: float = key(1e-8, "AdamW's epsilon", NOT_NEGATIVE)
+
+
+@dataclass
+class MuonAndAdamW(AdamW):
+    muon_lr: float = key(0.02, "learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE)
+    muon_momentum: float = key(0.95, "momentum of the matrices", BELOW_ONE)
+
+
+@dataclass
+class SGD(Optimizer):
+    sgd_momentum: float = key(0.0, "momentum", BELOW_ONE)
+
+
+@dataclass
+class Decay(LrSchedule):
+    min_factor: float = key(0.0, "the rate ends at this share of its peak", SHARE)
+
+
+@dataclass
+class StableDecay(Decay):
+    decay_ratio: float = key(0.1, "share of the steps over which the rate decays at the end", SHARE)
+    decay_type: str = key("linear", "shape of the decay", choices=("linear", "sqrt", "cosine"))
+
+
+def _one_for_each_stage(microbatches: int, stages: int, ranks: int) -> str | None:
+    return f"needs at least one for each of the {stages} stages" if microbatches < stages else None
+
+
+def _equal_rounds(microbatches: int, stages: int, ranks: int) -> str | None:
+    rounds = max(1, microbatches // ranks)
+    return f"works in {rounds} equal rounds over {ranks} ranks" if microbatches % rounds else None
+
+
+TORCH = "torch.distributed.pipelining.schedules"
+for schedule in (
+    PipelineScheduleKind("gpipe", f"{TORCH}:ScheduleGPipe", 1),
+    PipelineScheduleKind("1f1b", f"{TORCH}:Schedule1F1B", 1, objection=_one_for_each_stage),
+    PipelineScheduleKind("looped_bfs", f"{TORCH}:ScheduleLoopedBFS"),
+    PipelineScheduleKind("interleaved_1f1b", f"{TORCH}:ScheduleInterleaved1F1B", objection=_equal_rounds),
+    PipelineScheduleKind("interleaved_zb", f"{TORCH}:ScheduleInterleavedZeroBubble", splits_backward=True, objection=_equal_rounds),
+    PipelineScheduleKind("zbv", f"{TORCH}:ScheduleZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
+    PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
+    PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
+):
+    register(schedule)
+
+DATA, CHAT, POLICY, IMAGE_TEXT = (f"titan_hydra.data{module}" for module in ("", ".chat", ".policy", ".image_text"))
+UNKNOWN = "titan_hydra.data.unknown"
+TURNS = ("tokens", "trained", "documents")
+PICTURES = ("patches", "cells", "images", "places")
+TEXT = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
+LINES = (".jsonl", ".json")
+for source in (
+    DataSourceKind("embedded", f"{DATA}:open_embedded", warnings=f"{UNKNOWN}:in_embedded"),
+    DataSourceKind("text_files", f"{DATA}:open_text_files", TextSource, needs_path=True, suffixes=TEXT, warnings=f"{UNKNOWN}:in_files"),
+    DataSourceKind("tokens", f"{DATA}:open_tokens", FileSource, documents=False, needs_path=True, suffixes=(".bin",)),
+    DataSourceKind("c4", f"{DATA}:open_hub", HubSource),
+    DataSourceKind("hf", f"{DATA}:open_hub", HubSource, needs_path=True, warnings=f"{UNKNOWN}:in_folder"),
+    DataSourceKind("synthetic", f"{DATA}:draw_tokens", documents=False),
+    DataSourceKind(
+        "chat",
+        f"{CHAT}:open_chat",
+        ChatSource,
+        documents=False,
+        needs_path=True,
+        suffixes=LINES,
+        gives=TURNS,
+        encodes=True,
+        faults=f"{CHAT}:faults",
+        warnings=f"{CHAT}:warnings_of_chat",
+    ),
+    DataSourceKind(
+        "embedded_chat",
+        f"{CHAT}:open_chat",
+        ConversationSource,
+        documents=False,
+        gives=TURNS,
+        encodes=True,
+        faults=f"{CHAT}:faults",
+        warnings=f"{CHAT}:warnings_of_chat",
+    ),
+    DataSourceKind(
+        "preference",
+        f"{POLICY}:open_preference",
+        PairSource,
+        documents=False,
+        needs_path=True,
+        suffixes=LINES,
+        gives=(*TURNS, "reference"),
+        encodes=True,
+        faults=f"{POLICY}:faults_of_pairs",
+        warnings=f"{POLICY}:warnings_of_pairs",
+    ),
+    DataSourceKind(
+        "rollouts",
+        f"{POLICY}:open_rollouts",
+        FileSource,
+        documents=False,
+        needs_path=True,
+        suffixes=LINES,
+        gives=(*TURNS, "old_logprobs", "advantages"),
+        encodes=True,
+    ),
+    DataSourceKind(
+        "image_text",
+        f"{IMAGE_TEXT}:open_image_text",
+        FileSource,
+        documents=False,
+        needs_path=True,
+        suffixes=(".tar",),
+        gives=(*TURNS, *PICTURES),
+        encodes=True,
+        faults=f"{IMAGE_TEXT}:pillow_is_there",
+        warnings=f"{IMAGE_TEXT}:warnings_of_captions",
+    ),
+    DataSourceKind(
+        "synthetic_image_text",
+        f"{IMAGE_TEXT}:draw_image_text",
+        documents=False,
+        gives=(*TURNS, *PICTURES),
+        encodes=True,
+        faults=f"{IMAGE_TEXT}:pillow_is_there",
+    ),
+):
+    register(source)
+
+LOSSES = "titan_hydra.train.objectives"
+for objective in (
+    ObjectiveKind("language", f"{LOSSES}.language:Language", head_loss=True, split_logits=True),
+    ObjectiveKind("sft", f"{LOSSES}.sft:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True),
+    ObjectiveKind(
+        "dpo",
+        f"{LOSSES}.policy:Preference",
+        DirectPreference,
+        needs=(*TURNS, "reference"),
+        head_loss=True,
+        split_logits=True,
+        documents=True,
+        sequences=True,
+    ),
+    ObjectiveKind(
+        "policy",
+        f"{LOSSES}.policy:ClippedPolicy",
+        PolicyGradient,
+        needs=(*TURNS, "old_logprobs", "advantages"),
+        head_loss=True,
+        split_logits=True,
+    ),
+    ObjectiveKind(
+        "image_text",
+        f"{LOSSES}.image_text:ImageText",
+        IllustratedText,
+        needs=(*TURNS, *PICTURES),
+        head_loss=True,
+        split_logits=True,
+        faults=f"{IMAGE_TEXT}:room_for_images",
+    ),
+):
+    register(objective)
+
+UPDATES = "titan_hydra.train.optimizer"
+for optimizer in (
+    OptimizerKind("adamw", f"{UPDATES}:adamw", AdamW, splits_masters=True),
+    OptimizerKind("muon", f"{UPDATES}:muon", MuonAndAdamW, lambda config: 1, needs_float32=True),
+    OptimizerKind("sgd", f"{UPDATES}:sgd", SGD, lambda config: int(config.sgd_momentum > 0)),
+):
+    register(optimizer)
+for rate in (
+    LrScheduleKind("wsd", f"{UPDATES}:wsd", StableDecay),
+    LrScheduleKind("cosine", f"{UPDATES}:cosine", Decay),
+    LrScheduleKind("constant", f"{UPDATES}:constant"),
+):
+    register(rate)
+
+register(TrackerKind("tensorboard", "titan_hydra.observe.trackers:TensorBoard"))
+register(TrackerKind("wandb", "titan_hydra.observe.trackers:WandB"))
+
+FLOAT8 = "titan_hydra.parallel.formats.float8"
+register(
+    Format(
+        "float8",
+        f"{FLOAT8}:convert",
+        16,
+        recipes=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
+        plain_gradients=("rowwise_with_gw_hp",),
+        one_scale=("tensorwise",),
+        fused=("rowwise",),
+        linears=f"{FLOAT8}:linears",
+        after_step=f"{FLOAT8}:after_step",
+        plain=f"{FLOAT8}:plain",
+    )
+)
+register(Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False))

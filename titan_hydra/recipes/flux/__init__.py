@@ -1,0 +1,53 @@
+"""FLUX.1: text to image by rectified flow, with a transformer over image and text (MMDiT, arXiv 2403.03206)."""
+
+from titan_hydra.config.family import Family
+from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
+
+from .config import FluxConfig, flops, no_linears, parameters, running_order
+from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
+
+COMMANDS = {
+    "sample": (f"{__name__}.sample_command", "draw images with the model of a run or checkpoint"),
+    "encode-images": (f"{__name__}.encode_command", "write latents and embeddings of captioned images, for data=encoded_images"),
+}
+GIVEN = ("latents", "noise", "time", "text", "pooled")
+register(
+    Family(
+        "flux",
+        FluxConfig,
+        model=f"{__name__}.model:Flux",
+        hf=f"{__name__}.hf:HF",
+        modules=running_order,
+        parameters=parameters,
+        flops=flops,
+        linears=no_linears,
+        takes="latents",
+        pipeline=False,
+    )
+)
+register(ObjectiveKind("diffusion", f"{__name__}.diffusion:Diffusion", needs=GIVEN, makes="latents", faults=f"{__name__}.rules:faults"))
+register(
+    DataSourceKind(
+        "encoded_images",
+        f"{__name__}.images:open_encoded",
+        EncodedImagesSource,
+        documents=False,
+        needs_path=True,
+        gives=GIVEN,
+        faults=f"{__name__}.images:faults",
+    )
+)
+register(
+    DataSourceKind(
+        "image_files",
+        f"{__name__}.encode:open_image_files",
+        ImageFilesSource,
+        documents=False,
+        needs_path=True,
+        suffixes=(".jsonl",),
+        gives=GIVEN,
+        faults=f"{__name__}.images:faults_of_files",
+        warnings=f"{__name__}.images:unknown_words",
+    )
+)
+register(DataSourceKind("synthetic_images", f"{__name__}.images:draw_images", CaptionSource, documents=False, gives=GIVEN))
