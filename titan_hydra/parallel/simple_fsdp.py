@@ -19,6 +19,7 @@ from titan_hydra.base.private import StridedShard
 from titan_hydra.config.schema import Job
 
 from .mesh import Mesh
+from .whole import redistribute
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
@@ -103,11 +104,7 @@ class Gather:
         return DTensor.from_local(self._whole(local), self.tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride())
 
     def _whole(self, parameter: DTensor) -> torch.Tensor:
-        replicated = parameter.redistribute(
-            placements=[Replicate()] * self.mesh.ndim,
-            forward_dtype=self.compute_dtype,
-            backward_dtype=self.reduce_dtype,
-        )
+        replicated = redistribute(parameter, [Replicate()] * self.mesh.ndim, self.compute_dtype, self.reduce_dtype)
         # Each rank has the gradient of its own samples: partial sums. Left out, they would be taken for equal copies
         # (TorchTitan #2217).
         return replicated.to_local(grad_placements=[Partial()] * self.mesh.ndim)

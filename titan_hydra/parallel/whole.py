@@ -83,4 +83,15 @@ def read_whole(weight: Any, reduce_dtype: torch.dtype, gradient: Placement) -> T
     """Return a weight that every rank holds whole, as a plain tensor. Its gradient, which arises on each rank as
     `gradient`, is summed over the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
     """
-    return weight.redistribute(placements=[Replicate()], backward_dtype=reduce_dtype).to_local(grad_placements=[gradient])
+    replicated = redistribute(weight, [Replicate()], weight.dtype, reduce_dtype)
+    return replicated.to_local(grad_placements=[gradient])
+
+
+def redistribute(weight: Any, placements: list[Placement], forward_dtype: torch.dtype, backward_dtype: torch.dtype) -> Any:
+    """Redistribute a DTensor: it is gathered in `forward_dtype`, and its gradient is summed in `backward_dtype`.
+
+    torch 2.12 sums in the dtype of the tensor itself and ignores `backward_dtype` (pytorch#182032). So the tensor is cast
+    first to the wider of its own dtype and `backward_dtype`, which loses no bits.
+    """
+    wide = weight.to(torch.promote_types(weight.dtype, backward_dtype))
+    return wide.redistribute(placements=placements, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
