@@ -8,7 +8,7 @@ import socket
 
 
 def test_an_unfit_machine_is_named_before_training(launcher):
-    launcher.sabotage("import time; from titan_hydra.observe import health\nif rank == 1: health.matmul = lambda device: time.sleep(100)")
+    launcher.sabotage("import time; from titan_hydra.observe import health; health.matmul = lambda device: time.sleep(100 * rank)")
     failed = launcher.run(*launcher.ENDLESS, "gpus=2", "comm.health_check_seconds=8")
     assert failed.returncode == 79, failed.stderr
     assert f"failed (79): rank 1: {socket.gethostname()}: the matmul of device cpu did not end within 8 s" in failed.stderr

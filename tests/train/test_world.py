@@ -175,8 +175,8 @@ def test_gloo_connects_few_ranks_where_it_may(on_ranks, monkeypatch, lazy):
         dist.barrier(group)
         dist.all_gather_object([None] * 16, "news", group=group)
         used = sockets() - before
-        # one listens; the barrier is a tree
-        assert (made, used) == (16, 16) if not lazy else made <= 2 and used <= 12, (made, used)
+        # one listens; the barrier is a tree, and a rank that is ahead connects before this one has counted
+        assert (made, used) == (16, 16) if not lazy else used <= 12, (made, used)
 
     on_ranks(16, task)
 
