@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import from_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint
 from titan_hydra.models.init import init_weights
@@ -43,7 +44,9 @@ class Counting(TorchDispatchMode):
 
 
 def checkpoint(model, **config):
-    activation_checkpoint.apply(model, Mesh(JOB.parallelism, None, None, None, None), replace(JOB, ac=ActivationCheckpoint(**config)))
+    activation_checkpoint.apply(
+        model, Mesh(JOB.parallelism, None, None, None, None), replace(JOB, ac=from_dict(ActivationCheckpoint, config))
+    )
 
 
 def build(**config):

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .field import key
-from .ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, PATH, POSITIVE, SHARE
+from .ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, PATH, POSITIVE, SHARE, WORD
 from .registry import (
+    ActivationCheckpointKind,
     DataSourceKind,
     Format,
     LrScheduleKind,
@@ -18,7 +19,7 @@ from .registry import (
     TrackerKind,
     register,
 )
-from .schema import LrSchedule, Objective, Optimizer
+from .schema import ActivationCheckpoint, LrSchedule, Objective, Optimizer
 from .source import FileSource, Source
 
 
@@ -115,6 +116,21 @@ class StableDecay(Decay):
     decay_type: str = key("linear", "shape of the decay", choices=("linear", "sqrt", "cosine"))
 
 
+@dataclass
+class LayerCheckpoint(ActivationCheckpoint):
+    every: int = key(2, "every n-th block is checkpointed, the others keep everything", COUNT)
+
+
+@dataclass
+class OperatorCheckpoint(ActivationCheckpoint):
+    save_ops: list[str] = key(list, "the aten operators whose results are kept; empty: the mode's own list", WORD)
+
+
+@dataclass
+class MemoryBudget(ActivationCheckpoint):
+    budget: float = key(0.5, "share of the activation memory that the compiler keeps, 0 to 1", SHARE)
+
+
 def _one_for_each_stage(microbatches: int, stages: int, ranks: int) -> str | None:
     return f"needs at least one for each of the {stages} stages" if microbatches < stages else None
 
@@ -123,6 +139,17 @@ def _equal_rounds(microbatches: int, stages: int, ranks: int) -> str | None:
     rounds = max(1, microbatches // ranks)
     return f"works in {rounds} equal rounds over {ranks} ranks" if microbatches % rounds else None
 
+
+SELECTIVE = "titan_hydra.parallel.activation_checkpoint"
+for mode in (
+    ActivationCheckpointKind("none"),
+    ActivationCheckpointKind("lean", OperatorCheckpoint, lambda config: 1, f"{SELECTIVE}:every_matmul"),
+    ActivationCheckpointKind("op", OperatorCheckpoint, lambda config: 1, f"{SELECTIVE}:every_second_matmul", matmuls=2),
+    ActivationCheckpointKind("full", every=lambda config: 1),
+    ActivationCheckpointKind("layer", LayerCheckpoint, lambda config: config.every, searched=False),
+    ActivationCheckpointKind("memory_budget", MemoryBudget, budget=lambda config: config.budget, searched=False),
+):
+    register(mode)
 
 TORCH = "torch.distributed.pipelining.schedules"
 for schedule in (

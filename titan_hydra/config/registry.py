@@ -107,6 +107,24 @@ class PipelineScheduleKind:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpointKind:
+    """What the forward keeps for the backward: `ac.name`. One of every `every(ActivationCheckpoint)` blocks is
+    checkpointed (0: none); the compiler keeps a share `budget(ActivationCheckpoint)` of the activation memory.
+
+    Without `contexts` a checkpointed block keeps its input alone. `contexts(ActivationCheckpoint, sparse)` returns the
+    context_fn of torch's checkpoint, which keeps chosen results, among them those of one in `matmuls` matmuls.
+    """
+
+    name: str
+    config: Any = None  # a dataclass that extends schema.ActivationCheckpoint: the mode's own keys
+    every: Callable[[Any], int] = lambda config: 0
+    contexts: Reference | None = None
+    matmuls: int = 1
+    budget: Callable[[Any], float] | None = None
+    searched: bool = True  # `titan plan` tries it, and a fault suggests it; modes are registered from the least recomputation on
+
+
+@dataclass(frozen=True)
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
     meta-device model in place and returns lines for the log. The other functions are what
@@ -188,6 +206,7 @@ DATA_SOURCES: Registry[DataSourceKind] = Registry("data.name")
 OBJECTIVES: Registry[ObjectiveKind] = Registry("objective.name")
 OPTIMIZERS: Registry[OptimizerKind] = Registry("optimizer.name")
 LR_SCHEDULES: Registry[LrScheduleKind] = Registry("lr_scheduler.name")
+ACTIVATION_CHECKPOINTS: Registry[ActivationCheckpointKind] = Registry("ac.name")
 TRACKERS: Registry[TrackerKind] = Registry("metrics.trackers")
 FORMATS: Registry[Format] = Registry("precision.converter")
 REGISTRIES: dict[type, Registry[Any]] = {
@@ -195,6 +214,7 @@ REGISTRIES: dict[type, Registry[Any]] = {
     DataSourceKind: DATA_SOURCES,
     OptimizerKind: OPTIMIZERS,
     LrScheduleKind: LR_SCHEDULES,
+    ActivationCheckpointKind: ACTIVATION_CHECKPOINTS,
     TrackerKind: TRACKERS,
     ObjectiveKind: OBJECTIVES,
     Format: FORMATS,

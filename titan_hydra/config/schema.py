@@ -19,8 +19,8 @@ from typing import Any
 from .field import key
 from .model import Model
 from .operation import Checkpoint, Cluster, Comm, Debug, FaultTolerance, Hardware, Launch, Metrics, Paths, Profiling, Sweep, Validation
-from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, SHARE, WORD, Interval
-from .registry import FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, Names
+from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, WORD, Interval
+from .registry import ACTIVATION_CHECKPOINTS, FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, Names
 from .source import Data
 from .source import Part as Part
 from .source import Source as Source
@@ -76,14 +76,7 @@ class PipelineSchedule:
 
 @dataclass
 class ActivationCheckpoint:
-    name: str = key(
-        "none", "what the forward pass keeps for the backward", choices=("none", "full", "layer", "op", "lean", "memory_budget")
-    )
-    every: int = key(2, "ac=layer: checkpoint every n-th block", COUNT, only=("layer",))
-    save_ops: list[str] = key(
-        list, "ac=op, lean: the aten ops whose outputs are kept; empty is the mode's own list", WORD, only=("op", "lean")
-    )
-    budget: float = key(0.5, "ac=memory_budget: share of the activation memory to keep, 0 to 1", SHARE, only=("memory_budget",))
+    name: str = key("none", "what the forward pass keeps for the backward", choices=Names(ACTIVATION_CHECKPOINTS))
 
 
 @dataclass

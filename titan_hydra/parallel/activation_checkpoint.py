@@ -22,7 +22,10 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.keep import kept
 from titan_hydra.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.config.family import family_of
+from titan_hydra.config.parts import OperatorCheckpoint
+from titan_hydra.config.registry import resolve
 from titan_hydra.config.schema import Job
+from titan_hydra.job.recomputation import mode_of
 from titan_hydra.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
 
 from .compile import compiled_parts
@@ -48,22 +51,18 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not
     have.
 
-    full saves only a block's input; layer does so for every n-th block of the model. lean saves the results of all
-    listed operators; op does too, but only of every second matmul. memory_budget is the compiler's own choice within a
-    share of the memory.
+    The record of the mode (config/registry.py) says which blocks, and what they save beside their input.
     """
-    config, blocks = job.ac, family_of(job.model).blocks(module)
-    functorch_config.activation_memory_budget = config.budget if config.name == "memory_budget" else 1.0
-    if config.name in ("none", "memory_budget"):
-        return
+    config, mode, blocks = job.ac, mode_of(job), family_of(job.model).blocks(module)
+    functorch_config.activation_memory_budget = mode.budget(config) if mode.budget else 1.0
+    every = mode.every(config)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if config.name in ("op", "lean"):
-        saved = operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse_layers(module) else SAVED))
-        options["context_fn"] = partial(selective_contexts, frozenset(saved), config.name == "op")
+    if mode.contexts:
+        options["context_fn"] = resolve(mode.contexts)(config, bool(sparse_layers(module)))
     # one for all equal blocks: the compiler compiles once for each class
     classes: dict[tuple[type, str, bool], type] = {}
     for name, block in blocks.items():
-        if config.name == "layer" and int(name) % config.every:
+        if every == 0 or int(name) % every:
             continue
         sparse = bool(sparse_layers(block))
         # No policy may be around compiled parts: inductor's code writes into memory that is reused, and what the policy
@@ -85,6 +84,20 @@ def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) ->
         return checkpoint(partial(plain, self), *args, **options, **kwargs)
 
     return type(kind.__name__, (kind,), {method: forward, "__module__": kind.__module__})
+
+
+def every_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple]:
+    """Return the context_fn of ac=lean, which saves the results of all listed operators."""
+    return partial(selective_contexts, _saved(config, sparse), False)
+
+
+def every_second_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple]:
+    """Return the context_fn of ac=op, which saves those of every second matmul only."""
+    return partial(selective_contexts, _saved(config, sparse), True)
+
+
+def _saved(config: OperatorCheckpoint, sparse: bool) -> frozenset:
+    return frozenset(operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse else SAVED)))
 
 
 def keeping(others: Callable[[], tuple] | None) -> tuple:

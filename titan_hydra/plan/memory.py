@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from titan_hydra.config.attention import call_of
 from titan_hydra.config.schema import Job
 from titan_hydra.job.dtypes import GIB
+from titan_hydra.job.recomputation import mode_of
 from titan_hydra.job.schedules import in_flight
 
 from .shape import Shape, shape_of
@@ -163,26 +164,20 @@ def saved(shape: Shape) -> float:
     checkpointing.
     """
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
-    dim, width, ac = shape.residual, shape.ffn_width, job.ac
+    dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
     if shape.compiled and shape.format:  # the compiler keeps the casts of both norms and of w2's input
         everything -= (2 * dim + width) * (used - shape.format.bytes) * (tp == 1)
     if not shape.compiled:  # the compiler computes the activation and the float mask again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0
+    if not mode.contexts:
+        return shape.tokens * ((1 - shape.whole_again) * everything + shape.whole_again * used * dim)
     # Of a row linear the sum over ranks is kept; eager, its own output too.
     both = tp > 1 and not shape.compiled
     outputs = shape.outputs(1 if both else shape.sequence)
     chosen = used * (dim + shape.values + 2 * dim * both) + 4 * job.model.n_heads / tp + (shape.experts.chosen if shape.experts else 0)
-    of_mode = {
-        "full": used * dim,
-        "none": everything,
-        "lean": chosen + used * sum(outputs),
-        "op": chosen + used * sum(outputs[::2]),
-        "layer": (used * dim + (ac.every - 1) * everything) / ac.every,
-        "memory_budget": ac.budget * everything + (1 - ac.budget) * used * dim,
-    }
-    return shape.tokens * of_mode[ac.name]
+    return shape.tokens * (chosen + used * sum(outputs[:: mode.matmuls]))
 
 
 def _norms(shape: Shape) -> float:
@@ -227,7 +222,7 @@ def _between_stages(shape: Shape, rank: int) -> list[Term]:
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
-    terms = [Term("masks", _mask(shape) * number * (shape.compiled or job.ac.name != "none"))]  # a byte each
+    terms = [Term("masks", _mask(shape) * number * (shape.compiled or shape.recomputes))]  # a byte each
     if last:
         message = shape.tokens * shape.used * shape.residual
         buffers = sum((stage > 0) + (stage < last) for stage in shape.stages[rank]) * shape.microbatches
@@ -273,7 +268,7 @@ def _block(shape: Shape) -> Iterator[list[Term]]:
     width = (5 + (not shape.compiled)) * shape.ffn_width
     feed_forward = used * (4 * shape.residual + _norms(shape) + _heads(shape) + width) + _attention(shape)
     if shape.experts:
-        feed_forward += shape.experts.everything + shape.experts.backward(shape.job.ac.name in ("full", "layer"))
+        feed_forward += shape.experts.everything + shape.experts.backward(mode_of(shape.job).budget is None and shape.whole_again > 0)
     yield [Term("block's backward", shape.tokens * feed_forward + used * _mask(shape))]
     if layout.cp > 1 and layout.cp_rotate != "ulysses":
         attention = used * (3 * shape.residual + _norms(shape) / 2 + 5 * queries + 4 * keys) + _attention(shape)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from .shape import Shape
 
-# gathers and reduce-scatters that run again in a block's backward; of others (2, 0)
-RECOMPUTED = {"none": (0, 0), "full": (2, 1)}
-
 
 def of_step(shape: Shape, rank: int) -> dict[str, float]:
     """Return the bytes of a pipeline rank's collectives and messages along each dimension that has several ranks."""
@@ -35,7 +32,7 @@ def tensor(shape: Shape) -> tuple[float, float]:
     """
     scatter = shape.tokens * shape.job.model.dim * shape.used
     gather = scatter * shape.sent / shape.used
-    gathers, scatters = RECOMPUTED.get(shape.job.ac.name, (2, 0))
+    gathers, scatters = (2 * shape.recomputes, int(shape.whole_again == 1))  # that run again in the backward
     once, again = shape.halves * (gather + scatter), shape.halves / 2
     return once, once + again * (gathers * gather + scatters * scatter)
 
@@ -57,9 +54,9 @@ def _context(shape: Shape) -> float:
     """
     job, cp = shape.job, shape.job.parallelism.cp
     if job.parallelism.cp_rotate == "ulysses":
-        return shape.tokens * shape.used * 2 * (shape.queries + shape.keys) * (2 + (job.ac.name != "none"))
+        return shape.tokens * shape.used * 2 * (shape.queries + shape.keys) * (2 + shape.recomputes)
     rounds = cp if job.parallelism.cp_rotate == "allgather" else cp - 1
-    return shape.tokens * 2 * shape.keys * (shape.used * rounds * (2 + (job.ac.name == "full")) + 4 * cp)
+    return shape.tokens * 2 * shape.keys * (shape.used * rounds * (2 + (shape.whole_again == 1)) + 4 * cp)
 
 
 def _experts(shape: Shape) -> float:
@@ -71,7 +68,7 @@ def _experts(shape: Shape) -> float:
 
 def exchanges(shape: Shape) -> tuple[int, int]:
     """Return how often a block's rows travel in forward and backward; selective checkpointing keeps what arrived."""
-    return 2, 2 + 2 * (shape.job.ac.name == "full")
+    return 2, 2 + 2 * (shape.whole_again == 1)
 
 
 def _shards(shape: Shape, parameters: float) -> float:

@@ -7,14 +7,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+from titan_hydra.config import from_dict
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import ActivationCheckpoint, Job
 from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.ranks import all_ranks
+from titan_hydra.job.recomputation import modes_that_keep_less
 
 from . import memory, time
 from .memory import Peak
@@ -22,7 +25,6 @@ from .shape import NotPredictable
 from .time import Speed
 
 Change = tuple[str, Any, Any]  # key, old value, new value
-MODES = ("none", "lean", "op", "full")  # of activation checkpointing, from the least recomputation
 # of the device's memory: up to which a job fits, is tight, and from which it is refused
 FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10
 
@@ -121,8 +123,7 @@ def _remedies(job: Job) -> Iterator[list[Change]]:
     """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller
     local batches.
     """
-    more = MODES[MODES.index(job.ac.name) + 1 :] if job.ac.name in MODES else MODES[-1:]
-    modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in more]
+    modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in modes_that_keep_less(job.ac.name)]
     losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
     whole = job.data.local_batch
     sizes: list[list[Change]] = [[("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0]
@@ -163,7 +164,15 @@ def changed(job: Job, gpus: int | None = None, **sections: dict[str, Any]) -> Jo
 
 def with_mode(job: Job, mode: str) -> Job:
     """Return a copy of a job with a mode of activation checkpointing and that mode's defaults."""
-    return changed(job, ac=vars(ActivationCheckpoint(mode)))
+    job = copy.copy(job)
+    job.ac = _section_of(mode)
+    return job
+
+
+@cache
+def _section_of(mode: str) -> ActivationCheckpoint:
+    section: ActivationCheckpoint = from_dict(ActivationCheckpoint, {"name": mode})
+    return section
 
 
 def on_nodes(job: Job, gpus: int | None) -> Job:

@@ -11,8 +11,9 @@ from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.rules import checks
 from titan_hydra.config.schema import Job
 from titan_hydra.job.experts import expert_degrees
+from titan_hydra.job.recomputation import searched_modes
 
-from .predict import MODES, Prediction, changed, in_memory, on_nodes, timed, with_mode
+from .predict import Prediction, changed, in_memory, on_nodes, timed, with_mode
 from .shape import NotPredictable
 
 ROWS = 10  # of an answer
@@ -96,13 +97,14 @@ def _points(job: Job) -> Iterator[Prediction]:
     """Yield the memory of the legal points of the space; of those that differ in checkpointing alone, the one that
     recomputes least among what fits.
     """
+    modes = searched_modes()
     for layout in _layouts(job):
         for batches in _batches(layout):
-            last = next(_legal(batches, reversed(MODES)), None)
+            last = next(_legal(batches, reversed(modes)), None)
             if last and (memory := in_memory(last)).fits == "no":  # as most do
                 yield memory
             elif last:
-                yield next(one for one in map(in_memory, _legal(batches, MODES)) if one.fits != "no")
+                yield next(one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no")
 
 
 def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:

@@ -16,6 +16,7 @@ from titan_hydra.job.batches import local_batches, microbatch_size, microbatches
 from titan_hydra.job.dtypes import SIZE, gradient_dtype, has_one_scale
 from titan_hydra.job.experts import sparse
 from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
+from titan_hydra.job.recomputation import mode_of, recomputed_share
 
 from .experts import ExpertShape, experts_of, lighter, shared_width
 
@@ -49,6 +50,16 @@ class Shape:
     def sequence(self) -> int:
         """The ranks over which the residual stream is split beside context parallelism."""
         return self.job.parallelism.tp if self.job.parallelism.sequence_parallel else 1
+
+    @cached_property
+    def whole_again(self) -> float:
+        """The share of the blocks that run again as a whole in the backward."""
+        return recomputed_share(self.job)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything runs again in the backward."""
+        return self.whole_again > 0 or mode_of(self.job).contexts is not None
 
     @property
     def stored(self) -> int:

@@ -14,6 +14,7 @@ from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
 from titan_hydra.job.pipeline import splits_backward
 from titan_hydra.job.ranks import all_ranks
+from titan_hydra.job.recomputation import mode_of
 from titan_hydra.job.schedules import actions_of, idle_time, known, play
 
 from . import messages
@@ -123,15 +124,10 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
 
 def recomputed(shape: Shape) -> tuple[float, float, float]:
     """Return the shares of a block's forward that run again in its backward: of matmuls, of attention, of the rest."""
-    ac, sizes = shape.job.ac, shape.sizes
-    return {
-        "none": (0, 0, 0),
-        "lean": (0, 0, 1),
-        "op": (sum(sizes[1::2]) / sum(sizes), 0, 1),
-        "full": (1, 1, 1),
-        "layer": (1 / ac.every,) * 3,
-        "memory_budget": (1 - ac.budget,) * 3,
-    }[ac.name]
+    sizes, mode = shape.sizes, mode_of(shape.job)
+    if mode.contexts:
+        return 1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1
+    return (shape.whole_again,) * 3
 
 
 def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:

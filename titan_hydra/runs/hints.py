@@ -13,20 +13,14 @@ from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
 from titan_hydra.config.rules.checks import check
+from titan_hydra.config.schema import ActivationCheckpoint
+from titan_hydra.job.recomputation import modes_that_keep_less
 
 from . import checkpoints, layout
 from .run import group_at
 
 if TYPE_CHECKING:
     from .failure import Failure
-
-NEXT = {  # ac.name: what keeps less for the backward, the nearest first
-    "none": ("lean", "op", "full"),
-    "memory_budget": ("full",),
-    "lean": ("op", "full"),
-    "op": ("full",),
-    "layer": ("full",),
-}
 
 
 def hint(failure: Failure) -> str:
@@ -62,9 +56,9 @@ def less_memory(job: Job) -> Iterator[str]:
     batch.
     """
     faults = check(job)
-    for name in NEXT.get(job.ac.name, ()):
+    for name in modes_that_keep_less(job.ac.name):
         tried = copy.deepcopy(job)
-        tried.ac.name = name
+        tried.ac = from_dict(ActivationCheckpoint, {"name": name})
         if check(tried) == faults:
             yield f"ac={name}"
     tried = copy.deepcopy(job)

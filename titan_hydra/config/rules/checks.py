@@ -19,6 +19,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.job.batches import samples_at_once
 from titan_hydra.job.pipeline import splits_backward
 from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, world_size
+from titan_hydra.job.recomputation import mode_of
 
 from . import adapter, checkpoint, cluster, compile, data, experts, memory, objective, pipeline, precision, replicas
 
@@ -242,7 +243,7 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
     if job.data.document_mask:
         yield Fault("data.document_mask", True, f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can", legal=(False,))
-    if job.ac.name == "memory_budget":
+    if mode_of(job).budget:
         yield Fault("ac.name", job.ac.name, f"the compiler cannot estimate the memory of {ring}", legal=("op", "lean"))
 
 

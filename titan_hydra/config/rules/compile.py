@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from titan_hydra.base.versions import versions
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.schema import Job
+from titan_hydra.job.recomputation import mode_of, recomputed_share
 
 # of torch.compile
 BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")
@@ -39,11 +40,9 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """ac=memory_budget is the compiler's: it chooses which activations to keep when it splits a block into forward and
-    backward.
-    """
-    if job.ac.name == "memory_budget" and job.compile.name != "block":
-        yield Fault("compile.name", job.compile.name, "ac=memory_budget needs the compiler", legal=("block",))
+    """The compiler chooses which activations to keep within a budget, when it splits a block into forward and backward."""
+    if mode_of(job).budget and job.compile.name != "block":
+        yield Fault("compile.name", job.compile.name, f"ac={job.ac.name} needs the compiler", legal=("block",))
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
@@ -70,16 +69,16 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     under comm=fake, so the paper's own rows can be stepped there.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
-    recomputed = job.ac.name in ("full", "layer", "memory_budget")
-    if job.parallelism.tp > 1 and compiled and recomputed and not versions().get("torch", "").startswith("2.11."):
+    if job.parallelism.tp > 1 and compiled and recomputed_share(job) and not versions().get("torch", "").startswith("2.11."):
         yield Fault("ac.name", job.ac.name, "this torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
 
 
 def saved_operators_are_names(job: Job) -> Iterator[Fault]:
     """The operators to save have names of the right form. Whether torch has them is known only when a rank starts."""
-    for name in job.ac.save_ops:
+    chosen: list[str] = getattr(job.ac, "save_ops", [])
+    for name in chosen:
         if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
-            yield Fault("ac.save_ops", job.ac.save_ops, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
+            yield Fault("ac.save_ops", chosen, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
 
 
 RECIPE = [
