@@ -15,8 +15,8 @@ from .field import Changes
 from .model import Model
 from .operation import Validation
 from .ranges import Interval, Text, range_of
-from .registry import ACTIVATION_CHECKPOINTS, DATA_SOURCES, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, Names, Registry
-from .schema import ActivationCheckpoint, Job, LrSchedule, Objective, Optimizer, default_of
+from .registry import ACTIVATION_CHECKPOINTS, DATA_SOURCES, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, Names, Registry
+from .schema import ActivationCheckpoint, Job, LrSchedule, Objective, Optimizer, PipelineSchedule, default_of
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
@@ -29,6 +29,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Optimizer: ("name", OPTIMIZERS),
     LrSchedule: ("name", LR_SCHEDULES),
     ActivationCheckpoint: ("name", ACTIVATION_CHECKPOINTS),
+    PipelineSchedule: ("name", PIPELINE_SCHEDULES),
 }
 Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
 

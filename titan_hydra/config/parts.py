@@ -19,7 +19,7 @@ from .registry import (
     TrackerKind,
     register,
 )
-from .schema import ActivationCheckpoint, LrSchedule, Objective, Optimizer
+from .schema import ActivationCheckpoint, LrSchedule, Objective, Optimizer, PipelineSchedule
 from .source import FileSource, Source
 
 
@@ -131,6 +131,11 @@ class MemoryBudget(ActivationCheckpoint):
     budget: float = key(0.5, "share of the activation memory that the compiler keeps, 0 to 1", SHARE)
 
 
+@dataclass
+class WrittenSchedule(PipelineSchedule):
+    csv: str | None = key(None, "file with the schedule's actions, a line a rank", PATH)
+
+
 def _one_for_each_stage(microbatches: int, stages: int, ranks: int) -> str | None:
     return f"needs at least one for each of the {stages} stages" if microbatches < stages else None
 
@@ -151,16 +156,39 @@ for mode in (
 ):
     register(mode)
 
-TORCH = "torch.distributed.pipelining.schedules"
+TORCH, ORDERS = "torch.distributed.pipelining.schedules", "titan_hydra.job.schedules"
 for schedule in (
-    PipelineScheduleKind("gpipe", f"{TORCH}:ScheduleGPipe", 1),
-    PipelineScheduleKind("1f1b", f"{TORCH}:Schedule1F1B", 1, objection=_one_for_each_stage),
-    PipelineScheduleKind("looped_bfs", f"{TORCH}:ScheduleLoopedBFS"),
-    PipelineScheduleKind("interleaved_1f1b", f"{TORCH}:ScheduleInterleaved1F1B", objection=_equal_rounds),
-    PipelineScheduleKind("interleaved_zb", f"{TORCH}:ScheduleInterleavedZeroBubble", splits_backward=True, objection=_equal_rounds),
-    PipelineScheduleKind("zbv", f"{TORCH}:ScheduleZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
-    PipelineScheduleKind("dualpipe_v", f"{TORCH}:ScheduleDualPipeV", 2, True, True, _one_for_each_stage),
-    PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime"),  # the rest is in its file
+    PipelineScheduleKind("gpipe", f"{TORCH}:ScheduleGPipe", steps=f"{ORDERS}:forwards_first", stages_per_rank=1, late=True),
+    PipelineScheduleKind(
+        "1f1b", f"{TORCH}:Schedule1F1B", steps=f"{ORDERS}:one_forward_one_backward", stages_per_rank=1, objection=_one_for_each_stage
+    ),
+    PipelineScheduleKind("looped_bfs", f"{TORCH}:ScheduleLoopedBFS", steps=f"{ORDERS}:breadth_first", late=True),
+    PipelineScheduleKind("interleaved_1f1b", f"{TORCH}:ScheduleInterleaved1F1B", steps=f"{ORDERS}:interleaved", objection=_equal_rounds),
+    PipelineScheduleKind(
+        "interleaved_zb",
+        f"{TORCH}:ScheduleInterleavedZeroBubble",
+        steps=f"{ORDERS}:interleaved_zero_bubble",
+        splits_backward=True,
+        objection=_equal_rounds,
+    ),
+    PipelineScheduleKind(
+        "zbv",
+        f"{TORCH}:ScheduleZBVZeroBubble",
+        steps=f"{ORDERS}:zero_bubble_v",
+        stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+    ),
+    PipelineScheduleKind(
+        "dualpipe_v",
+        f"{TORCH}:ScheduleDualPipeV",
+        steps=f"{ORDERS}:dual_pipe_v",
+        stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+        objection=_one_for_each_stage,
+    ),
+    PipelineScheduleKind("csv", "titan_hydra.base.private:PipelineScheduleRuntime", WrittenSchedule, from_file=True),
 ):
     register(schedule)
 

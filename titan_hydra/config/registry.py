@@ -95,14 +95,19 @@ class TrackerKind:
 @dataclass(frozen=True)
 class PipelineScheduleKind:
     """A pipeline schedule: a class of torch's kind and what the layout of stages depends on. `objection(microbatches,
-    stages, ranks)` is why it does not accept that number of microbatches; None if it does.
+    stages, ranks)` is why it does not accept that number of microbatches; None if it does. `steps(rank, pp, stages,
+    microbatches)` yields the order of a rank for predictions (job/schedules.py); without it, one like it is taken.
     """
 
     name: str
     schedule: Reference
+    config: Any = None  # a dataclass that extends schema.PipelineSchedule: the schedule's own keys
+    steps: Reference | None = None
     stages_per_rank: int | None = None  # None: as configured
     v_shaped: bool = False  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
     splits_backward: bool = False  # the backward computes the inputs' gradients first, the weights' later
+    late: bool = False  # no backward runs before the last forward
+    from_file: bool = False  # its order stands in the file `pp_schedule.csv`
     objection: Callable[[int, int, int], str | None] = lambda microbatches, stages, ranks: None
 
 

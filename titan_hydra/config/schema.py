@@ -71,7 +71,6 @@ class PipelineSchedule:
     microbatches: int | None = key(None, "microbatches of a local batch; null: twice the stages, or fewer for a small batch", COUNT)
     layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head count as one each", COUNT)
     split: list[str] = key(list, "first module of each stage but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD)
-    csv: str | None = key(None, "file with the schedule's actions, for pp_schedule=csv", PATH, only=("csv",))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from titan_hydra.config.fault import divisors
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 
-from .pipeline import read_schedule, stage_count
+from .pipeline import stage_count, written_schedule
 from .ranks import data_parallel
 
 
@@ -45,6 +45,7 @@ def microbatch_objection(job: Job, number: int) -> str | None:
     schedule = job.pp_schedule
     if reason := PIPELINE_SCHEDULES[schedule.name].objection(number, stage_count(job), job.parallelism.pp):
         return f"{schedule.name} {reason}"
-    if schedule.name == "csv" and number != (written := 1 + max(microbatch for _, _, microbatch in read_schedule(schedule.csv)[0])):
-        return f"{schedule.csv} schedules {written}"
+    written = written_schedule(job)
+    if written and number != (scheduled := 1 + max(microbatch for _, _, microbatch in written[0])):
+        return f"its file schedules {scheduled}"
     return None

@@ -4,6 +4,7 @@ import csv
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
@@ -21,8 +22,8 @@ def stage_count(job: Job) -> int:
 def stages_of_ranks(job: Job) -> list[list[int]]:
     """Return the stages of each pipeline rank, ascending: in a loop, in a V, or as the csv schedule places them."""
     pp, stages, schedule = job.parallelism.pp, stage_count(job), job.pp_schedule
-    if schedule.name == "csv":
-        return [sorted({stage for stage, _, _ in actions}) for actions in read_schedule(schedule.csv)]
+    if written := written_schedule(job):
+        return [sorted({stage for stage, _, _ in actions}) for actions in written]
     if PIPELINE_SCHEDULES[schedule.name].v_shaped:
         return [[rank, stages - 1 - rank] for rank in range(pp)]
     return [list(range(rank, stages, pp)) for rank in range(pp)]
@@ -65,9 +66,15 @@ def splits_backward(job: Job) -> bool:
     """Whether the schedule runs a stage's backward in two halves (inputs, weights). Several techniques cannot be
     combined with that.
     """
-    if job.pp_schedule.name == "csv":
-        return any(kind == "W" for actions in read_schedule(job.pp_schedule.csv) for _, kind, _ in actions)
+    if written := written_schedule(job):
+        return any(kind == "W" for actions in written for _, kind, _ in actions)
     return PIPELINE_SCHEDULES[job.pp_schedule.name].splits_backward
+
+
+def written_schedule(job: Job) -> list[list[Action]] | None:
+    """Return the actions of each rank, if the schedule stands in a file. Raises what `read_schedule` raises."""
+    schedule: Any = job.pp_schedule
+    return read_schedule(schedule.csv) if PIPELINE_SCHEDULES[schedule.name].from_file else None
 
 
 @cache

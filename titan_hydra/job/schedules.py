@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from titan_hydra.config.registry import PIPELINE_SCHEDULES
+from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.schema import Job
 
 from .batches import microbatches
-from .pipeline import Action, read_schedule
+from .pipeline import Action, written_schedule
 
 TIME = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of an action, in units of a forward of the same stage
 Step = tuple[int | None, str]  # stage, kind; a W without a stage belongs to the oldest I that has no W yet
@@ -21,17 +21,17 @@ Step = tuple[int | None, str]  # stage, kind; a W without a stage belongs to the
 
 def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
     """Return the actions of every pipeline rank; `number` replaces the job's number of microbatches."""
-    if job.pp_schedule.name == "csv":
-        return read_schedule(job.pp_schedule.csv)
+    if written := written_schedule(job):
+        return written
     number = microbatches(job) if number is None else number
     return actions(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, number)
 
 
 def known(name: str) -> str:
-    """Return the package's own schedule that one of a user's is taken for, by its kind."""
-    if name in STEPS or name in ("gpipe", "1f1b"):
-        return name
+    """Return the schedule that one is taken for: itself if its record has the steps, else one of its kind that has."""
     kind = PIPELINE_SCHEDULES[name]
+    if kind.steps:
+        return name
     looped = "interleaved_zb" if kind.splits_backward else "interleaved_1f1b"
     return "zbv" if kind.v_shaped else "1f1b" if kind.stages_per_rank == 1 else looped
 
@@ -46,9 +46,7 @@ def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
 
 def actions_of_rank(rank: int, name: str, pp: int, stages: int, number: int) -> list[Action]:
     """Return the actions of one pipeline rank."""
-    if name in ("gpipe", "1f1b"):
-        return actions_of_one_stage(rank, pp, number, name == "gpipe")
-    order = numbered(STEPS[name](rank, pp, stages, number))
+    order = numbered(resolve(PIPELINE_SCHEDULES[name].steps)(rank, pp, stages, number))
     return [action for action in order if action[2] < number]  # zbv plans more than there may be
 
 
@@ -72,14 +70,15 @@ def numbered(steps: Iterable[Step]) -> list[Action]:
     return done
 
 
-def actions_of_one_stage(rank: int, ranks: int, number: int, all_forwards: bool) -> list[Action]:
-    """Return the actions of a pipeline rank with one stage for a number of microbatches: all forwards first (gpipe), or
-    1F1B.
-    """
-    ahead = number if all_forwards else min(number, ranks - rank)
-    forward, backward = [(rank, "F", index) for index in range(number)], [(rank, "B", index) for index in range(number)]
-    alternating = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
-    return [*forward[:ahead], *alternating, *backward[number - ahead :]]
+def forwards_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
+    """Return the steps of GPipe."""
+    return [*[(rank, "F")] * number, *[(rank, "B")] * number]
+
+
+def one_forward_one_backward(rank: int, pp: int, stages: int, number: int) -> list[Step]:
+    """Return the steps of 1F1B."""
+    ahead = min(number, pp - rank)
+    return [*[(rank, "F")] * ahead, *[(rank, "B"), (rank, "F")] * (number - ahead), *[(rank, "B")] * ahead]
 
 
 def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
@@ -104,6 +103,9 @@ def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool 
             if zero_bubble and step - warm_up >= rank:
                 yield None, "W"
     yield from [(None, "W")] * (rank * zero_bubble)
+
+
+interleaved_zero_bubble = partial(interleaved, zero_bubble=True)
 
 
 def zero_bubble_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
@@ -142,15 +144,6 @@ def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
     yield from [(None, "W")] * (rank + 1)
 
 
-STEPS: dict[str, Callable[[int, int, int, int], Iterable[Step]]] = {
-    "looped_bfs": breadth_first,
-    "interleaved_1f1b": interleaved,
-    "zbv": zero_bubble_v,
-    "dualpipe_v": dual_pipe_v,
-    "interleaved_zb": partial(interleaved, zero_bubble=True),
-}
-
-
 @dataclass(frozen=True)
 class Held:
     """The microbatches whose activations a pipeline rank holds, each counted with the weight of its stage."""
@@ -166,8 +159,8 @@ def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
     """
     if job.parallelism.pp == 1:
         return Held(weights[0], weights[0])
-    if job.pp_schedule.name == "csv":
-        return _held(actions_of(job)[rank], weights)
+    if written := written_schedule(job):
+        return _held(written[rank], weights)
     return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, microbatches(job), rank, weights)
 
 

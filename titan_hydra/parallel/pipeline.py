@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.job.batches import microbatch_size, microbatches
 from titan_hydra.job.pipeline import Action, stage_count, stages_of_ranks
-from titan_hydra.job.schedules import TIME, actions_of_one_stage
+from titan_hydra.job.schedules import TIME, actions_of
 
 from .mesh import Mesh, local_part
 
@@ -132,20 +132,20 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
     """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by what
     counts in the global batch.
     """
-    kind = resolve(PIPELINE_SCHEDULES[job.pp_schedule.name].schedule)
+    record, config = PIPELINE_SCHEDULES[job.pp_schedule.name], cast(Any, job.pp_schedule)
+    kind = resolve(record.schedule)
     single = issubclass(kind, PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, n_microbatches=microbatches(job), loss_fn=loss, scale_grads=False)
-    if job.pp_schedule.name == "csv":
-        load_csv(schedule, job.pp_schedule.csv)
+    if record.from_file:
+        load_csv(schedule, config.csv)
     return schedule
 
 
 def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[Action]]:
     """Return the computations of every pipeline rank in order, from torch's own list."""
     # torch's own list of 1F1B has wrong microbatches on the last rank (2.13)
-    if job.pp_schedule.name in ("gpipe", "1f1b"):
-        pp, number, gpipe = job.parallelism.pp, microbatches(job), job.pp_schedule.name == "gpipe"
-        return [actions_of_one_stage(rank, pp, number, gpipe) for rank in range(pp)]
+    if isinstance(schedule, PipelineScheduleSingle) and PIPELINE_SCHEDULES[job.pp_schedule.name].steps:
+        return actions_of(job)
     order = schedule.pipeline_order
     return [[action for step in order[rank] if step for action in _computations(step)] for rank in sorted(order)]
 

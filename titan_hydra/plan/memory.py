@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titan_hydra.config.attention import call_of
+from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.recomputation import mode_of
@@ -119,7 +120,7 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
     kept, others = saved(shape), _between_stages(shape, rank)
-    late = shape.job.pp_schedule.name in ("gpipe", "looped_bfs")  # no backward before the last forward
+    late = PIPELINE_SCHEDULES[shape.job.pp_schedule.name].late
     if end in stages:
         for head in _head(shape, rank, constants):
             yield before, [Term(SAVED, flying.at_end * kept), *others, *_unsharded(shape, whole, None, not late), *head]

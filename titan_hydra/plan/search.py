@@ -134,7 +134,7 @@ def _layouts(job: Job) -> Iterator[Job]:
 def _schedules(job: Job) -> Iterator[Job]:
     for kind in PIPELINE_SCHEDULES.values():
         for chunks in (kind.stages_per_rank,) if kind.stages_per_rank else CHUNKS:
-            if kind.name != "csv" and chunks * job.parallelism.pp <= job.model.n_layers:
+            if not kind.from_file and chunks * job.parallelism.pp <= job.model.n_layers:
                 yield changed(job, pp_schedule={"name": kind.name, "stages_per_rank": chunks, "split": [], "layers_per_stage": None})
 
 

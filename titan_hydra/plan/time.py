@@ -12,7 +12,7 @@ from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offset
 from titan_hydra.config.family import Linear
 from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
-from titan_hydra.job.pipeline import splits_backward
+from titan_hydra.job.pipeline import splits_backward, written_schedule
 from titan_hydra.job.ranks import all_ranks
 from titan_hydra.job.recomputation import mode_of
 from titan_hydra.job.schedules import actions_of, idle_time, known, play
@@ -264,7 +264,7 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
     most = max(sum(forward[stage] + backward[stage] + call * splits_backward(job) for stage in stages) for stages in shape.stages)
     # idle time grows no more, so the rest costs the slowest rank's work
     number = min(shape.microbatches, (4 if exact else 2) * pp)
-    if job.pp_schedule.name == "csv":
+    if written_schedule(job):
         number = shape.microbatches
     elif not exact:
         chunks = job.pp_schedule.stages_per_rank

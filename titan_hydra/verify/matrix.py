@@ -65,7 +65,7 @@ def case(name: str, ranks: int, *overrides: str, **options) -> Case:
 
 
 EVEN = {"uneven_mask": True, "loss": 1e-6, "norm": 1e-6, "gradients": 1e-5}
-SCHEDULES = tuple(name for name in PIPELINE_SCHEDULES if name != "csv")
+SCHEDULES = tuple(kind.name for kind in PIPELINE_SCHEDULES.values() if not kind.from_file)
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}

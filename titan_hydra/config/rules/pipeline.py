@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
@@ -68,11 +69,12 @@ def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
 
 def schedule_file_is_a_schedule(job: Job) -> Iterator[Fault]:
     """A csv schedule is complete and cannot deadlock; otherwise the error would appear only on the cluster."""
-    path = job.pp_schedule.csv
-    if job.pp_schedule.name != "csv":
+    if not PIPELINE_SCHEDULES[job.pp_schedule.name].from_file:
         return
+    schedule: Any = job.pp_schedule
+    path = schedule.csv
     if not path:
-        yield Fault("pp_schedule.csv", path, "pp_schedule=csv needs a file")
+        yield Fault("pp_schedule.csv", path, f"pp_schedule={schedule.name} needs a file")
         return
     if Path(path).exists() and not Path(path).is_file():
         yield Fault("pp_schedule.csv", path, "not a file")
