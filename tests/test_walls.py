@@ -290,8 +290,8 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 664,  # 520
-    "config": 4947,  # 3,200
-    "job": 575,  # 720
+    "config": 4982,  # 3,200
+    "job": 576,  # 720
     "models": 1919,  # 1,800
     "runs": 2325,  # 2,100
     "kernels": 1229,  # 900
@@ -306,7 +306,7 @@ LINES = {
     "report": 2300,  # 2,050
     "commands": 3335,  # 2,300
     "recipes": 1674,  # 3,100
-    "plan": 1515,  # 1,800
+    "plan": 1516,  # 1,800
 }
 
 
