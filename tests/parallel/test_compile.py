@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import profile
 
 from titan_hydra import models
+from titan_hydra.config import from_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.models.init import init_weights
@@ -47,7 +48,12 @@ def build(ac, backend, config=JOB.model):
     with torch.device("meta"):
         model = models.build(config, 16)
     names = [name for name, _ in model.named_parameters()]
-    job = replace(JOB, model=config, ac=ActivationCheckpoint(name=ac), compile=Compile("block", backend) if backend else Compile("off"))
+    job = replace(
+        JOB,
+        model=config,
+        ac=from_dict(ActivationCheckpoint, {"name": ac}),
+        compile=Compile("block", backend) if backend else Compile("off"),
+    )
     activation_checkpoint.apply(model, ALONE, job)
     compile.apply(model, ALONE, job)
     model.to_empty(device="cpu")

@@ -45,7 +45,7 @@ def job_with(rotate="allgather", balance=True, cp=2, *overrides):
         f"gpus={cp}",
         f"parallelism.cp={cp}",
         f"parallelism.cp_rotate={rotate}",
-        f"parallelism.cp_load_balance={balance}",
+        *([] if rotate == "ulysses" else [f"parallelism.cp_load_balance={balance}"]),
         *overrides,
     )
 

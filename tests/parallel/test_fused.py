@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import from_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.kernels import float8 as reference
@@ -212,7 +213,7 @@ def test_equal_blocks_are_compiled_once_and_without_a_break(ac):
     torch.compiler.reset()
     counter, job = CompileCounterWithBackend("aot_eager"), job_of(*FUSED)
     model, _ = converted(job)
-    job = replace(job, ac=ActivationCheckpoint(name=ac), compile=Compile("block", counter))
+    job = replace(job, ac=from_dict(ActivationCheckpoint, {"name": ac}), compile=Compile("block", counter))
     activation_checkpoint.apply(model, alone(job), job)
     compile.apply(model, alone(job), job)
     model.to_empty(device="cpu").bfloat16()

@@ -207,6 +207,6 @@ def test_what_adapters_cannot_be_combined_with_is_one_line(words, line):
 
 
 def test_rank_is_not_read_without_adapters_and_old_runs_keep_their_names():
-    with pytest.raises(ConfigError, match=r"adapter\.rank=4: adapter=none does not read it; lora would"):
+    with pytest.raises(ConfigError, match=r"adapter\.rank=4: adapter.name=none does not read it; lora would"):
         compose_job("adapter.rank=4")
     assert identity(compose_job()) == identity(compose_job("adapter=none")) != identity(compose_job("adapter=lora"))

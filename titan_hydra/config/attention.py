@@ -11,6 +11,7 @@ from typing import NamedTuple
 from titan_hydra.base.errors import ConfigError
 
 from .fault import Fault
+from .registry import CP_ROTATIONS
 from .schema import Job
 
 # the order of auto: on an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash
@@ -125,7 +126,7 @@ def takes_offsets(asked: str, call: Call) -> bool:
 def call_of(job: Job, device: str = "cuda", machine: Machine | None = None) -> Call:
     """Return the attention of a job's blocks on a device."""
     model, layout = job.model, job.parallelism
-    ring = layout.cp > 1 and layout.cp_rotate != "ulysses"
+    ring = layout.cp > 1 and CP_ROTATIONS[layout.cp_rotate].ring
     dtype, width = job.precision.compute_dtype, model.head_width
     masked = job.data.document_mask and not takes_offsets(model.attention, Call(device, dtype, width))
     return Call(device, dtype, width, model.value_width, job.data.seq_len, model.causal, masked, ring, job.debug.deterministic, machine)

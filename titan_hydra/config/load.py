@@ -15,8 +15,31 @@ from .field import Changes
 from .model import Model
 from .operation import Validation
 from .ranges import Interval, Text, range_of
-from .registry import ACTIVATION_CHECKPOINTS, DATA_SOURCES, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, Names, Registry
-from .schema import ActivationCheckpoint, Job, LrSchedule, Objective, Optimizer, PipelineSchedule, default_of
+from .registry import (
+    ACTIVATION_CHECKPOINTS,
+    ADAPTERS,
+    CP_ROTATIONS,
+    DATA_SOURCES,
+    FORMATS,
+    LR_SCHEDULES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    PIPELINE_SCHEDULES,
+    Names,
+    Registry,
+)
+from .schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Job,
+    LrSchedule,
+    Objective,
+    Optimizer,
+    Parallelism,
+    PipelineSchedule,
+    Precision,
+    default_of,
+)
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
@@ -30,6 +53,9 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     LrSchedule: ("name", LR_SCHEDULES),
     ActivationCheckpoint: ("name", ACTIVATION_CHECKPOINTS),
     PipelineSchedule: ("name", PIPELINE_SCHEDULES),
+    Parallelism: ("cp_rotate", CP_ROTATIONS),
+    Precision: ("converter", FORMATS),
+    Adapter: ("name", ADAPTERS),
 }
 Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
 
@@ -374,5 +400,5 @@ def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, An
         return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
     pick, readers = PICKED[section][0], _parts_with(section, name)
     if readers and section is not Model:  # families have many keys in common, by other names too
-        return Fault(prefix + name, value, f"{prefix}{pick}={data.get(pick)} does not read it; {' or '.join(readers)} would")
+        return Fault(prefix + name, value, f"{prefix}{pick}={as_typed(data.get(pick))} does not read it; {' or '.join(readers)} would")
     return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, [f"{prefix}{own}" for own in _hints(cls)]))

@@ -7,19 +7,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .field import key
-from .ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, PATH, POSITIVE, SHARE, WORD
+from .ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, PATH, POSITIVE, SHARE, WORD, Interval
 from .registry import (
     ActivationCheckpointKind,
+    AdapterKind,
     DataSourceKind,
     Format,
     LrScheduleKind,
     ObjectiveKind,
     OptimizerKind,
     PipelineScheduleKind,
+    RotationKind,
     TrackerKind,
     register,
 )
-from .schema import ActivationCheckpoint, LrSchedule, Objective, Optimizer, PipelineSchedule
+from .schema import ActivationCheckpoint, Adapter, LrSchedule, Objective, Optimizer, Parallelism, PipelineSchedule, Precision
 from .source import FileSource, Source
 
 
@@ -134,6 +136,32 @@ class MemoryBudget(ActivationCheckpoint):
 @dataclass
 class WrittenSchedule(PipelineSchedule):
     csv: str | None = key(None, "file with the schedule's actions, a line a rank", PATH)
+
+
+@dataclass
+class RingRotation(Parallelism):
+    cp_load_balance: bool = key(True, "give each context-parallel rank early and late parts of the sequence, since late queries cost more")
+
+
+@dataclass
+class LowRank(Adapter):
+    rank: int = key(16, "width of the two thin matrices of a linear", Interval(1, 65_536))
+    alpha: float = key(32.0, "the product of the two matrices is scaled by alpha / rank", POSITIVE)
+
+
+@dataclass
+class Float8(Precision):
+    recipe: str = key(
+        "rowwise",
+        "scales: one a row, one a tensor, or one a row with the weights' gradients in the compute dtype",
+        choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
+    )
+    float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
+    kernels: str = key(
+        "torchao",
+        "what casts: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise only)",
+        choices=("torchao", "fused"),
+    )
 
 
 def _one_for_each_stage(microbatches: int, stages: int, ranks: int) -> str | None:
@@ -329,13 +357,23 @@ register(
         "float8",
         f"{FLOAT8}:convert",
         16,
-        recipes=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
-        plain_gradients=("rowwise_with_gw_hp",),
-        one_scale=("tensorwise",),
-        fused=("rowwise",),
+        config=Float8,
+        plain_gradients=lambda precision: precision.recipe == "rowwise_with_gw_hp",
+        one_scale=lambda precision: precision.recipe == "tensorwise",
+        gathered=lambda precision: precision.float8_all_gather,
+        opaque=lambda precision: precision.kernels == "fused",
+        faults="titan_hydra.config.rules.precision:float8_faults",
         linears=f"{FLOAT8}:linears",
         after_step=f"{FLOAT8}:after_step",
         plain=f"{FLOAT8}:plain",
     )
 )
 register(Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False))
+
+register(AdapterKind("none"))
+register(AdapterKind("lora", "titan_hydra.parallel.lora:adapt", LowRank, lambda config, inputs, outputs: config.rank * (inputs + outputs)))
+
+CONTEXT = "titan_hydra.parallel.context"
+register(RotationKind("allgather", f"{CONTEXT}:Ring", RingRotation, ring=True, gathers=True))
+register(RotationKind("alltoall", f"{CONTEXT}:Ring", RingRotation, ring=True))
+register(RotationKind("ulysses", f"{CONTEXT}:Ulysses", splits_heads=True))

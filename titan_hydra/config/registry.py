@@ -130,6 +130,33 @@ class ActivationCheckpointKind:
 
 
 @dataclass(frozen=True)
+class AdapterKind:
+    """What is trained beside a frozen model: `adapter.name`. `adapt(linear, Job)` changes a linear of a block in place.
+    `parameters(Adapter, inputs, outputs)` is how many it adds to a linear, for predictions. Without `adapt`, the model
+    itself is trained.
+    """
+
+    name: str
+    adapt: Reference | None = None
+    config: Any = None  # a dataclass that extends schema.Adapter: the adapter's own keys
+    parameters: Callable[[Any, float, float], float] = lambda config, inputs, outputs: 0
+
+
+@dataclass(frozen=True)
+class RotationKind:
+    """How context parallelism lets a rank's queries see all keys: `parallelism.cp_rotate`. `attention(sdpa, DeviceMesh)`
+    returns the module that takes the place of a block's attention kernel.
+    """
+
+    name: str
+    attention: Reference
+    config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
+    ring: bool = False  # torch's ring, which replaces the kernel: keys and values travel, queries stay
+    gathers: bool = False  # of a ring: a rank holds all keys and values at once
+    splits_heads: bool = False  # a rank computes some of the heads on whole sequences, so the heads must divide
+
+
+@dataclass(frozen=True)
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
     meta-device model in place and returns lines for the log. The other functions are what
@@ -141,11 +168,14 @@ class Format:
     step: int = 1  # the matmuls take dimensions in steps of this
     bytes: int = 1  # of an element
     rounding: float = 4e-3  # share of the loss that a mean may be off by rounding alone
-    recipes: tuple[str, ...] = ()  # of `precision.recipe`; () if there is one way to scale
-    plain_gradients: tuple[str, ...] = ()  # the recipes that compute the weights' gradients in the compute dtype
-    # the recipes with one scale for a whole tensor: FSDP can gather such weights in this format
-    one_scale: tuple[str, ...] = ()
-    fused: tuple[str, ...] = ()  # the recipes that have kernels of our own: precision.kernels=fused
+    config: Any = None  # a dataclass that extends schema.Precision: the format's own keys
+    # (Precision): whether the weights' gradients are computed in the compute dtype; whether a tensor has one scale; whether
+    # FSDP gathers weights in the format; whether kernels compute several modules in one, into which no compiler sees
+    plain_gradients: Callable[[Any], bool] = lambda precision: False
+    one_scale: Callable[[Any], bool] = lambda precision: False
+    gathered: Callable[[Any], bool] = lambda precision: False
+    opaque: Callable[[Any], bool] = lambda precision: False
+    faults: Reference | None = None  # (Job): yields what it cannot be combined with beyond that
     tensor_parallel: bool = True  # its linears can be split over ranks
     linears: Reference | None = None  # (Job): the styles with which tensor parallelism splits them
     after_step: Reference | None = None  # (model): after the weights have changed
@@ -214,6 +244,8 @@ LR_SCHEDULES: Registry[LrScheduleKind] = Registry("lr_scheduler.name")
 ACTIVATION_CHECKPOINTS: Registry[ActivationCheckpointKind] = Registry("ac.name")
 TRACKERS: Registry[TrackerKind] = Registry("metrics.trackers")
 FORMATS: Registry[Format] = Registry("precision.converter")
+ADAPTERS: Registry[AdapterKind] = Registry("adapter.name")
+CP_ROTATIONS: Registry[RotationKind] = Registry("parallelism.cp_rotate")
 REGISTRIES: dict[type, Registry[Any]] = {
     PipelineScheduleKind: PIPELINE_SCHEDULES,
     DataSourceKind: DATA_SOURCES,
@@ -223,4 +255,6 @@ REGISTRIES: dict[type, Registry[Any]] = {
     TrackerKind: TRACKERS,
     ObjectiveKind: OBJECTIVES,
     Format: FORMATS,
+    AdapterKind: ADAPTERS,
+    RotationKind: CP_ROTATIONS,
 }

@@ -19,8 +19,18 @@ from typing import Any
 from .field import key
 from .model import Model
 from .operation import Checkpoint, Cluster, Comm, Debug, FaultTolerance, Hardware, Launch, Metrics, Paths, Profiling, Sweep, Validation
-from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, WORD, Interval
-from .registry import ACTIVATION_CHECKPOINTS, FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, Names
+from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, WORD, Interval
+from .registry import (
+    ACTIVATION_CHECKPOINTS,
+    ADAPTERS,
+    CP_ROTATIONS,
+    FORMATS,
+    LR_SCHEDULES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    PIPELINE_SCHEDULES,
+    Names,
+)
 from .source import Data
 from .source import Part as Part
 from .source import Source as Source
@@ -50,16 +60,17 @@ class Parallelism:
     sequence_parallel: bool = key(True, "under tp, split norms and residuals over the sequence too")
     loss_parallel: bool = key(True, "under tp, compute the loss on logits that stay split over the vocabulary")
     async_tp: bool = key(False, "overlap tensor-parallel communication with matmuls; needs compile and CUDA")
-    cp_rotate: str = key("allgather", "how context parallelism moves keys and values", choices=("allgather", "alltoall", "ulysses"))
-    cp_load_balance: bool = key(
-        True,
-        "give each context-parallel rank early and late parts of the sequence, since late queries cost more; ulysses is balanced as it is",
-    )
+    cp_rotate: str = key("allgather", "how context parallelism moves keys and values", choices=Names(CP_ROTATIONS))
 
     @property
     def sequence_parts(self) -> int:
-        """The parts into which context parallelism cuts a sequence: one a rank, or two if the ring is balanced."""
-        return self.cp * (2 if self.cp > 1 and self.cp_load_balance and self.cp_rotate != "ulysses" else 1)
+        """The parts into which context parallelism cuts a sequence: one a rank, or two if a ring is balanced."""
+        return self.cp * (2 if self.cp > 1 and self.balanced else 1)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether each context-parallel rank has early and late parts of a sequence (`cp_load_balance` of a ring)."""
+        return getattr(self, "cp_load_balance", False)
 
 
 @dataclass
@@ -85,23 +96,14 @@ class Precision:
     compute_dtype: str = key("bfloat16", "dtype of forward and backward", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16"))
     converter: str | None = key(None, "number format of the linears", choices=Names(FORMATS))
-    recipe: str | None = key(None, "how float8 scales: rowwise, tensorwise or rowwise_with_gw_hp", NAME)
     emulate: bool = key(False, "emulate the format in higher precision, for hardware without it")
-    float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
-    kernels: str = key(
-        "torchao",
-        "what casts to Float8: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise only)",
-        choices=("torchao", "fused"),
-    )
     skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
 
 
 @dataclass
 class Adapter:
-    name: str = key("none", "what is trained beside a model that stays as it is", choices=("none", "lora"))
-    rank: int = key(16, "lora: width of the two thin matrices of a linear", Interval(1, 65_536), only=("lora",))
-    alpha: float = key(32.0, "lora: the product of the two matrices is scaled by alpha / rank", POSITIVE, only=("lora",))
-    linears: list[str] = key(list, "lora: names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD, only=("lora",))
+    name: str = key("none", "what is trained beside a model that stays as it is", choices=Names(ADAPTERS))
+    linears: list[str] = key(list, "names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD)
 
 
 @dataclass

@@ -28,4 +28,16 @@ def gradient_dtype(job: Job) -> str:
 def has_one_scale(job: Job) -> bool:
     """Whether the job's format has one scale for a whole tensor."""
     format = FORMATS.get(job.precision.converter)
-    return format is not None and job.precision.recipe in format.one_scale
+    return format is not None and format.one_scale(job.precision)
+
+
+def gathers_in_format(job: Job) -> bool:
+    """Whether FSDP gathers weights in the job's format."""
+    format = FORMATS.get(job.precision.converter)
+    return format is not None and format.gathered(job.precision)
+
+
+def is_opaque(job: Job) -> bool:
+    """Whether kernels of the job's format compute several modules in one, into which no compiler and no hook sees."""
+    format = FORMATS.get(job.precision.converter)
+    return format is not None and format.opaque(job.precision)

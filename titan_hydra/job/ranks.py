@@ -4,6 +4,7 @@ import glob
 import math
 import os
 
+from titan_hydra.config.registry import CP_ROTATIONS, RotationKind
 from titan_hydra.config.schema import Job
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the mesh's order: ranks of tp share a node, and its fast links
@@ -12,6 +13,16 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the mesh's order:
 def world_size(job: Job) -> int:
     """Return the ranks of one replica group: the product of the degrees."""
     return math.prod(getattr(job.parallelism, name) for name in DEGREES)
+
+
+def rotation(job: Job) -> RotationKind:
+    """Return the record of how context parallelism lets queries see all keys."""
+    return CP_ROTATIONS[job.parallelism.cp_rotate]
+
+
+def has_ring(job: Job) -> bool:
+    """Whether context-parallel ranks compute attention in a ring."""
+    return job.parallelism.cp > 1 and rotation(job).ring
 
 
 def all_ranks(job: Job) -> int:

@@ -20,6 +20,7 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapts
 from titan_hydra.job.ranks import all_ranks
 from titan_hydra.parallel.experts import Balance
 from titan_hydra.runs import layout
@@ -222,7 +223,7 @@ class Metrics:
                 self.trackers.remove(tracker)
 
     def _mfu(self, rate: float | None) -> float | None:
-        if self.peak is None or rate is None or self.flops is None or self.job.precision.converter or self.job.adapter.name != "none":
+        if self.peak is None or rate is None or self.flops is None or self.job.precision.converter or adapts(self.job):
             return None
         return self.flops * rate / self.peak
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +22,9 @@ from titan_hydra.base.private import all_to_all_single_autograd
 from titan_hydra.base.private import ring_options as OPTIONS
 from titan_hydra.config.attention import Call, kernels
 from titan_hydra.config.family import family_of
+from titan_hydra.config.registry import resolve
 from titan_hydra.config.schema import Job
+from titan_hydra.job.ranks import rotation
 from titan_hydra.kernels.attention import BACKENDS, SDPA, call_on, suited
 from titan_hydra.kernels.documents import as_wide, cut_to
 
@@ -41,8 +42,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
         return
-    cp, rotate = mesh.world["cp"], mesh.degrees.cp_rotate
-    if rotate != "ulysses":
+    cp, record = mesh.world["cp"], rotation(job)
+    if record.ring:
         enable_ring(job, cp.device_type)
     for number, block in family_of(job.model).blocks(module).items():
         found = [part for part in block.modules() if hasattr(part, "sdpa")]
@@ -52,12 +53,12 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
                 "see the whole sequence; nearest legal: 1"
             )
         for attention in found:
-            if rotate != "ulysses" and type(attention.sdpa) is not SDPA:
+            if record.ring and type(attention.sdpa) is not SDPA:
                 raise ConfigError(
-                    f"parallelism.cp_rotate={rotate}: a ring replaces the attention kernel of {job.model.family}, a "
+                    f"parallelism.cp_rotate={record.name}: a ring replaces the attention kernel of {job.model.family}, a "
                     f"{type(attention.sdpa).__name__}, by torch's; nearest legal: ulysses"
                 )
-            attention.sdpa = Ulysses(attention.sdpa, cp.get_group()) if rotate == "ulysses" else Ring(attention.sdpa, cp)
+            attention.sdpa = resolve(record.attention)(attention.sdpa, cp)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
@@ -75,8 +76,7 @@ def local_index(seq_len: int, mesh: Mesh) -> Tensor:
     and order is kept.
     """
     cp, rank = mesh.degrees.cp, mesh.coordinate("cp")
-    in_order = mesh.degrees.cp_rotate == "ulysses" or not mesh.degrees.cp_load_balance
-    parts = cp if in_order else 2 * cp
+    in_order, parts = not mesh.degrees.balanced, mesh.degrees.sequence_parts
     if seq_len % parts:
         raise ConfigError(f"parallelism.cp={cp}: a sequence of length {seq_len} cannot be cut into {parts} parts")
     chunks = torch.arange(seq_len).chunk(parts)
@@ -100,7 +100,7 @@ def enable_ring(job: Job, device_type: str) -> None:
 
         ring_cpu.register_ring()
     # else all queries cost the same, in any order
-    OPTIONS.enable_load_balance = job.parallelism.cp_load_balance and job.model.causal
+    OPTIONS.enable_load_balance = job.parallelism.balanced and job.model.causal
     private.set_rotate_method(job.parallelism.cp_rotate)
     private.enable_ring_dispatcher()
 
@@ -142,9 +142,9 @@ class Ulysses(nn.Module):
     of the heads.
     """
 
-    def __init__(self, sdpa: nn.Module, group: dist.ProcessGroup):
+    def __init__(self, sdpa: nn.Module, mesh: DeviceMesh):
         super().__init__()
-        self.sdpa, self.group = sdpa, group
+        self.sdpa, self.group = sdpa, mesh.get_group()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Compute attention. `documents` are those of the whole sequence."""

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.family import family_of
+from titan_hydra.config.parts import LowRank
+from titan_hydra.config.registry import ADAPTERS, resolve
 from titan_hydra.config.schema import Job
-from titan_hydra.job.adapter import adapted
+from titan_hydra.job.adapter import adapted, adapts
 
 from .formats.select import is_plain
 from .mesh import Mesh
@@ -56,8 +58,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     is split by rows; for a row linear A is split by columns and B is whole. Every forward would round frozen weights to
     the compute dtype anyway.
     """
-    if job.adapter.name == "none":
+    if not adapts(job):
         return
+    adapt = resolve(ADAPTERS[job.adapter.name].adapt)
     dtype = getattr(torch, job.precision.compute_dtype)
     for owner in module.modules():
         # not by `data`, which keeps the dtype of a DTensor's own part
@@ -69,10 +72,10 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if not found:
             raise ConfigError(f"adapter={job.adapter.name}: a block of {job.model.family} has no linear {' or '.join(sorted(wanted))}")
         for linear in found:
-            _adapt(linear, job)
+            adapt(linear, job)
 
 
-def _adapt(linear: nn.Linear, job: Job) -> None:
+def adapt(linear: nn.Linear, job: Job) -> None:
     """Make a linear an adapted one, in place. Raises ConfigError for a module of another kind, whose own forward would
     be lost.
     """
@@ -81,11 +84,12 @@ def _adapt(linear: nn.Linear, job: Job) -> None:
             f"adapter={job.adapter.name}: adapts plain linears, and one of {job.model.family} is a {type(linear).__name__}; "
             "nearest legal: none, or adapter.linears without it"
         )
-    rank, dtype = job.adapter.rank, getattr(torch, job.precision.param_dtype)
+    config = cast(LowRank, job.adapter)
+    rank, dtype = config.rank, getattr(torch, job.precision.param_dtype)
     outputs, inputs = linear.weight.shape
     linear.__class__ = LoraLinear
     made = cast(LoraLinear, linear)
-    made.factor, made.reduce_dtype = job.adapter.alpha / rank, getattr(torch, job.precision.reduce_dtype)
+    made.factor, made.reduce_dtype = config.alpha / rank, getattr(torch, job.precision.reduce_dtype)
     made.initial_std = {"lora_a": (3 * inputs) ** -0.5, "lora_b": 0.0}
     for name, shape, split in (("lora_a", (rank, inputs), 1), ("lora_b", (outputs, rank), 0)):
         matrix = torch.empty(shape, dtype=dtype, device="meta")

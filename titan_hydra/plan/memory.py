@@ -15,6 +15,7 @@ from titan_hydra.config.attention import call_of
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 from titan_hydra.job.dtypes import GIB
+from titan_hydra.job.ranks import has_ring, rotation
 from titan_hydra.job.recomputation import mode_of
 from titan_hydra.job.schedules import in_flight
 
@@ -271,8 +272,8 @@ def _block(shape: Shape) -> Iterator[list[Term]]:
     if shape.experts:
         feed_forward += shape.experts.everything + shape.experts.backward(mode_of(shape.job).budget is None and shape.whole_again > 0)
     yield [Term("block's backward", shape.tokens * feed_forward + used * _mask(shape))]
-    if layout.cp > 1 and layout.cp_rotate != "ulysses":
+    if has_ring(shape.job):
         attention = used * (3 * shape.residual + _norms(shape) / 2 + 5 * queries + 4 * keys) + _attention(shape)
-        parts = layout.cp if layout.cp_rotate == "allgather" else 1
+        parts = layout.cp if rotation(shape.job).gathers else 1
         ring = (4 + used) * (queries + 2 * keys) + 2 * used * keys * parts + 24 * keys
         yield [Term("block's backward", shape.tokens * attention), Term("ring attention", shape.tokens * ring)]

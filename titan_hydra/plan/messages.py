@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from titan_hydra.job.ranks import rotation
+
 from .shape import Shape
 
 
@@ -53,9 +55,9 @@ def _context(shape: Shape) -> float:
     float32; or, under Ulysses, all heads' inputs and outputs.
     """
     job, cp = shape.job, shape.job.parallelism.cp
-    if job.parallelism.cp_rotate == "ulysses":
+    if not rotation(job).ring:
         return shape.tokens * shape.used * 2 * (shape.queries + shape.keys) * (2 + shape.recomputes)
-    rounds = cp if job.parallelism.cp_rotate == "allgather" else cp - 1
+    rounds = cp if rotation(job).gathers else cp - 1
     return shape.tokens * 2 * shape.keys * (shape.used * rounds * (2 + (shape.whole_again == 1)) + 4 * cp)
 
 

@@ -9,11 +9,11 @@ from functools import cached_property
 from itertools import accumulate
 
 from titan_hydra.config.family import Linear, family_of
-from titan_hydra.config.registry import FORMATS, OPTIMIZERS, Format
+from titan_hydra.config.registry import ADAPTERS, FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapted
 from titan_hydra.job.batches import local_batches, microbatch_size, microbatches
-from titan_hydra.job.dtypes import SIZE, gradient_dtype, has_one_scale
+from titan_hydra.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale
 from titan_hydra.job.experts import sparse
 from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
 from titan_hydra.job.recomputation import mode_of, recomputed_share
@@ -84,7 +84,7 @@ class Shape:
     @property
     def gathered(self) -> int:
         """The bytes of a parameter of a block that FSDP gathers."""
-        return self.format.bytes if self.job.precision.float8_all_gather and self.shards > 1 else self.used
+        return self.format.bytes if self.format and gathers_in_format(self.job) and self.shards > 1 else self.used
 
     @property
     def format(self) -> Format | None:
@@ -196,7 +196,8 @@ class Shape:
         trained.
         """
         tp = self.job.parallelism.tp
-        return self.job.adapter.rank * sum(one.share("inputs", tp) + one.share("outputs", tp) for one in adapted(self.job))
+        count = ADAPTERS[self.job.adapter.name].parameters
+        return sum(count(self.job.adapter, one.share("inputs", tp), one.share("outputs", tp)) for one in adapted(self.job))
 
     @cached_property
     def learned(self) -> float:

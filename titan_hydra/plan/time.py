@@ -13,7 +13,7 @@ from titan_hydra.config.family import Linear
 from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
 from titan_hydra.job.pipeline import splits_backward, written_schedule
-from titan_hydra.job.ranks import all_ranks
+from titan_hydra.job.ranks import all_ranks, rotation
 from titan_hydra.job.recomputation import mode_of
 from titan_hydra.job.schedules import actions_of, idle_time, known, play
 
@@ -230,7 +230,7 @@ def _context_parallel(shape: Shape) -> float:
     job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
     if cp == 1:
         return 0
-    sent = (2 * shape.queries + 2 * shape.keys) / cp if job.parallelism.cp_rotate == "ulysses" else 2 * shape.keys
+    sent = (2 * shape.queries + 2 * shape.keys) / cp if not rotation(job).ring else 2 * shape.keys
     return shape.tokens * shape.used * sent * (cp - 1) / _link(shape, tp, cp)
 
 

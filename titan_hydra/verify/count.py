@@ -34,7 +34,7 @@ def eager(job: Job) -> Job:
     copies.
     """
     job = copy.deepcopy(job)
-    job.compile.name, job.parallelism.async_tp, job.precision.converter, job.precision.float8_all_gather = "off", False, None, False
+    job.compile.name, job.parallelism.async_tp, job.precision.converter = "off", False, None
     return job
 
 

@@ -229,7 +229,7 @@ MATRIX = [
 
     # Context parallel
     *(case(f"cp {ranks}, {rotate}{'' if balance else ' in order'}, sequence {seq_len}", ranks, "parallelism=cp", f"parallelism.cp={ranks}",
-           f"parallelism.cp_rotate={rotate}", f"parallelism.cp_load_balance={balance}", "data.local_batch=16",
+           f"parallelism.cp_rotate={rotate}", *([] if balance else ["parallelism.cp_load_balance=false"]), "data.local_batch=16",
            slow=seq_len != 32 or (ranks == 4 and not balance), base=(f"data.seq_len={seq_len}",))
       for ranks in (2, 4) for seq_len in (16, 32, 64)
       for rotate, balance in (("allgather", True), ("allgather", False), ("alltoall", True), ("alltoall", False), ("ulysses", True))),

@@ -142,10 +142,9 @@ def technique(dice: random.Random, degrees: dict[str, int]) -> Iterator[str]:
     if degrees["tp"] > 1:
         yield from (f"parallelism.{name}={dice.choice((True, False))}" for name in ("sequence_parallel", "loss_parallel"))
     if degrees["cp"] > 1:
-        yield from (
-            f"parallelism.cp_rotate={dice.choice(('allgather', 'alltoall', 'ulysses'))}",
-            f"parallelism.cp_load_balance={dice.choice((True, False))}",
-        )
+        yield f"parallelism.cp_rotate={(rotate := dice.choice(('allgather', 'alltoall', 'ulysses')))}"
+        if rotate != "ulysses":
+            yield f"parallelism.cp_load_balance={dice.choice((True, False))}"
     if degrees["pp"] > 1:
         name = dice.choice(SCHEDULES)
         yield f"pp_schedule={name}"

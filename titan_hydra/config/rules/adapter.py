@@ -6,6 +6,7 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.operation import LOADED
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapts
 
 
 def adapted_linears_exist(job: Job) -> Iterator[Fault]:
@@ -17,7 +18,7 @@ def adapted_linears_exist(job: Job) -> Iterator[Fault]:
 
 def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
     """Adapters stand beside plain weights that FSDP2 shards, and leave them as they are."""
-    if job.adapter.name == "none":
+    if not adapts(job):
         return
     adapter = f"adapter={job.adapter.name}"
     if job.model.sparse:

@@ -16,9 +16,11 @@ from titan_hydra.config.fault import Fault, counted, divisors, multiples_around
 from titan_hydra.config.load import to_dict, values_are_what_the_schema_takes
 from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapts
 from titan_hydra.job.batches import samples_at_once
+from titan_hydra.job.dtypes import gathers_in_format
 from titan_hydra.job.pipeline import splits_backward
-from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, world_size
+from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, has_ring, rotation, world_size
 from titan_hydra.job.recomputation import mode_of
 
 from . import adapter, checkpoint, cluster, compile, data, experts, memory, objective, pipeline, precision, replicas
@@ -201,16 +203,16 @@ LAYOUT.extend([pipeline.pipeline_is_laid_out, *experts.LAYOUT])
 
 @rule(LAYOUT)
 def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
-    """Ulysses gives each context-parallel rank whole heads, out of those that its tensor-parallel rank holds."""
+    """Some rotations (Ulysses) give each context-parallel rank whole heads, out of those that its tensor-parallel rank holds."""
     cp, tp, model = job.parallelism.cp, job.parallelism.tp, job.model
-    if job.parallelism.cp_rotate != "ulysses" or model.n_heads % tp or model.n_kv_heads % tp:
+    if not rotation(job).splits_heads or model.n_heads % tp or model.n_kv_heads % tp:
         return
     if model.n_heads // tp % cp or model.n_kv_heads // tp % cp:
         legal = tuple(degree for degree in divisors(model.n_kv_heads // tp) if model.n_heads // tp % degree == 0)
         yield Fault(
             "parallelism.cp",
             cp,
-            f"ulysses gives each of cp x tp = {cp * tp} ranks whole heads, but there are {model.n_heads} and "
+            f"{job.parallelism.cp_rotate} gives each of cp x tp = {cp * tp} ranks whole heads, but there are {model.n_heads} and "
             f"{model.n_kv_heads} for keys and values; allgather and alltoall have no such limit",
             legal=legal,
         )
@@ -238,7 +240,7 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
     """The ring merges the results of fused kernels and supports no mask of documents. Ulysses runs any attention, on
     whole sequences.
     """
-    if job.parallelism.cp == 1 or job.parallelism.cp_rotate == "ulysses":
+    if not has_ring(job):
         return
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
     if job.data.document_mask:
@@ -306,13 +308,11 @@ def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def probes_see_modules(job: Job) -> Iterator[Fault]:
-    """Probes hook modules. A compiled block has none at run time; fused kernels compute several modules in one."""
+    """Probes hook modules. A compiled block has none at run time."""
     for key in [key for key in ("nan_hunt", "trace_activations") if getattr(job.debug, key)]:
         reason = f"debug.{key}=true hooks modules inside the blocks"
         if job.compile.name != "off":
             yield Fault("compile.name", job.compile.name, reason, legal=("off",))
-        if job.precision.kernels == "fused":
-            yield Fault("precision.kernels", "fused", reason, legal=("torchao",))
 
 
 @rule(RECIPE)
@@ -344,10 +344,10 @@ def masters_can_be_split(job: Job) -> Iterator[Fault]:
         if not kind.splits_masters
         else "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights"
         if job.parallelism.backend != "fsdp2"
-        else "precision.float8_all_gather=true casts float32 weights itself"
-        if precision.float8_all_gather
+        else f"precision.converter={precision.converter} gathers weights in its own format, from float32"
+        if gathers_in_format(job)
         else f"adapter={job.adapter.name} has few of them"
-        if job.adapter.name != "none"
+        if adapts(job)
         else f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights"
         if job.fault_tolerance.name != "off"
         else None

@@ -7,6 +7,7 @@ from titan_hydra.config.family import FAMILIES, family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapts
 from titan_hydra.job.sources import data_sources
 
 
@@ -79,7 +80,7 @@ def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
         yield Fault("objective.name", job.objective.name, f"{tower} learns from images alone", legal=reading)
     if job.precision.converter:
         yield Fault("precision.converter", job.precision.converter, f"{tower} needs plain linears", legal=("null",))
-    if job.adapter.name != "none":
+    if adapts(job):
         yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
     if job.parallelism.backend != "fsdp2":
         yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))

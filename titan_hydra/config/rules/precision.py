@@ -2,25 +2,49 @@
 
 from collections.abc import Iterator
 from math import gcd
+from typing import Any
 
-from titan_hydra.config.fault import Fault, multiples_around, suggest
-from titan_hydra.config.registry import FORMATS
+from titan_hydra.config.fault import Fault, multiples_around
+from titan_hydra.config.registry import FORMATS, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.job.batches import microbatch_size
-from titan_hydra.job.dtypes import has_one_scale
+from titan_hydra.job.dtypes import has_one_scale, is_opaque
 
 
-def recipe_is_chosen(job: Job) -> Iterator[Fault]:
-    """A format with several recipes needs one of them; one with a single way to scale, and no format, have none."""
-    format, recipe = FORMATS.get(job.precision.converter), job.precision.recipe
-    recipes = format.recipes if format else ()
-    if recipes and recipe is None:
-        yield Fault("precision.recipe", None, f"precision.converter={job.precision.converter} needs one", legal=recipes)
-    elif recipe is not None and recipe not in recipes:
-        reason = f"precision.converter={job.precision.converter} has no such recipe"
-        yield Fault("precision.recipe", recipe, reason, legal=suggest(recipe, recipes) or recipes or (None,))
+def format_suits_the_job(job: Job) -> Iterator[Fault]:
+    """A format's own rules hold, and there is one to emulate."""
+    format = FORMATS.get(job.precision.converter)
     if format is None and job.precision.emulate:
         yield Fault("precision.emulate", True, "there is no number format to emulate", legal=(False,))
+    if format and format.faults:
+        yield from resolve(format.faults)(job)
+
+
+def float8_faults(job: Job) -> Iterator[Fault]:
+    """FSDP gathers Float8 weights that have a single scale, and only FSDP2 has the hooks for it. Our own kernels cast by
+    rows and by columns, of whole weights.
+    """
+    precision: Any = job.precision
+    if precision.float8_all_gather:
+        reason = (
+            "only tensorwise Float8 weights can be gathered, as they have one scale"
+            if not has_one_scale(job)
+            else f"parallelism.backend={job.parallelism.backend} gathers plain weights"
+            if job.parallelism.backend != "fsdp2"
+            else None
+        )
+        if reason:
+            yield Fault("precision.float8_all_gather", True, reason, legal=(False,))
+    if precision.kernels == "torchao":
+        return
+    if job.debug.nan_hunt or job.debug.trace_activations:
+        reason = "they compute several modules in one, and the probes of debug hook modules inside the blocks"
+        yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
+    if precision.recipe != "rowwise":
+        yield Fault("precision.kernels", precision.kernels, "such kernels exist only for precision.recipe=rowwise", legal=("torchao",))
+    elif job.parallelism.tp > 1:
+        reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
+        yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
 
 
 def widths_suit_the_format(job: Job) -> Iterator[Fault]:
@@ -36,7 +60,7 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
     they do widths.
     """
     format, precision = FORMATS.get(job.precision.converter), job.precision
-    if format is None or precision.emulate or precision.recipe in format.plain_gradients:
+    if format is None or precision.emulate or format.plain_gradients(precision):
         return
     each = format.step // gcd(format.step, microbatch_size(job)) * job.parallelism.cp
     if job.data.seq_len % each:
@@ -44,38 +68,11 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
         yield Fault("data.seq_len", job.data.seq_len, reason, legal=multiples_around(job.data.seq_len, each))
 
 
-def weights_can_be_gathered(job: Job) -> Iterator[Fault]:
-    """FSDP gathers Float8 weights that have a single scale (tensorwise), and only FSDP2 has the hooks for it."""
-    if not job.precision.float8_all_gather:
-        return
-    if not has_one_scale(job):
-        yield Fault(
-            "precision.float8_all_gather", True, "only tensorwise Float8 weights can be gathered, as they have one scale", legal=(False,)
-        )
-    elif job.parallelism.backend != "fsdp2":
-        yield Fault(
-            "precision.float8_all_gather", True, f"parallelism.backend={job.parallelism.backend} gathers plain weights", legal=(False,)
-        )
-
-
-def fused_kernels_suit(job: Job) -> Iterator[Fault]:
-    """Our own kernels cast by rows and by columns, of whole weights."""
-    precision, format = job.precision, FORMATS.get(job.precision.converter)
-    if precision.kernels == "torchao":
-        return
-    if precision.recipe not in (format.fused if format else ()):
-        recipes = ", ".join(f"precision.recipe={recipe} of {kind.name}" for kind in FORMATS.values() for recipe in kind.fused)
-        yield Fault("precision.kernels", precision.kernels, f"such kernels exist only for {recipes}", legal=("torchao",))
-    elif job.parallelism.tp > 1:
-        reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
-        yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
-
-
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
     """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places, but
     for those of our own kernels, into which it does not see.
     """
-    if job.precision.emulate and job.compile.name != "off" and job.precision.kernels == "torchao":
+    if job.precision.emulate and job.compile.name != "off" and not is_opaque(job):
         yield Fault("precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,))
 
 
@@ -89,16 +86,14 @@ def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
     if not format.tensor_parallel:
         yield Fault("parallelism.tp", job.parallelism.tp, f"{format.name} linears are not split over ranks; FSDP shards them", legal=(1,))
     if has_one_scale(job) and not precision.emulate and precision.skip != ["output"]:
-        reason = f"under tp with {precision.recipe} {format.name} the linears of a block share an input in that format"
+        reason = f"under tp the linears of a block share an input in {format.name}"
         yield Fault("precision.skip", precision.skip, reason, legal=("[output]",))
 
 
 RULES = [
-    recipe_is_chosen,
+    format_suits_the_job,
     widths_suit_the_format,
     tokens_suit_the_format,
-    weights_can_be_gathered,
-    fused_kernels_suit,
     emulation_is_eager,
     tensor_parallel_takes_the_format,
 ]

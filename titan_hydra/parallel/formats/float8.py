@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import without_wrapper
+from titan_hydra.config.parts import Float8
 from titan_hydra.config.registry import FORMATS
 from titan_hydra.config.schema import Job
+from titan_hydra.job.dtypes import has_one_scale
 from titan_hydra.parallel.mesh import Mesh, like
 from titan_hydra.parallel.plans import Linears
 
@@ -27,7 +30,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     Returns a report of what was and was not converted. Raises ConfigError if this device has no Float8 matmuls, or the
     dimensions of a rank's shard do not suit them.
     """
-    precision = job.precision
+    precision = cast(Float8, job.precision)
     if not precision.emulate:
         needs_hardware(precision, device, (8, 9), "Float8", "H100, H200 or L40", "precision=float8_emulate")
     chosen, left = select(model, precision)
@@ -72,7 +75,7 @@ def linears(job: Job) -> Linears:
     The scale of a row needs the whole row, so the rowwise recipes gather in the compute dtype, as plain linears do. So
     does emulation: it is for gloo, which cannot gather Float8.
     """
-    return Linears() if job.precision.recipe != "tensorwise" or job.precision.emulate else float8_linears()
+    return Linears() if not has_one_scale(job) or job.precision.emulate else float8_linears()
 
 
 def float8_linears() -> Linears:

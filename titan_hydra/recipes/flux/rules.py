@@ -6,6 +6,7 @@ from typing import Any
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapts
 
 
 def faults(job: Job) -> Iterator[Fault]:
@@ -28,7 +29,7 @@ def faults(job: Job) -> Iterator[Fault]:
             yield Fault("parallelism.cp", job.parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts")
     if job.data.document_mask:
         yield Fault("data.document_mask", True, f"objective={job.objective.name} has no documents to separate", legal=(False,))
-    if job.adapter.name != "none":
+    if adapts(job):
         yield Fault(
             "adapter.name",
             job.adapter.name,
