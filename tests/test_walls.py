@@ -290,23 +290,23 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 664,  # 520
-    "config": 4982,  # 3,200
-    "job": 576,  # 720
+    "config": 5080,  # 3,200
+    "job": 606,  # 720
     "models": 1919,  # 1,800
     "runs": 2325,  # 2,100
     "kernels": 1229,  # 900
-    "parallel": 2502,  # 2,450
+    "parallel": 2509,  # 2,450
     "data": 2748,  # 1,450
-    "observe": 1477,  # 1,400
+    "observe": 1478,  # 1,400
     "checkpoint": 1600,  # 1,400
     "train": 1694,  # 1,550
     "fault_tolerance": 1112,  # 600
-    "verify": 2035,  # 2,000
+    "verify": 2028,  # 2,000
     "launch": 2142,  # 1,950
     "report": 2300,  # 2,050
     "commands": 3335,  # 2,300
-    "recipes": 1674,  # 3,100
-    "plan": 1516,  # 1,800
+    "recipes": 1675,  # 3,100
+    "plan": 1520,  # 1,800
 }
 
 
