@@ -13,14 +13,14 @@ MODELS = {
     "qwen3_moe": MOE,
     "qwen3_moe, plain scores, a dense block, the loss of balance": (
         *MOE,
-        "model.normalize_scores=false",
-        "model.n_dense_layers=1",
-        "model.score_scale=1.5",
+        "model.norm_topk_prob=false",
+        "model.first_k_dense_replace=1",
+        "model.routed_scaling_factor=1.5",
         "model.sequence_balance=0.05",
     ),
     "qwen3_moe, sigmoid": (*MOE, "model.router=sigmoid", "model.n_shared_experts=1"),
     "deepseek_v3": LATENT,
-    "deepseek_v3, yarn, no latent of queries": (*LATENT, *YARN, "model.q_rank=0", "model.norm_eps=1e-4"),
+    "deepseek_v3, yarn, no latent of queries": (*LATENT, *YARN, "model.q_lora_rank=0", "model.norm_eps=1e-4"),
 }
 
 

@@ -212,9 +212,9 @@ MOE = {"base": EXPERTS, "gradients": 0.2, "weights": 0.5, "routing": False}
 LATENT = MOE | {
     "base": (
         *DEEPSEEK,
-        "model.plain_dim=128",
-        "model.rope_dim=64",
-        "model.value_dim=128",
+        "model.qk_nope_head_dim=128",
+        "model.qk_rope_head_dim=64",
+        "model.v_head_dim=128",
         "model.n_experts=8",
         "model.experts_per_token=2",
         "model.expert_dim=128",

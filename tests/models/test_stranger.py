@@ -252,7 +252,7 @@ def test_cases_that_a_family_cannot_run_are_counted(folder):
         "twice model.sliding_window=64",
         "     2  parallelism.tp=2: family keyed has no tensor-parallel sharding",
         "     1  model.family=keyed: only the package's own families are there in float64",
-        "     1  model.q_rank=24: no such key",
+        "     1  model.q_lora_rank=24: no such key",
         "     1  model.expert_dim=64: no such key",
     ]
     with pytest.raises(ConfigError, match=r"^model.sliding_window=400: hides nothing .*; nearest legal: 256"):

@@ -178,7 +178,7 @@ LAYOUTS = [
         "parallelism=cp",
         "parallelism.cp_rotate=ulysses",
         "data.local_batch=16",
-        base=(*LATENT, "model.value_dim=8"),
+        base=(*LATENT, "model.v_head_dim=8"),
     ),
 ]
 

@@ -137,7 +137,7 @@ def test_rows_that_arrive_are_sorted_by_expert(counts):
 
 
 def test_groups_are_the_best_two_experts_and_limit_the_choice():
-    router = Router(job_of("model.expert_groups=4", "model.groups_per_token=1", base=LATENT).model)
+    router = Router(job_of("model.n_group=4", "model.topk_group=1", base=LATENT).model)
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.1, 0.2, 0.2]])
     assert sorted(router.choose(scores)[0].tolist()) == [2, 3]  # 0.5 + 0.5, not the largest score of all
 
@@ -399,7 +399,7 @@ def test_initial_weights_shrink_with_depth_as_in_a_dense_block():
             ("gpus=6", "parallelism=fsdp", "parallelism.ep=3", "data.global_batch=12"),
             "parallelism.ep=3: 8 experts cannot be split over it; nearest legal: 2",
         ),
-        (("model.n_experts=9", "parallelism=single", "model.expert_groups=2"), "model.expert_groups=2: 9 experts cannot be divided by it"),
+        (("model.n_experts=9", "parallelism=single", "model.n_group=2"), "model.n_group=2: 9 experts cannot be divided by it"),
         (("parallelism=single", "model.experts_per_token=9"), "model.experts_per_token=9: a token may use 8 experts; nearest legal: 8"),
         (
             ("parallelism=single", "model.expert_dim=30", "precision=bf16"),
@@ -411,8 +411,8 @@ def test_initial_weights_shrink_with_depth_as_in_a_dense_block():
         ),
         (("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "parallelism.backend=simple_fsdp"), "parallelism.backend=simple_fsdp: gathers"),
         (
-            ("parallelism=single", "model.n_dense_layers=4"),
-            "model.n_dense_layers=4: leaves none of 4 blocks to the experts; nearest legal: 3",
+            ("parallelism=single", "model.first_k_dense_replace=4"),
+            "model.first_k_dense_replace=4: leaves none of 4 blocks to the experts; nearest legal: 3",
         ),
         (("parallelism=single", "model=qwen3_debug", "debug.balance_experts=true"), "debug.balance_experts=true: qwen3 has no experts"),
         (("parallelism=fsdp", "gpus=2", "model=qwen3_debug", "parallelism.ep=2"), "parallelism.ep=2: qwen3 has no experts to split"),

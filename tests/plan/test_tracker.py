@@ -48,7 +48,7 @@ LAYOUTS = {
     "CP, ring": ("parallelism=fsdp_cp", "parallelism.cp=2", "ac=full", SMALL),
     "CP, all-to-all": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=alltoall"),
     **{
-        f"{model}, {name}": (f"model={model}_debug", "model.value_dim=48" if model == "deepseek_v3" else SMALL, SMALL, *overrides)
+        f"{model}, {name}": (f"model={model}_debug", "model.v_head_dim=48" if model == "deepseek_v3" else SMALL, SMALL, *overrides)
         for model in ("qwen3_moe", "deepseek_v3")
         for name, overrides in {
             "FSDP": (),

@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "qwen3_moe": (("attention",), ("model=qwen3_30b_a3b", "data=synthetic", "model.n_layers=1")),
     "deepseek_v3": (
         ("dense block", "attention", "shared experts"),
-        ("model=deepseek_v3", "data=synthetic", "model.n_layers=2", "model.n_dense_layers=1"),
+        ("model=deepseek_v3", "data=synthetic", "model.n_layers=2", "model.first_k_dense_replace=1"),
     ),
     "image_text": (("block",), ("data=synthetic_image_text", "model=llama3_8b_vision", "model.n_layers=1")),
     "flux": (

@@ -45,7 +45,7 @@ def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, name):
     start = copy.deepcopy(job)  # the initial weights: a run of the same seed whose rate is 0
     start.optimizer.lr = 0.0
     if "deepseek" in name:
-        start.model.balance_rate = 1e-30
+        start.model.router_bias_update_rate = 1e-30
     directory = run_job(start, tmp_path / "start")
     export_hf(newest(directory / "checkpoints"), tmp_path / "hf", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -63,7 +63,7 @@ def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, name):
         optimizer.step()
         optimizer.zero_grad()
         for router, load in loads.items():
-            router.e_score_correction_bias += job.model.balance_rate * (load.mean() - load).sign()
+            router.e_score_correction_bias += job.model.router_bias_update_rate * (load.mean() - load).sign()
         expected.append((loss.item(), norm))
     loader.close()
     ours = [(row["loss"], row["grad_norm"]) for row in run_job.rows(run_job(job, tmp_path / "ours"))]

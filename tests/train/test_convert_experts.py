@@ -45,27 +45,27 @@ def deepseek(**changes):
         "experts_per_token": 3,
         "expert_dim": 48,
         "n_shared_experts": 2,
-        "n_dense_layers": 1,
+        "first_k_dense_replace": 1,
         "router": "sigmoid",
-        "score_scale": 2.5,
-        "expert_groups": 3,
-        "groups_per_token": 2,
-        "balance_rate": 1e-3,
-        "q_rank": 24,
-        "kv_rank": 32,
-        "plain_dim": 16,
-        "rope_dim": 8,
-        "value_dim": 16,
+        "routed_scaling_factor": 2.5,
+        "n_group": 3,
+        "topk_group": 2,
+        "router_bias_update_rate": 1e-3,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
     }
     return DeepSeekV3Config(**COMMON | values | changes)
 
 
 CONFIGS = {
     "qwen": qwen(),
-    "qwen, dense first, plain scores, tied": qwen(n_dense_layers=1, normalize_scores=False, tie_embeddings=True),
+    "qwen, dense first, plain scores, tied": qwen(first_k_dense_replace=1, norm_topk_prob=False, tie_embeddings=True),
     "deepseek": deepseek(),
     "deepseek, yarn": deepseek(yarn=YARN),
-    "deepseek, plain queries, one group, eps": deepseek(q_rank=0, expert_groups=1, groups_per_token=1, norm_eps=1e-3),
+    "deepseek, plain queries, one group, eps": deepseek(q_lora_rank=0, n_group=1, topk_group=1, norm_eps=1e-3),
 }
 
 
@@ -286,7 +286,7 @@ def test_imports_that_cannot_be_are_refused(config, changed, tensors, message, t
 
 def test_biases_there_need_a_model_that_has_them(tmp_path):
     _, folder = exported(deepseek(), tmp_path)
-    unbiased = deepseek(balance_rate=0.0)
+    unbiased = deepseek(router_bias_update_rate=0.0)
     with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path=.*e_score_correction_bias has no place in the model"):
         initial.load_hf(build(unbiased, 128), unbiased, folder)
 
@@ -295,11 +295,11 @@ def test_biases_there_need_a_model_that_has_them(tmp_path):
     ("config", "message"),
     [
         (qwen(router="sigmoid"), "model.router=sigmoid: only softmax can be converted"),
-        (qwen(balance_rate=1e-3), r"model.balance_rate=0\.001: only 0.0"),
+        (qwen(router_bias_update_rate=1e-3), r"model.router_bias_update_rate=0\.001: only 0.0"),
         (qwen(n_shared_experts=1), "model.n_shared_experts=1: only 0"),
-        (qwen(expert_groups=2), "model.expert_groups=2: only 1"),
+        (qwen(n_group=2), "model.n_group=2: only 1"),
         (deepseek(router="softmax"), "model.router=softmax: only sigmoid"),
-        (deepseek(balance_rate=0.0), "model.balance_rate=0: only routers with a bias"),
+        (deepseek(router_bias_update_rate=0.0), "model.router_bias_update_rate=0: only routers with a bias"),
         (deepseek(yarn=Yarn(factor=2.0, temperature=0.0)), "model.yarn.temperature=0: only a positive one"),
     ],
 )

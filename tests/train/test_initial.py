@@ -150,7 +150,13 @@ def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_
         run_job(compose_job(*BASE, *SPARSE[family], "steps=2"), run)
         assert cli.main(["convert", str(run), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
     job = compose_job(
-        *BASE, *SPARSE[family], *layout, "steps=1", "optimizer.lr=0", "model.balance_rate=1e-12", f"checkpoint.initial_load_path={source}"
+        *BASE,
+        *SPARSE[family],
+        *layout,
+        "steps=1",
+        "optimizer.lr=0",
+        "model.router_bias_update_rate=1e-12",
+        f"checkpoint.initial_load_path={source}",
     )
     assert check(job) == []
     there, here = weights(checkpoints.newest(run / "checkpoints")), weights(checkpoints.newest(run_job(job) / "checkpoints"))

@@ -27,9 +27,9 @@ PARTS = ("attend", "feed_forward.router.rate", "feed_forward.router.plan", "feed
 
 
 def set_experts(blocks: Any, config: SparseModel) -> None:
-    """Give a decoder's blocks experts in place of their feed-forward, but for the first `n_dense_layers`."""
+    """Give a decoder's blocks experts in place of their feed-forward, but for the first `first_k_dense_replace`."""
     for number, block in blocks.items():
-        if int(number) >= config.n_dense_layers:
+        if int(number) >= config.first_k_dense_replace:
             block.feed_forward = MoE(config)
             block.compiled = (*PARTS, "feed_forward.shared_experts.forward") if config.n_shared_experts else PARTS
 
@@ -88,7 +88,7 @@ class Router(nn.Module):
     """Scores the experts for each token, in float32, and chooses. Whether its matmul is in float32 too is the family's
     `float32_router`.
 
-    With `balance_rate` a bias is added to the scores for the choice alone (arXiv 2408.15664); checkpoints have it.
+    With `router_bias_update_rate` a bias is added to the scores for the choice alone (arXiv 2408.15664); checkpoints have it.
     `load` counts the tokens of each expert, and `entropy` sums that of the scores, since the last update. `scale` is
     the weight of a token in the balance loss.
     """
@@ -99,7 +99,7 @@ class Router(nn.Module):
         # not a Linear, which number formats would convert
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.read = plain
-        self.register_buffer("bias", torch.zeros(config.n_experts) if config.balance_rate else None)
+        self.register_buffer("bias", torch.zeros(config.n_experts) if config.router_bias_update_rate else None)
         self.register_buffer("load", torch.zeros(config.n_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("entropy", torch.zeros(()), persistent=False)
         self.scale = 0.0
@@ -148,9 +148,9 @@ class Router(nn.Module):
         if self.balanced:
             return torch.arange(len(scores) * config.experts_per_token, device=scores.device).view(len(scores), -1) % config.n_experts
         scores = scores if self.bias is None else scores + self.bias
-        if config.groups_per_token < config.expert_groups:
-            groups = scores.unflatten(-1, (config.expert_groups, -1))
-            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1).topk(config.groups_per_token, -1, sorted=False).indices
+        if config.topk_group < config.n_group:
+            groups = scores.unflatten(-1, (config.n_group, -1))
+            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1).topk(config.topk_group, -1, sorted=False).indices
             allowed = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
             scores = groups.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(config.experts_per_token, -1, sorted=False).indices
@@ -158,9 +158,9 @@ class Router(nn.Module):
     def gates(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the factors [tokens, k] of the outputs of each token's experts."""
         picked = scores.gather(1, chosen)
-        if self.config.normalize_scores:
+        if self.config.norm_topk_prob:
             picked = picked / (picked.sum(-1, keepdim=True) + 1e-20)
-        return picked * self.config.score_scale
+        return picked * self.config.routed_scaling_factor
 
     def excess(self, chosen: Tensor, sequences: int) -> Tensor:
         """Return the derivative of the balance loss by the shares of each of a sequence's tokens [sequences, experts]:

@@ -24,13 +24,13 @@ class SparseModel(Model):
     experts_per_token: int = key(..., "routed experts that each token passes", EXPERTS)
     expert_dim: int = key(..., "width of an expert's feed-forward", WIDTH)
     n_shared_experts: int = key(0, "experts that every token passes, computed as one feed-forward of their joint width", NATURAL)
-    n_dense_layers: int = key(0, "first blocks, whose feed-forward is dense", NATURAL)
+    first_k_dense_replace: int = key(0, "first blocks, whose feed-forward is dense", NATURAL)
     router: str = key("softmax", "how the router's logits become scores", choices=("softmax", "sigmoid"))
-    normalize_scores: bool = key(True, "divide the scores of a token's experts by their sum")
-    score_scale: float = key(1.0, "multiplies the scores of a token's experts", POSITIVE)
-    expert_groups: int = key(1, "groups of experts, of which a token uses only the `groups_per_token` best", EXPERTS)
-    groups_per_token: int = key(1, "groups whose experts a token may use", EXPERTS)
-    balance_rate: float = key(
+    norm_topk_prob: bool = key(True, "divide the scores of a token's experts by their sum")
+    routed_scaling_factor: float = key(1.0, "multiplies the scores of a token's experts", POSITIVE)
+    n_group: int = key(1, "groups of experts, of which a token uses only the `topk_group` best", EXPERTS)
+    topk_group: int = key(1, "groups whose experts a token may use", EXPERTS)
+    router_bias_update_rate: float = key(
         0.0,
         "step by which the bias of an expert's choice changes after each step of training, up if it had fewer "
         "tokens than the mean (arXiv 2408.15664); 0: no bias",
@@ -45,28 +45,28 @@ class SparseModel(Model):
         return True
 
     def arithmetic(self) -> dict[str, Any]:
-        return super().arithmetic() | {"balance_rate": None, "sequence_balance": None}
+        return super().arithmetic() | {"router_bias_update_rate": None, "sequence_balance": None}
 
     def faults(self) -> Iterator[Fault]:
         """A token passes some of the experts, all in the groups that it may use; at least one block is sparse."""
-        if self.n_experts % self.expert_groups:
+        if self.n_experts % self.n_group:
             yield Fault(
-                "model.expert_groups",
-                self.expert_groups,
+                "model.n_group",
+                self.n_group,
                 f"{self.n_experts} experts cannot be divided by it",
                 legal=divisors(self.n_experts),
             )
             return
-        if self.groups_per_token > self.expert_groups:
-            yield Fault("model.groups_per_token", self.groups_per_token, f"there are {self.expert_groups} groups", (self.expert_groups,))
+        if self.topk_group > self.n_group:
+            yield Fault("model.topk_group", self.topk_group, f"there are {self.n_group} groups", (self.n_group,))
             return
-        usable = self.n_experts // self.expert_groups * self.groups_per_token
+        usable = self.n_experts // self.n_group * self.topk_group
         if self.experts_per_token > usable:
             yield Fault("model.experts_per_token", self.experts_per_token, f"a token may use {usable} experts", legal=(usable,))
-        if self.n_dense_layers >= self.n_layers:
+        if self.first_k_dense_replace >= self.n_layers:
             yield Fault(
-                "model.n_dense_layers",
-                self.n_dense_layers,
+                "model.first_k_dense_replace",
+                self.first_k_dense_replace,
                 f"leaves none of {self.n_layers} blocks to the experts",
                 legal=(self.n_layers - 1,),
             )
@@ -74,17 +74,17 @@ class SparseModel(Model):
 
 def expert_parameters(config: SparseModel) -> int:
     """Return the number of parameters of all routed experts of the model."""
-    return (config.n_layers - config.n_dense_layers) * config.n_experts * 3 * config.dim * config.expert_dim
+    return (config.n_layers - config.first_k_dense_replace) * config.n_experts * 3 * config.dim * config.expert_dim
 
 
 def sparse_parameters(config: SparseModel, attention: int) -> int:
     """Return the number of parameters of a model with experts: embedding and head, feed-forwards (dense ones, routers,
     shared and routed experts), `attention` of each block, norms.
     """
-    sparse, dim = config.n_layers - config.n_dense_layers, config.dim
+    sparse, dim = config.n_layers - config.first_k_dense_replace, config.dim
     ends = config.vocab_size * dim * (1 if config.tie_embeddings else 2)
     shared = 3 * dim * config.expert_dim * config.n_shared_experts
-    dense = config.n_dense_layers * 3 * dim * config.ffn_width
+    dense = config.first_k_dense_replace * 3 * dim * config.ffn_width
     feed_forwards = dense + sparse * (config.n_experts * dim + shared) + expert_parameters(config)
     return ends + feed_forwards + config.n_layers * (attention + 2 * dim) + dim
 

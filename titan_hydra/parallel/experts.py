@@ -80,7 +80,7 @@ def after_step(module: nn.Module, mesh: Mesh, model: Any, finite: Tensor) -> Bal
     mean = loads.mean(1, keepdim=True)
     for router, load, even in zip(routers, loads, mean, strict=True):
         if router.bias is not None:
-            router.bias += model.balance_rate * finite * (even - load).sign().float()
+            router.bias += model.router_bias_update_rate * finite * (even - load).sign().float()
     ranks = loads.unflatten(1, (mesh.degrees.ep, -1)).sum(2)
     worst = torch.stack([(part / part.mean(1, keepdim=True)).max() for part in (loads, ranks)])
     return Balance(loads, worst, torch.stack([sums[:, -1].sum(), loads.sum() / model.experts_per_token]))

@@ -85,7 +85,7 @@ def experts_of(job: Job) -> ExpertShape | None:
         model.dim,
         model.expert_dim,
         SIZE[job.precision.compute_dtype],
-        model.n_dense_layers,
+        model.first_k_dense_replace,
         layout.tp,
     )
 

@@ -83,14 +83,14 @@ LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that d
 MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.5}
 SAME = EVEN | {"norm": 1e-5}
 QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
-MOE = ("model=qwen3_moe_debug", "model.head_dim=16", "model.expert_dim=64", "model.balance_rate=1e-3")
+MOE = ("model=qwen3_moe_debug", "model.head_dim=16", "model.expert_dim=64", "model.router_bias_update_rate=1e-3")
 LATENT = (
     "model=deepseek_v3_debug",
-    "model.q_rank=24",
-    "model.kv_rank=16",
-    "model.plain_dim=16",
-    "model.rope_dim=8",
-    "model.value_dim=16",
+    "model.q_lora_rank=24",
+    "model.kv_lora_rank=16",
+    "model.qk_nope_head_dim=16",
+    "model.qk_rope_head_dim=8",
+    "model.v_head_dim=16",
     "model.n_heads=4",
     "model.n_kv_heads=4",
     "model.n_experts=8",
@@ -409,7 +409,7 @@ MATRIX = [
            "data.local_batch=4", "compile=block", base=base, slow=True) for ranks, layout in ((1, "single"), (2, "fsdp"))
       for family, base in SPARSE),
     case("deepseek_v3, fsdp 2, tp 2, ep 2, no latent of queries", 4, "parallelism=fsdp_tp", "parallelism.ep=2", "data.local_batch=8",
-         base=(*LATENT, "model.q_rank=0")),
+         base=(*LATENT, "model.q_lora_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
     # Weights that are 5e-2 of their way apart send tokens to other experts: 6 to 36 loads differ, by processor.

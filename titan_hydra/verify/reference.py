@@ -56,7 +56,7 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
                 update(name, weight, gradients[name] * clip, state[name], step, factor, job.optimizer)
         for name, bias in record.biases.items():
             load = loads[name.removesuffix(".router.bias")]
-            bias += model.balance_rate * (load.mean() - load).sign().float()
+            bias += model.router_bias_update_rate * (load.mean() - load).sign().float()
         record.losses.append(loss.item())
         record.norms.append(norm)
         record.loads.append({name: load.tolist() for name, load in loads.items()})
@@ -69,7 +69,7 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
     bit by bit.
     """
     routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
-    return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.balance_rate}
+    return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.router_bias_update_rate}
 
 
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.
@@ -152,12 +152,12 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
     scores = logits.softmax(-1) if model.router == "softmax" else 1 / (1 + torch.exp(-logits))
     chosen = _choice(scores.detach() + block.get("feed_forward.router.bias", 0), model)
     gates = scores * chosen
-    if model.normalize_scores:
+    if model.norm_topk_prob:
         gates = gates / gates.sum(-1, keepdim=True)
     w1, w2, w3 = (block[f"feed_forward.experts.{name}"] for name in ("w1", "w2", "w3"))
     y = torch.zeros_like(x)
     for expert in range(model.n_experts):
-        y = y + model.score_scale * gates[..., expert, None] * swiglu(x, w1[expert], w2[expert], w3[expert])
+        y = y + model.routed_scaling_factor * gates[..., expert, None] * swiglu(x, w1[expert], w2[expert], w3[expert])
     if model.n_shared_experts:
         y = y + swiglu(x, *(block[f"feed_forward.shared_experts.{name}.weight"] for name in ("w1", "w2", "w3")))
     return y, chosen, scores / scores.sum(-1, keepdim=True)
@@ -165,10 +165,10 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:
     """Return which experts a token uses: the best of those in the groups whose two best experts are best together."""
-    width = model.n_experts // model.expert_groups
-    groups = scores.unflatten(-1, (model.expert_groups, width))
+    width = model.n_experts // model.n_group
+    groups = scores.unflatten(-1, (model.n_group, width))
     strength = groups.sort(-1, descending=True).values[..., :2].sum(-1)
-    allowed = (_place(strength) < model.groups_per_token).repeat_interleave(width, -1)
+    allowed = (_place(strength) < model.topk_group).repeat_interleave(width, -1)
     return _place(scores.masked_fill(~allowed, -math.inf)) < model.experts_per_token
 
 
@@ -189,12 +189,12 @@ def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor,
     """Compute attention from latents head by head; all heads share the rotated part of the key. Latents are normalized
     with an epsilon of 1e-6 in every DeepSeek-V3.
     """
-    plain, value, width = model.plain_dim, model.value_dim, model.plain_dim + model.rope_dim
+    plain, value, width = model.qk_nope_head_dim, model.v_head_dim, model.qk_nope_head_dim + model.qk_rope_head_dim
     down = x @ block["attention.wkv_a.weight"].T
-    latent = rms_norm(down[..., : model.kv_rank], block["attention.kv_norm.weight"], 1e-6)
-    shared = rotate_pairs(down[..., model.kv_rank :], positions, model)
+    latent = rms_norm(down[..., : model.kv_lora_rank], block["attention.kv_norm.weight"], 1e-6)
+    shared = rotate_pairs(down[..., model.kv_lora_rank :], positions, model)
     source, matrix = x, "wq"
-    if model.q_rank:
+    if model.q_lora_rank:
         source, matrix = rms_norm(x @ block["attention.wq_a.weight"].T, block["attention.q_norm.weight"], 1e-6), "wq_b"
     sharpness = (1 + 0.1 * model.yarn.temperature * math.log(model.yarn.factor)) ** 2 / math.sqrt(width)
     outputs = []

@@ -25,22 +25,22 @@ class Yarn:
 @dataclass
 class DeepSeekV3Config(SparseModel):
     float32_router: ClassVar[bool] = True
-    q_rank: int = key(0, "width of the latent from which queries are computed; 0: from the residual stream", NATURAL)
-    kv_rank: int = key(..., "width of the latent from which keys and values are computed", WIDTH)
-    plain_dim: int = key(..., "width of the part of a query and a key that is not rotated", WIDTH)
-    rope_dim: int = key(..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH)
-    value_dim: int = key(..., "width of a head's value", WIDTH)
+    q_lora_rank: int = key(0, "width of the latent from which queries are computed; 0: from the residual stream", NATURAL)
+    kv_lora_rank: int = key(..., "width of the latent from which keys and values are computed", WIDTH)
+    qk_nope_head_dim: int = key(..., "width of the part of a query and a key that is not rotated", WIDTH)
+    qk_rope_head_dim: int = key(..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH)
+    v_head_dim: int = key(..., "width of a head's value", WIDTH)
     yarn: Yarn = key(Yarn, "stretch of the rotary frequencies for sequences longer than in pre-training")
 
     @property
     def head_width(self) -> int:
         """The width of a query and of a key."""
-        return self.plain_dim + self.rope_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def value_width(self) -> int:
         """The width of a head's value."""
-        return self.value_dim
+        return self.v_head_dim
 
     def arithmetic(self) -> dict[str, Any]:
         return super().arithmetic() | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
@@ -48,18 +48,19 @@ class DeepSeekV3Config(SparseModel):
     def faults(self) -> Iterator[Fault]:
         """Every head has a key of its own, whose rotated part is even."""
         yield from super().faults()
-        if self.rope_dim % 2:
-            yield Fault("model.rope_dim", self.rope_dim, "must be even (RoPE rotates pairs)", legal=(self.rope_dim - 1, self.rope_dim + 1))
+        turned, value = self.qk_rope_head_dim, self.v_head_dim
+        if turned % 2:
+            yield Fault("model.qk_rope_head_dim", turned, "must be even (RoPE rotates pairs)", legal=(turned - 1, turned + 1))
         if self.n_kv_heads != self.n_heads:
             yield Fault(
                 "model.n_kv_heads", self.n_kv_heads, "latent attention computes a key and a value for each head", legal=(self.n_heads,)
             )
         if self.head_dim is not None:
-            yield Fault("model.head_dim", self.head_dim, "plain_dim, rope_dim and value_dim are the widths of a head", legal=(None,))
-        if self.value_dim > self.head_width:
-            yield Fault(
-                "model.value_dim", self.value_dim, "a value may not be wider than a query (plain_dim + rope_dim)", legal=(self.head_width,)
-            )
+            reason = "qk_nope_head_dim, qk_rope_head_dim and v_head_dim are the widths of a head"
+            yield Fault("model.head_dim", self.head_dim, reason, legal=(None,))
+        if value > self.head_width:
+            reason = "a value may not be wider than a query (qk_nope_head_dim + qk_rope_head_dim)"
+            yield Fault("model.v_head_dim", value, reason, legal=(self.head_width,))
         if self.yarn.beta_slow >= self.yarn.beta_fast:
             yield Fault("model.yarn.beta_slow", self.yarn.beta_slow, f"must be less than model.yarn.beta_fast={self.yarn.beta_fast}")
 
@@ -67,9 +68,9 @@ class DeepSeekV3Config(SparseModel):
 def parameters(config: DeepSeekV3Config) -> int:
     """Return the number of parameters; attention has norms of its latents."""
     queries, heads = config.n_heads * config.head_width, config.n_heads
-    from_stream = config.dim * queries if not config.q_rank else config.q_rank * (config.dim + 1 + queries)
-    latent = config.dim * (config.kv_rank + config.rope_dim) + config.kv_rank
-    of_heads = heads * (config.kv_rank * (config.plain_dim + config.value_dim) + config.value_dim * config.dim)
+    from_stream = config.dim * queries if not config.q_lora_rank else config.q_lora_rank * (config.dim + 1 + queries)
+    latent = config.dim * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
+    of_heads = heads * (config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim) + config.v_head_dim * config.dim)
     return sparse_parameters(config, from_stream + latent + of_heads)
 
 
@@ -78,7 +79,7 @@ def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
     of each head.
     """
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    products = 6 * config.n_layers * config.n_heads * (config.head_width + config.value_dim) * seq_len
+    products = 6 * config.n_layers * config.n_heads * (config.head_width + config.v_head_dim) * seq_len
     return 6 * (active_parameters(config, parameters) - lookups) + products
 
 
@@ -88,14 +89,14 @@ def linears(config: DeepSeekV3Config) -> tuple[Linear, ...]:
     """
     queries, dim = config.n_heads * config.head_width, config.dim
     first = (
-        (Linear("wq_a", dim, config.q_rank, whole=True), Linear("wq_b", config.q_rank, queries))
-        if config.q_rank
+        (Linear("wq_a", dim, config.q_lora_rank, whole=True), Linear("wq_b", config.q_lora_rank, queries))
+        if config.q_lora_rank
         else (Linear("wq", dim, queries),)
     )
     return (
         *first,
-        Linear("wkv_a", dim, config.kv_rank + config.rope_dim, whole=True),
-        Linear("wkv_b", config.kv_rank, config.n_heads * (config.plain_dim + config.value_dim)),
-        Linear("wo", config.n_heads * config.value_dim, dim, column=False),
+        Linear("wkv_a", dim, config.kv_lora_rank + config.qk_rope_head_dim, whole=True),
+        Linear("wkv_b", config.kv_lora_rank, config.n_heads * (config.qk_nope_head_dim + config.v_head_dim)),
+        Linear("wo", config.n_heads * config.v_head_dim, dim, column=False),
         *shared_linears(config),
     )

@@ -25,22 +25,21 @@ NAMES = (
         "attention.wkv_b": "self_attn.kv_b_proj",
     }
 )
-KEYS = {  # that are the same but for their names
-    "n_experts": "n_routed_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "expert_dim": "moe_intermediate_size",
-    "n_dense_layers": "first_k_dense_replace",
-    "normalize_scores": "norm_topk_prob",
-    "score_scale": "routed_scaling_factor",
-    "expert_groups": "n_group",
-    "groups_per_token": "topk_group",
-    "kv_rank": "kv_lora_rank",
-    "plain_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-}
+SAME = (  # keys that have Hugging Face's names
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+KEYS = {"n_experts": "n_routed_experts", "experts_per_token": "num_experts_per_tok", "expert_dim": "moe_intermediate_size"}
+KEYS |= {name: name for name in SAME}
 ONLY = {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True}
-BALANCE_RATE = 1e-3  # the paper's; config.json has none
+BIAS_UPDATE_RATE = 1e-3  # the paper's; config.json has none
 
 
 def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:
@@ -48,8 +47,8 @@ def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:
     not have.
     """
     only_these(config, {"router": "sigmoid"})
-    if not config.balance_rate:
-        raise ConfigError("model.balance_rate=0: only routers with a bias can be converted")
+    if not config.router_bias_update_rate:
+        raise ConfigError("model.router_bias_update_rate=0: only routers with a bias can be converted")
     return (
         {"architectures": ["DeepseekV3ForCausalLM"]}
         | ONLY
@@ -57,8 +56,8 @@ def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:
         | {
             **{theirs: getattr(config, ours) for ours, theirs in KEYS.items()},
             "n_shared_experts": config.n_shared_experts,
-            "q_lora_rank": config.q_rank or None,
-            "head_dim": config.rope_dim,
+            "q_lora_rank": config.q_lora_rank or None,
+            "head_dim": config.qk_rope_head_dim,
             "num_nextn_predict_layers": 0,
             "rope_scaling": None if config.yarn.factor == 1 else _scaling(config.yarn),
         }
@@ -91,8 +90,8 @@ def from_config(data: dict, file: Path) -> DeepSeekV3Config:
         family="deepseek_v3",
         router="sigmoid",
         n_shared_experts=data.get("n_shared_experts") or 0,
-        q_rank=data.get("q_lora_rank") or 0,
-        balance_rate=BALANCE_RATE,
+        q_lora_rank=data.get("q_lora_rank") or 0,
+        router_bias_update_rate=BIAS_UPDATE_RATE,
         yarn=_yarn(rope_of(data), file),
     )
 

@@ -24,7 +24,7 @@ class DeepSeekV3(Decoder):
         set_experts(self.layers, config)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        width = self.config.rope_dim
+        width = self.config.qk_rope_head_dim
         pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
         return yarn_of(1.0 / self.config.rope_theta ** (pairs / width), self.config.rope_theta, self.config.yarn)
 
@@ -38,29 +38,29 @@ class LatentAttention(nn.Module):
     def __init__(self, config: DeepSeekV3Config):
         super().__init__()
         self.config = config
-        queries, rank = config.n_heads * config.head_width, config.kv_rank
-        if config.q_rank:
-            self.wq_a = nn.Linear(config.dim, config.q_rank, bias=False)
-            self.q_norm = nn.RMSNorm(config.q_rank, eps=LATENT_EPS)
-            self.wq_b = nn.Linear(config.q_rank, queries, bias=False)
+        queries, rank = config.n_heads * config.head_width, config.kv_lora_rank
+        if config.q_lora_rank:
+            self.wq_a = nn.Linear(config.dim, config.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=LATENT_EPS)
+            self.wq_b = nn.Linear(config.q_lora_rank, queries, bias=False)
         else:
             self.wq = nn.Linear(config.dim, queries, bias=False)
-        self.wkv_a = nn.Linear(config.dim, rank + config.rope_dim, bias=False)
+        self.wkv_a = nn.Linear(config.dim, rank + config.qk_rope_head_dim, bias=False)
         self.kv_norm = nn.RMSNorm(rank, eps=LATENT_EPS)
-        self.wkv_b = nn.Linear(rank, config.n_heads * (config.plain_dim + config.value_dim), bias=False)
-        self.wo = nn.Linear(config.n_heads * config.value_dim, config.dim, bias=False)
+        self.wkv_b = nn.Linear(rank, config.n_heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
+        self.wo = nn.Linear(config.n_heads * config.v_head_dim, config.dim, bias=False)
         self.shared_key = nn.Identity()  # under tensor parallelism each rank's heads give only a part of its gradient
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         config, (batch, seq, _) = self.config, x.shape
         # -1 heads: under tensor parallelism the linears return only this rank's.
-        q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_rank else self.wq(x)).view(batch, seq, -1, config.head_width)
-        latent, shared = self.wkv_a(x).split((config.kv_rank, config.rope_dim), -1)
-        kv = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, config.plain_dim + config.value_dim)
-        k, v = kv.split((config.plain_dim, config.value_dim), -1)
+        q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_lora_rank else self.wq(x)).view(batch, seq, -1, config.head_width)
+        latent, shared = self.wkv_a(x).split((config.kv_lora_rank, config.qk_rope_head_dim), -1)
+        kv = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, config.qk_nope_head_dim + config.v_head_dim)
+        k, v = kv.split((config.qk_nope_head_dim, config.v_head_dim), -1)
         shared = rotate(split_pairs(self.shared_key(shared).unsqueeze(2)), rotary).expand(-1, -1, q.shape[2], -1)
-        plain, turned = q.split((config.plain_dim, config.rope_dim), -1)
+        plain, turned = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
         q = torch.cat((plain, rotate(split_pairs(turned), rotary)), -1) * temperature(config.yarn)
         k = torch.cat((k, shared), -1)
         h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)

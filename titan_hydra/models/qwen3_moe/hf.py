@@ -12,7 +12,7 @@ from titan_hydra.models.qwen3.hf import NAMES
 
 from .config import Qwen3MoeConfig
 
-PLAIN = {"router": "softmax", "n_shared_experts": 0, "score_scale": 1.0, "expert_groups": 1, "balance_rate": 0.0}
+PLAIN = {"router": "softmax", "n_shared_experts": 0, "routed_scaling_factor": 1.0, "n_group": 1, "router_bias_update_rate": 0.0}
 
 
 def to_config(config: Qwen3MoeConfig, dtype: torch.dtype) -> dict:
@@ -27,8 +27,8 @@ def to_config(config: Qwen3MoeConfig, dtype: torch.dtype) -> dict:
             "num_experts": config.n_experts,
             "num_experts_per_tok": config.experts_per_token,
             "moe_intermediate_size": config.expert_dim,
-            "norm_topk_prob": config.normalize_scores,
-            "mlp_only_layers": list(range(config.n_dense_layers)),
+            "norm_topk_prob": config.norm_topk_prob,
+            "mlp_only_layers": list(range(config.first_k_dense_replace)),
             "decoder_sparse_step": 1,
         }
     )
@@ -49,8 +49,8 @@ def from_config(data: dict, file: Path) -> Qwen3MoeConfig:
         n_experts=data.get("num_experts") or data["num_local_experts"],
         experts_per_token=data["num_experts_per_tok"],
         expert_dim=data["moe_intermediate_size"],
-        n_dense_layers=len(dense),
-        normalize_scores=data["norm_topk_prob"],
+        first_k_dense_replace=len(dense),
+        norm_topk_prob=data["norm_topk_prob"],
     )
 
 
