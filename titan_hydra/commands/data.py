@@ -116,8 +116,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     """Yield lines about all rows: their number, lengths and shares, and the samples that they fill."""
     data, size, rows = job.data, job.data.seq_len + 1, samples.reader.rows
     short = [one for one in turns if samples.takes(one)]
-    long = f"{len(turns) - len(short):,} have more than data.seq_len + 1 = {size:,} tokens"
-    long += f" or objective.patches={samples.patches:,} patches" if samples.patches else ""
+    long = f"{len(turns) - len(short):,} have more than {samples.limit}"
     yield f"{len(samples.reader.lines):,} {rows}: {len(bad):,} cannot be used, {long}"
     yield from (f"  {line}" for line in bad[:SHOWN])
     if not short:
@@ -125,14 +124,13 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
         raise ConfigError(f"data.seq_len={data.seq_len}: none of the {rows} is left, the shortest has {shortest} tokens")
     tokens, trained = (sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True))
     windows = [short[begin : begin + WINDOW] for begin in range(0, len(short), WINDOW)]
-    packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
+    packed = sum(len(first_fit(window, samples.room)) for window in windows)
     unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
     yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{share_of_unknown(unknown, tokens)}"
     steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
     yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
-    columns = {"tokens": [len(one.tokens) for one in turns], "learned, %": [100 * one.trained.mean() for one in turns]}
-    if samples.patches:
-        columns["patches"] = [one.patches for one in turns]
+    columns = {unit: [one.size[unit] for one in turns] for unit in samples.room}
+    columns["learned, %"] = [100 * one.trained.mean() for one in turns]
     for title, values in columns.items():
         yield from ("", *histogram(title, rows, np.array(values)))
 

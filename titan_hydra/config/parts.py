@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .field import key
-from .ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, PATH, POSITIVE, SHARE
+from .ranges import BELOW_ONE, NOT_NEGATIVE, PATH, POSITIVE, SHARE
 from .registry import (
     DataSourceKind,
     Format,
@@ -81,12 +81,6 @@ class PolicyGradient(Objective):
 
 
 @dataclass
-class IllustratedText(Objective):
-    patches: int = key(1024, "image patches that a sample has room for; tensors have this size, however many there are", COUNT)
-    image_patches: int = key(256, "an image with more patches is scaled down to this number; its aspect ratio stays", COUNT)
-
-
-@dataclass
 class AdamW(Optimizer):
     beta1: float = key(0.9, "decay of AdamW's first moment", BELOW_ONE)
     beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE)
@@ -137,10 +131,9 @@ for schedule in (
 ):
     register(schedule)
 
-DATA, CHAT, POLICY, IMAGE_TEXT = (f"titan_hydra.data{module}" for module in ("", ".chat", ".policy", ".image_text"))
+DATA, CHAT, POLICY = (f"titan_hydra.data{module}" for module in ("", ".chat", ".policy"))
 UNKNOWN = "titan_hydra.data.unknown"
 TURNS = ("tokens", "trained", "documents")
-PICTURES = ("patches", "cells", "images", "places")
 TEXT = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 LINES = (".jsonl", ".json")
 for source in (
@@ -194,26 +187,6 @@ for source in (
         gives=(*TURNS, "old_logprobs", "advantages"),
         encodes=True,
     ),
-    DataSourceKind(
-        "image_text",
-        f"{IMAGE_TEXT}:open_image_text",
-        FileSource,
-        documents=False,
-        needs_path=True,
-        suffixes=(".tar",),
-        gives=(*TURNS, *PICTURES),
-        encodes=True,
-        faults=f"{IMAGE_TEXT}:pillow_is_there",
-        warnings=f"{IMAGE_TEXT}:warnings_of_captions",
-    ),
-    DataSourceKind(
-        "synthetic_image_text",
-        f"{IMAGE_TEXT}:draw_image_text",
-        documents=False,
-        gives=(*TURNS, *PICTURES),
-        encodes=True,
-        faults=f"{IMAGE_TEXT}:pillow_is_there",
-    ),
 ):
     register(source)
 
@@ -238,15 +211,6 @@ for objective in (
         needs=(*TURNS, "old_logprobs", "advantages"),
         head_loss=True,
         split_logits=True,
-    ),
-    ObjectiveKind(
-        "image_text",
-        f"{LOSSES}.image_text:ImageText",
-        IllustratedText,
-        needs=(*TURNS, *PICTURES),
-        head_loss=True,
-        split_logits=True,
-        faults=f"{IMAGE_TEXT}:room_for_images",
     ),
 ):
     register(objective)

@@ -46,7 +46,7 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
         config, reader = read_model_config(checkpoint), reader_of(checkpoint)
         words, at_most = tokenizer.load(read_tokenizer_config(checkpoint)), find_section("data", checkpoint)[1].get("seq_len")
     if family_of(config).takes != "tokens":
-        raise ConfigError(f"{place}: model.family={config.family}: is no model of text")
+        raise ConfigError(f"{place}: model.family={config.family}: takes {family_of(config).takes}, not text alone")
     context = context or at_most or config.max_seq_len
     if context > config.max_seq_len:
         raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")

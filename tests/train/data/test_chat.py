@@ -156,9 +156,17 @@ def test_first_fit_decreasing():
     def turns(*lengths):
         return [Turns(np.zeros(length, np.int32), np.ones(length, bool)) for length in lengths]
 
-    packed = first_fit(turns(3, 7, 5, 2, 4, 10), 10)
+    packed = first_fit(turns(3, 7, 5, 2, 4, 10), {"tokens": 10})
     assert [[len(one.tokens) for one in sample] for sample in packed] == [[10], [7, 3], [5, 4], [2]]
-    assert first_fit([], 10) == []
+    assert first_fit([], {"tokens": 10}) == []
+
+
+def test_rows_share_a_sample_with_room_of_every_unit():
+    class Wide(Turns):
+        size = property(lambda self: {"tokens": len(self.tokens), "width": 4 if len(self.tokens) < 4 else 1})
+
+    packed = first_fit([Wide(np.zeros(length, np.int32), np.ones(length, bool)) for length in (2, 5, 3, 1)], {"tokens": 10, "width": 6})
+    assert [[len(one.tokens) for one in sample] for sample in packed] == [[5, 3], [2], [1]]
 
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}

@@ -5,13 +5,14 @@ import json
 import pytest
 
 from titan_hydra import cli
+from titan_hydra.config.registry import DATA_SOURCES
 
 
 def test_a_conversation_is_shown_with_what_is_learned(capsys):
     assert cli.main(["data", "show", "data=embedded_chat", "--row", "3"]) == 0
     shown = capsys.readouterr().out
     assert ">>>The capital of Iceland is Reykjavik.<|eot_id|><<<<|start_header_id|>user" in shown
-    assert "369 conversations: 0 cannot be used, 0 have more than data.seq_len + 1 = 257 tokens" in shown
+    assert "369 conversations: 0 cannot be used, 0 have more than data.seq_len=256 + 1 tokens" in shown
     assert "about 82 samples an epoch" in shown and "20.5 steps with data.global_batch=4" in shown and "learned, %  conversations" in shown
     assert not shown.endswith("\n\n")
 
@@ -23,13 +24,13 @@ def test_what_cannot_be_used_is_counted(tmp_path, capsys):
     words = ["data", "show", "data=chat", f"data.path={tmp_path}/a.jsonl", "data.seq_len=64"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    assert "4 conversations: 2 cannot be used, 1 have more than data.seq_len + 1 = 65 tokens" in shown
+    assert "4 conversations: 2 cannot be used, 1 have more than data.seq_len=64 + 1 tokens" in shown
     assert f"  {tmp_path}/a.jsonl:4: no message of the assistant's in it" in shown
     assert cli.main([*words, "--row", "2"]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path}/a.jsonl:2: not a JSON line")
 
 
-def test_pairs_rollouts_and_images_are_shown(tmp_path, capsys):
+def test_pairs_and_rollouts_are_shown(tmp_path, capsys):
     pair = {"prompt": "6 x 7?", "chosen": "42", "rejected": "36", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n" + json.dumps(pair | {"chosen": 5}))
     assert cli.main(["data", "show", "data=preference", f"data.path={tmp_path}/pairs.jsonl"]) == 0
@@ -38,12 +39,6 @@ def test_pairs_rollouts_and_images_are_shown(tmp_path, capsys):
     (tmp_path / "drawn.jsonl").write_text(json.dumps({"tokens": [300, 301, 302], "old_logprobs": [-0.4], "advantages": 0.8}))
     assert cli.main(["data", "show", "data=rollouts", f"data.path={tmp_path}/drawn.jsonl"]) == 0
     assert "1 rollouts: 0 cannot be used" in (shown := capsys.readouterr().out) and "3 tokens, 33.3% of them learned" in shown
-    assert cli.main(["data", "show", "model=llama3_vision_debug", "data=synthetic_image_text", "objective.patches=40", "--row", "5"]) == 2
-    assert capsys.readouterr().err.startswith("objective.image_patches=")
-    assert cli.main(["data", "show", "model=llama3_vision_debug", "data=synthetic_image_text", "--row", "5"]) == 0
-    shown = capsys.readouterr().out
-    assert "[image of 7 x 3 patches]>>>green in black<<<[image of" in shown and "10,000 documents: 0 cannot be used, 0 have more" in shown
-    assert "or objective.patches=128 patches" in shown and "patches  documents" in shown
 
 
 @pytest.mark.parametrize(
@@ -51,8 +46,8 @@ def test_pairs_rollouts_and_images_are_shown(tmp_path, capsys):
     [
         (
             [],
-            "data.name=embedded: only sources that pack rows into samples can be shown; nearest legal: chat or "
-            "embedded_chat or preference or rollouts or image_text or synthetic_image_text",
+            "data.name=embedded: only sources that pack rows into samples can be shown; nearest legal: "
+            + " or ".join(name for name, record in DATA_SOURCES.items() if "trained" in record.gives),
         ),
         (["data=embedded_chat", "--row", "370"], "--row=370: there are 369 conversations; nearest legal: 369"),
         (["data=chat"], "data.path=null: data=chat needs it"),
