@@ -1,6 +1,4 @@
-"""`titan data`: show what a run would learn of packed rows; let a reference score pairs of answers; encode captioned
-images.
-"""
+"""`titan data show`: what a run would learn of packed rows."""
 
 import argparse
 import os
@@ -25,45 +23,21 @@ from titan_hydra.data.unknown import share_of_unknown
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.sources import data_sources
 
-from .model import add_model, checkpoint_of
-
 BAR = 40  # characters of the longest bar
 SHOWN = 5  # rows that cannot be used
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands and options of `titan data`."""
+    """Add the subcommand and options of `titan data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
     show = commands.add_parser("show", help="print a row with what is learned of it, lengths, shares, and the steps of an epoch")
     show.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=...")
     show.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     show.add_argument("--row", type=int, default=1, metavar="N", help="show the N-th row (1)")
     show.add_argument("--split", choices=("train", "validation"), default="train", help="of what is trained on, or held out (train)")
-    score = commands.add_parser("score", help="write beside pairs of answers the log-probabilities that a reference model gives them")
-    add_model(score)
-    score.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
-    score.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the subcommand."""
-    return {"score": _score_pairs, "show": show_rows}[args.data_command](args)
-
-
-def _score_pairs(args: argparse.Namespace) -> int:
-    """Write the scored pairs."""
-    if not args.pairs.is_file():
-        raise ConfigError(f"{args.pairs}: no such file")
-    if args.out.exists():
-        raise ConfigError(f"--out={args.out}: exists already")
-    from titan_hydra.train.score import score
-
-    rows = score(checkpoint_of(args), args.pairs, args.out, args.dtype)
-    print(f"{args.out}: {rows:,} pairs")
-    return Exit.DONE
-
-
-def show_rows(args: argparse.Namespace) -> int:
     """Print one row and what all of them hold, for each source of the job that packs rows into samples."""
     job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
     shown = [name for name, record in DATA_SOURCES.items() if "trained" in record.gives]

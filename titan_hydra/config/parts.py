@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .field import key
-from .ranges import BELOW_ONE, NOT_NEGATIVE, PATH, POSITIVE, SHARE
+from .ranges import BELOW_ONE, NOT_NEGATIVE, PATH, SHARE
 from .registry import (
     DataSourceKind,
     Format,
@@ -18,7 +18,7 @@ from .registry import (
     TrackerKind,
     register,
 )
-from .schema import LrSchedule, Objective, Optimizer
+from .schema import LrSchedule, Optimizer
 from .source import FileSource, Source
 
 
@@ -58,26 +58,6 @@ class ConversationSource(TemplateSource):
 @dataclass
 class ChatSource(ConversationSource, FileSource):
     pass
-
-
-@dataclass
-class PairSource(TemplateSource, FileSource):
-    pass
-
-
-@dataclass
-class DirectPreference(Objective):
-    beta: float = key(0.1, "how strongly the model is held to its reference model", POSITIVE, changes="learning")
-
-
-@dataclass
-class PolicyGradient(Objective):
-    clip: float = key(
-        0.2,
-        "a token gives no gradient once its probability has changed by more than this share in the direction of its advantage",
-        POSITIVE,
-        changes="learning",
-    )
 
 
 @dataclass
@@ -131,7 +111,7 @@ for schedule in (
 ):
     register(schedule)
 
-DATA, CHAT, POLICY = (f"titan_hydra.data{module}" for module in ("", ".chat", ".policy"))
+DATA, CHAT = "titan_hydra.data", "titan_hydra.data.chat"
 UNKNOWN = "titan_hydra.data.unknown"
 TURNS = ("tokens", "trained", "documents")
 TEXT = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
@@ -165,28 +145,6 @@ for source in (
         faults=f"{CHAT}:faults",
         warnings=f"{CHAT}:warnings_of_chat",
     ),
-    DataSourceKind(
-        "preference",
-        f"{POLICY}:open_preference",
-        PairSource,
-        documents=False,
-        needs_path=True,
-        suffixes=LINES,
-        gives=(*TURNS, "reference"),
-        encodes=True,
-        faults=f"{POLICY}:faults_of_pairs",
-        warnings=f"{POLICY}:warnings_of_pairs",
-    ),
-    DataSourceKind(
-        "rollouts",
-        f"{POLICY}:open_rollouts",
-        FileSource,
-        documents=False,
-        needs_path=True,
-        suffixes=LINES,
-        gives=(*TURNS, "old_logprobs", "advantages"),
-        encodes=True,
-    ),
 ):
     register(source)
 
@@ -194,24 +152,6 @@ LOSSES = "titan_hydra.train.objectives"
 for objective in (
     ObjectiveKind("language", f"{LOSSES}.language:Language", head_loss=True, split_logits=True),
     ObjectiveKind("sft", f"{LOSSES}.sft:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True),
-    ObjectiveKind(
-        "dpo",
-        f"{LOSSES}.policy:Preference",
-        DirectPreference,
-        needs=(*TURNS, "reference"),
-        head_loss=True,
-        split_logits=True,
-        documents=True,
-        sequences=True,
-    ),
-    ObjectiveKind(
-        "policy",
-        f"{LOSSES}.policy:ClippedPolicy",
-        PolicyGradient,
-        needs=(*TURNS, "old_logprobs", "advantages"),
-        head_loss=True,
-        split_logits=True,
-    ),
 ):
     register(objective)
 

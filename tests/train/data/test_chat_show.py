@@ -4,8 +4,12 @@ import json
 
 import pytest
 
+from tests.train.data.test_unknown import ROWS, letters, warned
 from titan_hydra import cli
 from titan_hydra.config.registry import DATA_SOURCES
+
+__all__ = ["letters"]
+TALK = {"messages": [{"role": "user", "content": ROWS[-1]}, {"role": "assistant", "content": "A"}]}
 
 
 def test_a_conversation_is_shown_with_what_is_learned(capsys):
@@ -30,15 +34,23 @@ def test_what_cannot_be_used_is_counted(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"{tmp_path}/a.jsonl:2: not a JSON line")
 
 
-def test_pairs_and_rollouts_are_shown(tmp_path, capsys):
-    pair = {"prompt": "6 x 7?", "chosen": "42", "rejected": "36", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n" + json.dumps(pair | {"chosen": 5}))
-    assert cli.main(["data", "show", "data=preference", f"data.path={tmp_path}/pairs.jsonl"]) == 0
+def test_what_the_tokenizer_does_not_know_is_a_warning(tmp_path, letters, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(TALK))
+    words = (
+        "data=chat",
+        "objective=sft",
+        f"data.path={file}",
+        "data.chat_template=chatml",
+        "data.document_mask=true",
+        "tokenizer=hf",
+        f"tokenizer.path={letters}",
+    )
+    (line,) = warned(*words)
+    assert "unknown" in line and "'g', 't'" in line
+    assert cli.main(["data", "show", *words]) == 0
     shown = capsys.readouterr().out
-    assert ">>>42<|eot_id|><<<<|begin_of_text|>" in shown and ">>>36<|eot_id|><<<" in shown and "2 pairs: 1 cannot be used" in shown
-    (tmp_path / "drawn.jsonl").write_text(json.dumps({"tokens": [300, 301, 302], "old_logprobs": [-0.4], "advantages": 0.8}))
-    assert cli.main(["data", "show", "data=rollouts", f"data.path={tmp_path}/drawn.jsonl"]) == 0
-    assert "1 rollouts: 0 cannot be used" in (shown := capsys.readouterr().out) and "3 tokens, 33.3% of them learned" in shown
+    assert "% unknown to the tokenizer\n" in shown and f"warning: {line}\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from titan_hydra.data import files, unknown
 from titan_hydra.job.freeze import freeze
 
 ROWS = ["ACGT" * 20] * 90 + ["ACgt\n" * 16] * 10  # 6 % of the characters are g, t or newlines
-PAIR = {"prompt": ROWS[-1], "chosen": "A", "rejected": "C", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}
-TALK = {"messages": [{"role": "user", "content": ROWS[-1]}, {"role": "assistant", "content": "A"}]}
 
 
 @pytest.fixture
@@ -87,31 +85,6 @@ def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
     file = write(tmp_path, "a.jsonl", ["A" * 4000 + "c" * 4000])
     (line,) = warned("tokenizer=hf", f"tokenizer.path={tmp_path}/unigram.json", "data=text_files", f"data.path={file}")
     assert "0.0% of the tokens and 50.0% of the characters" in line and f"most often '{'c' * 20}'" in line
-
-
-@pytest.mark.parametrize(
-    ("row", "data"),
-    [
-        (TALK, ("data=chat", "objective=sft")),
-        (PAIR, ("data=preference", "objective=dpo", "objective.beta=0.1")),
-    ],
-)
-def test_rows_with_a_template(tmp_path, letters, capsys, row, data):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(row))
-    words = (
-        *data,
-        f"data.path={file}",
-        "data.chat_template=chatml",
-        "data.document_mask=true",
-        "tokenizer=hf",
-        f"tokenizer.path={letters}",
-    )
-    (line,) = warned(*words)
-    assert "unknown" in line and "'g', 't'" in line
-    assert cli.main(["data", "show", *words]) == 0
-    shown = capsys.readouterr().out
-    assert "% unknown to the tokenizer\n" in shown and f"warning: {line}\n" in shown
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

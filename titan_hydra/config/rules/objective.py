@@ -45,24 +45,8 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
     yield from resolve(record.faults)(job)
 
 
-def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
-    """A loss of whole documents needs their numbers and all of their tokens on one rank. The balance loss of experts
-    counts tokens.
-    """
-    record = OBJECTIVES[job.objective.name]
-    if record.documents and not job.data.document_mask:
-        yield Fault("data.document_mask", False, f"objective={record.name} compares documents", legal=(True,))
-    if record.sequences and job.parallelism.cp > 1:
-        yield Fault("parallelism.cp", job.parallelism.cp, f"objective={record.name} sums over whole documents", legal=(1,))
-    if record.sequences and (balance := getattr(job.model, "sequence_balance", 0)):
-        yield Fault(
-            "model.sequence_balance", balance, f"it is scaled like a token's loss, and objective={record.name} has none", legal=(0,)
-        )
-
-
 RULES = [
     sources_give_what_the_objective_needs,
     objective_computes_its_loss,
-    objective_sees_whole_documents,
 ]
 VALUES = [objective_suits_the_model]
