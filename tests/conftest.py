@@ -74,6 +74,7 @@ LONG = (
     "models/test_stranger.py::test_six_layouts_learn_what_one_process_learns",
     "plan/test_tracker.py",
     "plan/test_tune.py",
+    "recipes/chat/test_sft.py::test_every_layout_learns_what_one_process_learns",
     "recipes/flux/test_diffusion.py::test_every_layout_learns_what_one_process_learns",
     "recipes/image_text/test_image_text.py::test_every_layout_learns_what_one_process_learns",
     "recipes/image_text/test_image_text.py::test_other_decoders_and_rings_learn_it_too",
@@ -91,7 +92,6 @@ LONG = (
     "train/test_per_step.py",
     "train/test_registries.py",
     "train/test_reshard.py",
-    "train/test_sft.py::test_every_layout_learns_what_one_process_learns",
     "train/test_torture.py",
     "train/test_world.py::test_a_process_may_train_any_number_of_compiled_models",
 )

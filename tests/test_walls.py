@@ -48,7 +48,7 @@ NO_TORCH = (
     "models/sparse.py",
     *(
         file.relative_to(PACKAGE).as_posix()
-        for name in ("config", "sources", "rules", "images", "rows", "*_command")
+        for name in ("config", "sources", "rules", "images", "rows", "conversations", "template", "*_command")
         for file in PACKAGE.glob(f"recipes/*/{name}.py")
     ),
 )
@@ -286,22 +286,22 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 664,  # 520
-    "config": 4766,  # 3,200
+    "config": 4714,  # 3,200
     "job": 544,  # 720
     "models": 1698,  # 1,800
     "runs": 2331,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2489,  # 2,450
-    "data": 2236,  # 1,450
+    "data": 1522,  # 1,450
     "observe": 1477,  # 1,400
-    "checkpoint": 1600,  # 1,400
-    "train": 1520,  # 1,550
+    "checkpoint": 1592,  # 1,400
+    "train": 1494,  # 1,550
     "fault_tolerance": 1112,  # 600
-    "verify": 2031,  # 2,000
+    "verify": 2029,  # 2,000
     "launch": 2142,  # 1,950
     "report": 2300,  # 2,050
-    "commands": 3307,  # 2,300
-    "recipes": 2777,  # 3,100
+    "commands": 3206,  # 2,300
+    "recipes": 3770,  # 3,100
     "plan": 1505,  # 1,800
 }
 

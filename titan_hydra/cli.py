@@ -32,7 +32,6 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
     "score": ("titan_hydra.commands.score", "the log-probability that the model of a run or export gives each text of a file"),
-    "data": ("titan_hydra.commands.data", "show: what packed rows, such as conversations, would teach"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
     "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),
     **recipes.of_all("COMMANDS"),

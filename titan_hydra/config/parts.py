@@ -37,30 +37,6 @@ class HubSource(Source):
 
 
 @dataclass
-class TemplateSource(Source):
-    chat_template: str | None = key(
-        None,
-        "how a conversation becomes text: a Jinja file, or one of the package's, chatml, gemma, llama3, mistral, phi or "
-        "qwen3; null: the tokenizer's own",
-        PATH,
-    )
-
-
-@dataclass
-class ConversationSource(TemplateSource):
-    train_on: str = key(
-        "assistant",
-        "the tokens that are learned: what the assistant says, its last message alone, or all",
-        choices=("assistant", "last", "all"),
-    )
-
-
-@dataclass
-class ChatSource(ConversationSource, FileSource):
-    pass
-
-
-@dataclass
 class AdamW(Optimizer):
     beta1: float = key(0.9, "decay of AdamW's first moment", BELOW_ONE)
     beta2: float = key(0.95, "decay of AdamW's second moment", BELOW_ONE)
@@ -111,11 +87,8 @@ for schedule in (
 ):
     register(schedule)
 
-DATA, CHAT = "titan_hydra.data", "titan_hydra.data.chat"
-UNKNOWN = "titan_hydra.data.unknown"
-TURNS = ("tokens", "trained", "documents")
+DATA, UNKNOWN = "titan_hydra.data", "titan_hydra.data.unknown"
 TEXT = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
-LINES = (".jsonl", ".json")
 for source in (
     DataSourceKind("embedded", f"{DATA}:open_embedded", warnings=f"{UNKNOWN}:in_embedded"),
     DataSourceKind("text_files", f"{DATA}:open_text_files", TextSource, needs_path=True, suffixes=TEXT, warnings=f"{UNKNOWN}:in_files"),
@@ -123,37 +96,10 @@ for source in (
     DataSourceKind("c4", f"{DATA}:open_hub", HubSource),
     DataSourceKind("hf", f"{DATA}:open_hub", HubSource, needs_path=True, warnings=f"{UNKNOWN}:in_folder"),
     DataSourceKind("synthetic", f"{DATA}:draw_tokens", documents=False),
-    DataSourceKind(
-        "chat",
-        f"{CHAT}:open_chat",
-        ChatSource,
-        documents=False,
-        needs_path=True,
-        suffixes=LINES,
-        gives=TURNS,
-        encodes=True,
-        faults=f"{CHAT}:faults",
-        warnings=f"{CHAT}:warnings_of_chat",
-    ),
-    DataSourceKind(
-        "embedded_chat",
-        f"{CHAT}:open_chat",
-        ConversationSource,
-        documents=False,
-        gives=TURNS,
-        encodes=True,
-        faults=f"{CHAT}:faults",
-        warnings=f"{CHAT}:warnings_of_chat",
-    ),
 ):
     register(source)
 
-LOSSES = "titan_hydra.train.objectives"
-for objective in (
-    ObjectiveKind("language", f"{LOSSES}.language:Language", head_loss=True, split_logits=True),
-    ObjectiveKind("sft", f"{LOSSES}.sft:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True),
-):
-    register(objective)
+register(ObjectiveKind("language", "titan_hydra.train.objectives.language:Language", head_loss=True, split_logits=True))
 
 UPDATES = "titan_hydra.train.optimizer"
 for optimizer in (

@@ -329,9 +329,7 @@ MATRIX = [
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
          **BF16 | TIED | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
 
-    # Other objectives, adapters and families.
-    # The loss is a mean over the assistant's tokens alone: one process parts from itself by 8e-5, in another order of sums.
-    *in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096"),
+    # Adapters and other families
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
     *in_bf16("qwen3", *QWEN, gradients=2e-2),
     *(found for family, base in SPARSE for found in in_bf16(family, *base, gradients=0.2, weights=0.3, routing=False, slow=True)),

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
+from tests.recipes.chat.test_sft import CONVERSATIONS
 from titan_hydra import cli, data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
-from titan_hydra.config.files import ASSETS
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import loss_head
 from titan_hydra.recipes.policy.objectives import Likelihood
@@ -45,7 +45,7 @@ CONTEXT = {"cp 2": (2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.
 
 
 def conversations():
-    return [json.loads(line)["messages"] for line in (ASSETS / "chat/train.jsonl").read_text().splitlines()]
+    return [json.loads(line)["messages"] for line in CONVERSATIONS.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,12 @@ from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.rules.data import sources_find_little_wrong
 from titan_hydra.data import Wanted
-from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
 from titan_hydra.data.unknown import share_of_unknown
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.sources import data_sources
+
+from .rows import WINDOW, Chat, ConversationReader, Turns, first_fit
 
 BAR = 40  # characters of the longest bar
 SHOWN = 5  # rows that cannot be used

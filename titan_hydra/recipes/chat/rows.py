@@ -23,16 +23,17 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.files import expand
-from titan_hydra.config.parts import ConversationSource, TemplateSource
+from titan_hydra.data import files, unknown
+from titan_hydra.data.permutation import permute
+from titan_hydra.data.shards import UNLIMITED, BadShard, BadShards
+from titan_hydra.data.tokenizer import Tokenizer
 
-from . import files, template, unknown
+from . import template
 from .conversations import Conversation, ConversationFiles, parse
-from .permutation import permute
-from .shards import UNLIMITED, BadShard, BadShards
-from .tokenizer import Tokenizer
+from .sources import ConversationSource, TemplateSource
 
 if TYPE_CHECKING:
-    from . import Wanted
+    from titan_hydra.data import Wanted
 
 # conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
 WINDOW = 1000
@@ -208,9 +209,16 @@ def open_chat(key: str, source: ConversationSource, wanted: Wanted, seed: int) -
     return Chat(key, ConversationReader(open_rows(key, source, wanted), own, wanted.tokenizer, source.train_on), wanted, seed)
 
 
+def place_of_rows(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
+    """Return the key that gives the files of a split, and its value."""
+    if source.name == "embedded_chat":
+        return f"{key}.name", str(Path(__file__).parent / "assets" / f"{split}.jsonl")
+    return files.path_of(key, source, split)
+
+
 def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFiles:
     """Open the files of a split. Raises ConfigError if there is no row in them."""
-    place = files.path_of(key, source, wanted.split)
+    place = place_of_rows(key, source, wanted.split)
     lines = ConversationFiles(files.require(*place, SUFFIXES), wanted.bad)
     if not len(lines):
         raise ConfigError("{}={}: no row in it".format(*place))
@@ -240,7 +248,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
     """Yield what is wrong with the template, or with the first row, which is called `what`. `texts` applies the
     template to a row.
     """
-    _, path = files.path_of(key, source, "train")
+    _, path = place_of_rows(key, source, "train")
     try:
         found = [file for file in expand(path) if file.stat().st_size] if path else []
     except (ConfigError, OSError):
@@ -297,5 +305,5 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
             with contextlib.suppress(ValueError):
                 yield from texts(own, source, lines.row(number)[1])
 
-    where, path = files.path_of(key, source, "train")
+    where, path = place_of_rows(key, source, "train")
     return unknown.warning(where, path, job.tokenizer, lambda: unknown.of_some(path, SUFFIXES, of_file))

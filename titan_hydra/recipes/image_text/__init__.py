@@ -1,9 +1,9 @@
 """Decoders that read images: a vision tower of Siglip2's kind (arXiv 2502.14786) before Llama 3 or Qwen3."""
 
 from titan_hydra.config.family import Family
-from titan_hydra.config.parts import TURNS
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.config.source import FileSource
+from titan_hydra.recipes.chat import TURNS
 
 from .config import IllustratedText, Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower
 

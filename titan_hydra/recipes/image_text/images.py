@@ -28,9 +28,9 @@ from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.source import FileSource
 from titan_hydra.data import files, unknown
-from titan_hydra.data.chat import Chat, ConversationReader, Turns
 from titan_hydra.data.shards import BadShard, BadShards
 from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns
 
 if TYPE_CHECKING:
     from PIL.Image import Image

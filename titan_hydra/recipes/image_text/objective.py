@@ -11,8 +11,8 @@ from torch import Tensor
 
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.data.loader import Sample
+from titan_hydra.recipes.chat.objective import SupervisedFineTuning
 from titan_hydra.train.objectives import Tensors
-from titan_hydra.train.objectives.sft import SupervisedFineTuning
 
 from .images import empty_images
 

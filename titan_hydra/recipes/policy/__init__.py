@@ -1,15 +1,14 @@
 """Learning from whole answers: pairs of which one is preferred (dpo), and sampled tokens with advantages (policy)."""
 
-from titan_hydra.config.parts import TURNS
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.config.source import FileSource
+from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
 
 from .config import DirectPreference, PairSource, PolicyGradient
 
 COMMANDS = {"score-pairs": (f"{__name__}.score_command", "write beside pairs of answers the log-probabilities that a reference gives them")}
 RENAMED = {"data score": "score-pairs"}
 OF_PAIRS, OF_ROLLOUTS = (*TURNS, "reference"), (*TURNS, "old_logprobs", "advantages")
-LINES = (".jsonl", ".json")
 ROWS, LOSSES = f"{__name__}.rows", f"{__name__}.objectives"
 register(
     ObjectiveKind(
@@ -35,6 +34,7 @@ register(
         encodes=True,
         faults=f"{ROWS}:faults_of_pairs",
         warnings=f"{ROWS}:warnings_of_pairs",
+        exports=TEMPLATE,
     )
 )
 register(

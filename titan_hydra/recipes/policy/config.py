@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from titan_hydra.config.field import key
-from titan_hydra.config.parts import TemplateSource
 from titan_hydra.config.ranges import POSITIVE
 from titan_hydra.config.schema import Objective
 from titan_hydra.config.source import FileSource
+from titan_hydra.recipes.chat.sources import TemplateSource
 
 
 @dataclass

@@ -15,10 +15,10 @@ import numpy as np
 
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
-from titan_hydra.data.chat import Chat, ConversationReader, Turns, faults_of_first, open_rows, warnings_of_first
-from titan_hydra.data.conversations import Conversation, ConversationFiles, conversation, record_of
-from titan_hydra.data.template import Template, load_template
 from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.recipes.chat.conversations import Conversation, ConversationFiles, conversation, record_of
+from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns, faults_of_first, open_rows, warnings_of_first
+from titan_hydra.recipes.chat.template import Template, load_template
 
 from .config import PairSource
 

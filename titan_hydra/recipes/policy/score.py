@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import read_model_config, read_template, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.convert import read_model_config, read_tokenizer_config, reader_of
 from titan_hydra.config.files import write_text
 from titan_hydra.data import tokenizer
-from titan_hydra.data.chat import Turns
-from titan_hydra.data.conversations import ConversationFiles, record_of
 from titan_hydra.data.shards import BadShards
+from titan_hydra.recipes.chat.conversations import ConversationFiles, record_of
+from titan_hydra.recipes.chat.rows import Turns
+from titan_hydra.recipes.chat.template_of_run import read_template
 from titan_hydra.train.generate import load_model
 from titan_hydra.train.score import token_losses
 
