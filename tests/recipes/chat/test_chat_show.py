@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.report.test_changes import what_differs
 from tests.train.data.test_unknown import ROWS, letters, warned
 from titan_hydra import cli
 from titan_hydra.config.registry import DATA_SOURCES
@@ -68,3 +69,8 @@ def test_what_the_tokenizer_does_not_know_is_a_warning(tmp_path, letters, capsys
 def test_bad_input_is_one_line(capsys, words, line):
     assert cli.main(["data", "show", *words]) == 2
     assert capsys.readouterr().err.strip() == line
+
+
+def test_the_report_knows_what_its_keys_change(flat):
+    expected = {"data.train_on": {"learning"}, "data.chat_template": {"learning"}}
+    assert {key: what_differs(flat, key) for key in expected} == expected

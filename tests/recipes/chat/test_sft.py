@@ -26,7 +26,7 @@ from titan_hydra.recipes.chat.rows import ConversationReader
 from titan_hydra.recipes.chat.template_of_run import read_template
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
-from titan_hydra.train.objectives.language import IGNORED
+from titan_hydra.train.objectives.language import IGNORED, cross_entropy
 from titan_hydra.verify.matrix import case, in_bf16
 from titan_hydra.verify.verify import verify
 
@@ -194,6 +194,39 @@ def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
     other.steps, other.optimizer.lr, other.validation.interval = 1, 0.0, 1
     everything = run_job.losses(run_job(other), "validation_loss")[1]
     assert everything > 2 * held_out[40]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
+    """On chats, of which each local batch has another number of tokens that count: the mean of their means is another
+    number.
+    """
+    job = tiny(
+        "data=embedded_chat",
+        "validation=on",
+        "validation.steps=3",
+        "steps=1",
+        f"gpus={ranks}",
+        "data.seq_len=96",
+        "data.local_batch=1",
+        "data.global_batch=4",
+        "optimizer.lr=0",
+    )
+    directory = run_job(job)
+    model = models.build(job.model, job.data.seq_len)
+    init_weights(model, job.model, job.seed)
+    loader = data.build(job, 0, 1, split="validation")
+    batches = [loader.next() for _ in range(3)]
+    loader.close()
+    objective, losses, counts = build_objective(job), [], []
+    with torch.no_grad():
+        for sample in (sample for batch in batches for sample in batch.split(1)):
+            first, others = objective.inputs(sample.tensors)
+            losses.append(cross_entropy(model(first, **others), sample["labels"]).item())
+            counts.append(objective.count(sample.tensors).item())
+    mean = sum(losses) / sum(counts)
+    assert sum(loss / count for loss, count in zip(losses, counts, strict=True)) / len(losses) != pytest.approx(mean, rel=1e-4)
+    assert json.loads((directory / "result.json").read_text())["validation_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_from_the_command_line_to_an_answer(tmp_path, capsys):

@@ -5,6 +5,7 @@ import json
 import os
 import tarfile
 
+from tests.report.test_changes import what_differs
 from tests.train.data.test_unknown import ROWS, letters, warned
 from titan_hydra import cli
 from titan_hydra.data import unknown
@@ -51,3 +52,8 @@ def test_captions_of_images_in_tars(tmp_path, letters, monkeypatch):
     )
     assert line.startswith(f"data.path={tmp_path}: 60.0% of the tokens") and "'g', 't', " in line
     assert read and b"pixels" not in read and len(read) <= unknown.ROWS + 1
+
+
+def test_the_report_knows_what_its_keys_change(flat):
+    expected = {"objective.image_patches": {"work", "learning"}}
+    assert {key: what_differs(flat, key) for key in expected} == expected
