@@ -32,10 +32,9 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
     "score": ("titan_hydra.commands.score", "the log-probability that the model of a run or export gives each text of a file"),
-    "data": ("titan_hydra.commands.data", "show: what chat data would teach; score: what a reference thinks of pairs"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
     "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),
-    **recipes.recipe_commands(),
+    **recipes.of_all("COMMANDS"),
     "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),
 }
 
@@ -43,6 +42,11 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand. A mistake of the user's is printed as one line on stderr; tracebacks are for bugs."""
     argv = sys.argv[1:] if argv is None else argv
+    for old, new in recipes.of_all("RENAMED").items():
+        command, word = old.split()
+        if argv[:1] == [command] and word in argv[1:]:
+            print(f"titan {old}: is `titan {new}` now", file=sys.stderr)
+            return Exit.CONFIG
     if argv[:1] and argv[0] in COMMANDS:
         module, text = COMMANDS[argv[0]]
         command = importlib.import_module(module)

@@ -89,10 +89,10 @@ def prefers(here: Here) -> dict[str, Any]:
     are learned too.
     """
     start, _ = trained(here, "checkpoint=sync")
-    lines = [json.loads(line)["messages"] for line in (ASSETS / "chat/train.jsonl").read_text().splitlines()[:100]]
+    lines = [json.loads(line)["messages"] for line in (ASSETS.parent / "recipes/chat/assets/train.jsonl").read_text().splitlines()[:100]]
     pairs, scored, rollouts = (here.shared / f"{name}.jsonl" for name in ("pairs", "scored", "rollouts"))
     write_lines(pairs, [{"prompt": one[:-1], "chosen": [one[-1]], "rejected": other[-1]["content"]} for one, other in pairwise(lines)])
-    titan("data", "score", start, pairs, "--out", scored)
+    titan("score-pairs", start, pairs, "--out", scored)
     common = ("data.seq_len=192", f"checkpoint.initial_load_path={start}", "data.local_batch=4")
     _, found = trained(here, "data=preference", f"data.path={scored}", *common)
     first = found[0]["loss"]

@@ -27,7 +27,7 @@ def test_a_line_is_refused_as_the_corpus_says(launcher, number):
         (["debug=tiny", "-m", "seed=range(0,0)"], "seed=range(0,0): no value, so the sweep has no cell\n"),
         (["-m", "optimizer=glob(zzz*)"], "optimizer=glob(zzz*): no value, so the sweep has no cell\n"),
         (["name=${nosuch.key}"], "name=${nosuch.key}: Interpolation key 'nosuch.key' not found\n"),
-        (["data=chat", "data.path=/", "launch.mode=dry"], "data.path=/: would be every file of this machine\n"),
+        (["data=text_files", "data.path=/", "launch.mode=dry"], "data.path=/: would be every file of this machine\n"),
         (["paths.runs=/proc/x", "launch.mode=dry"], "paths.runs=/proc/x: cannot be written: No such file or directory\n"),
     ],
 )

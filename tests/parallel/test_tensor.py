@@ -101,7 +101,7 @@ def summed_adapter_gradients(reduce_dtype):
     for split, name in ((0, "lora_a"), (1, "lora_b")):
         linear = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(split)]), requires_grad=False)
-        lora._adapt(linear, job)
+        lora.adapt(linear, job)
         linear.to_empty(device="cpu")
         for parameter in linear.parameters():
             parameter.to_local().detach().fill_(1)

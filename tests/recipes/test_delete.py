@@ -1,5 +1,6 @@
-"""A recipe is deleted by deleting its folder and the files that its files.txt names."""
+"""A recipe is deleted by deleting its folder and the files that its files.txt names; recipes that import it go with it."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import recipes
+from titan_hydra.config.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[2]
 # Other pages link to the recipe's, and cases of the kit and of the pretended device name its model.
@@ -19,6 +21,17 @@ def test_its_files_are_there(name):
     assert all((ROOT / file).exists() for file in files_of(name))
 
 
+@pytest.mark.parametrize("name", recipes.NAMES)
+def test_the_core_names_none_of_its_parts(name):
+    """The sources, objectives and families that it registers: no string begins with one, and no `key=` names one."""
+    parts = [part for registry in REGISTRIES.values() for part, record in registry.items() if f"titan_hydra.recipes.{name}." in str(record)]
+    assert parts
+    named = re.compile(rf"""["'=`]({"|".join(parts)})\b""")
+    for file in (ROOT / "titan_hydra").rglob("*.py"):
+        if not file.is_relative_to(ROOT / "titan_hydra/recipes"):
+            assert not named.search(file.read_text()), file
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
@@ -26,12 +39,18 @@ def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
     for file in kept:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file, follow_symlinks=False)
-    for file in (f"titan_hydra/recipes/{name}", *files_of(name)):
+    for file in [file for other in with_those_that_import(name) for file in (f"titan_hydra/recipes/{other}", *files_of(other))]:
         shutil.rmtree(tmp_path / file) if (tmp_path / file).is_dir() else (tmp_path / file).unlink()
     subprocess.run([sys.executable, "-m", "titan_hydra.config.describe", "docs/configuration.md"], cwd=tmp_path, check=True)
     words = ["-q", "-m", "quick", *(f"--ignore={file}" for file in OTHERS)]
     done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def with_those_that_import(name: str) -> list[str]:
+    importing = f"titan_hydra.recipes.{name}"
+    files = {other: (ROOT / "titan_hydra/recipes" / other).rglob("*.py") for other in recipes.NAMES}
+    return [other for other in recipes.NAMES if other == name or any(importing in file.read_text() for file in files[other])]
 
 
 def files_of(name: str) -> list[str]:

@@ -3,15 +3,11 @@
 import json
 
 import pytest
-import torch
 
 from tests import wandb_file
-from titan_hydra import data
 from titan_hydra.config.compose import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
-from titan_hydra.train.objectives import build_objective
-from titan_hydra.train.objectives.language import cross_entropy
 
 from .steps import cut_back
 
@@ -97,42 +93,6 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     lines = (directory / "attempts/1/rank_0.log").read_text()
     assert "step 6/6  loss" in lines
     assert (directory / "attempts/1/rank_1.log").read_text() == "", "only rank 0 speaks"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
-    """On chats, of which each local batch has another number of tokens that count: the mean of their means is another
-    number.
-    """
-    job = tiny(
-        "data=embedded_chat",
-        "validation=on",
-        "validation.steps=3",
-        "steps=1",
-        f"gpus={ranks}",
-        "data.seq_len=96",
-        "data.local_batch=1",
-        "data.global_batch=4",
-        "optimizer.lr=0",
-    )
-    directory = run_job(job)
-    from titan_hydra import models
-    from titan_hydra.models.init import init_weights
-
-    model = models.build(job.model, job.data.seq_len)
-    init_weights(model, job.model, job.seed)
-    loader = data.build(job, 0, 1, split="validation")
-    batches = [loader.next() for _ in range(3)]
-    loader.close()
-    objective, losses, counts = build_objective(job), [], []
-    with torch.no_grad():
-        for sample in (sample for batch in batches for sample in batch.split(1)):
-            first, others = objective.inputs(sample.tensors)
-            losses.append(cross_entropy(model(first, **others), sample["labels"]).item())
-            counts.append(objective.count(sample.tensors).item())
-    mean = sum(losses) / sum(counts)
-    assert sum(loss / count for loss, count in zip(losses, counts, strict=True)) / len(losses) != pytest.approx(mean, rel=1e-4)
-    assert json.loads((directory / "result.json").read_text())["validation_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_a_step_time_has_no_validation_or_checkpoint_in_it(monkeypatch):

@@ -91,7 +91,7 @@ def test_its_loss_is_the_weighted_mean(folder, run_job):
             "loss.name=linear_cross_entropy: objective=weighted needs the logits; nearest legal: cross_entropy",
         ),
         (["objective.power=0"], "objective.power=0.0: must be more than 0"),
-        (["objective.beta=1"], "objective.beta=1: objective.name=weighted does not read it; dpo would"),
+        (["objective.name=language", "objective.power=1"], "objective.power=1: objective.name=language does not read it; weighted would"),
         (["parallelism=tp"], "parallelism.loss_parallel=true: objective=weighted needs whole logits; nearest legal: false"),
         (
             ["data.document_mask=true"],

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,7 +26,7 @@ from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
 from titan_hydra.config.model import Model
-from titan_hydra.config.parts import TemplateSource
+from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.config.schema import Tokenizer
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.models.hf import hf_of, in_dtype, meta_state
@@ -36,9 +36,6 @@ from . import initial
 from .folder import Folder, content_of, write_content
 from .reader import PREFIX, Merged, Reader
 from .tokenizer import write_tokenizer
-
-if TYPE_CHECKING:
-    from titan_hydra.data.template import Template
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -92,8 +89,8 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
     """
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
-        if _with_template(find_section("data", checkpoint, config_file)[1]):
-            (target / "chat_template.jinja").write_text(read_template(checkpoint, config_file).source)
+        for name, text in _files_of_sources(checkpoint, config_file).items():
+            (target / name).write_text(text)
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
         return {}
@@ -167,11 +164,11 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
         raise ConfigError(f"{file}: names no tokenizer")
     config = from_dict(Tokenizer, section)
     if config.path:
-        config.path = _as_started(file, config.path)
+        config.path = as_started(file, config.path)
     return config
 
 
-def _as_started(config_file: Path, path: str) -> str:
+def as_started(config_file: Path, path: str) -> str:
     """Resolve a path of a run's configuration against the folder in which the run was started."""
     started = layout.ENV.read(config_file.parent).get("folder", "")
     return str(Path(started, Path(path).expanduser()))
@@ -189,29 +186,24 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
         raise ConfigError(
             f"{file}: checkpoint.initial_load_path=null: the adapters belong to weights that were drawn from the seed and not saved"
         )
-    base = initial.find(_as_started(file, section["initial_load_path"]))
+    base = initial.find(as_started(file, section["initial_load_path"]))
     beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
     return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
 
 
-def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
-    """Load the chat template of the run that wrote a checkpoint; of a mixture, that of the heaviest source with one.
-    Raises ConfigError if there is none.
-    """
-    from titan_hydra.data import template
-
-    file, section = find_section("data", checkpoint, config_file)
-    sources = _with_template(section)
-    name = max(sources, key=lambda source: source.get("weight", 1)).get("chat_template") if sources else None
-    if name and name not in template.BUILT_IN:
-        name = _as_started(file, name)
-    return template.load_template("data", TemplateSource("chat", name), read_tokenizer_config(checkpoint, config_file))
+def _files_of_sources(checkpoint: Path, config_file: Path | None) -> dict[str, str]:
+    """Return the files that the data sources of a run add to an export, by name."""
+    _, section = find_section("data", checkpoint, config_file)
+    kinds = [DATA_SOURCES.get(source.get("name")) for source in sources_of(section)]
+    files: dict[str, str] = {}
+    for exports in dict.fromkeys(kind.exports for kind in kinds if kind and kind.exports):
+        files |= resolve(exports)(checkpoint, config_file)
+    return files
 
 
-def _with_template(section: dict) -> list[dict]:
-    """Return the sources of a data section whose text a chat template makes."""
-    sources = section["mixture"].values() if section.get("name") == "mixture" else [section]
-    return [source for source in sources if "chat_template" in source]
+def sources_of(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the sources of a data section: the parts of a mixture, or itself."""
+    return [*section["mixture"].values()] if section.get("name") == "mixture" else [section]
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:

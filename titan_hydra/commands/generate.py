@@ -2,21 +2,24 @@
 
 import argparse
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault
+from titan_hydra.data.tokenizer import Tokenizer
 
 from .model import add_model, checkpoint_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_options(parser)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="the prompt is a question: it goes through the run's chat template, and the answer alone is printed",
-    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that continues something: the model, and how tokens are drawn."""
+    add_model(parser)
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="end after N tokens, if the text does not before (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (1)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (0)")
@@ -25,6 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, token by token."""
+
+    def document(checkpoint: Path, tokenizer: Tokenizer) -> list[int]:
+        # without begin-of-text, the end of a document stands before the next
+        return tokenizer.document(args.prompt)[:-1] or [tokenizer.eos_id]
+
+    return print_continuation(args, document, lambda tokenizer: {tokenizer.eos_id}, shown=args.prompt)
+
+
+def print_continuation(
+    args: argparse.Namespace,
+    beginning: Callable[[Path, Tokenizer], list[int]],
+    ends: Callable[[Tokenizer], set[int]],
+    shown: str = "",
+) -> int:
+    """Print `shown`, then what follows the tokens `beginning(checkpoint, tokenizer)` up to one of `ends`."""
     if args.max_tokens < 1:
         raise ConfigError(str(Fault("--max-tokens", args.max_tokens, "must be at least 1", legal=(1,))))
     if args.top_k < 0:
@@ -33,9 +51,9 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1))))
     from titan_hydra.train.generate import generate
 
-    pieces = generate(checkpoint_of(args), args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype, args.chat)
-    first = next(pieces)  # report errors before the prompt is printed
-    print("" if args.chat else args.prompt, first, sep="", end="", flush=True)
+    draw = (args.max_tokens, args.temperature, args.top_k, args.seed)
+    pieces = generate(checkpoint_of(args), beginning, ends, *draw, args.dtype)
+    print(shown, next(pieces), sep="", end="", flush=True)  # errors are reported before the prompt is printed
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -21,7 +21,7 @@ from .registry import (
     TrackerKind,
     register,
 )
-from .schema import ActivationCheckpoint, Adapter, LrSchedule, Objective, Optimizer, Parallelism, PipelineSchedule, Precision
+from .schema import ActivationCheckpoint, Adapter, LrSchedule, Optimizer, Parallelism, PipelineSchedule, Precision
 from .source import FileSource, Source
 
 
@@ -37,56 +37,6 @@ class HubSource(Source):
     split: str = key("train", "split of the dataset")
     text_key: str = key("text", "name of the column that holds the text")
     validation_split: str = key("validation", "split used for validation", identity=False, changes="held-out loss")
-
-
-@dataclass
-class TemplateSource(Source):
-    chat_template: str | None = key(
-        None,
-        "how a conversation becomes text: a Jinja file, or one of the package's, chatml, gemma, llama3, mistral, phi or "
-        "qwen3; null: the tokenizer's own",
-        PATH,
-    )
-
-
-@dataclass
-class ConversationSource(TemplateSource):
-    train_on: str = key(
-        "assistant",
-        "the tokens that are learned: what the assistant says, its last message alone, or all",
-        choices=("assistant", "last", "all"),
-    )
-
-
-@dataclass
-class ChatSource(ConversationSource, FileSource):
-    pass
-
-
-@dataclass
-class PairSource(TemplateSource, FileSource):
-    pass
-
-
-@dataclass
-class DirectPreference(Objective):
-    beta: float = key(0.1, "how strongly the model is held to its reference model", POSITIVE, changes="learning")
-
-
-@dataclass
-class PolicyGradient(Objective):
-    clip: float = key(
-        0.2,
-        "a token gives no gradient once its probability has changed by more than this share in the direction of its advantage",
-        POSITIVE,
-        changes="learning",
-    )
-
-
-@dataclass
-class IllustratedText(Objective):
-    patches: int = key(1024, "image patches that a sample has room for; tensors have this size, however many there are", COUNT)
-    image_patches: int = key(256, "an image with more patches is scaled down to this number; its aspect ratio stays", COUNT)
 
 
 @dataclass
@@ -220,12 +170,8 @@ for schedule in (
 ):
     register(schedule)
 
-DATA, CHAT, POLICY, IMAGE_TEXT = (f"titan_hydra.data{module}" for module in ("", ".chat", ".policy", ".image_text"))
-UNKNOWN = "titan_hydra.data.unknown"
-TURNS = ("tokens", "trained", "documents")
-PICTURES = ("patches", "cells", "images", "places")
+DATA, UNKNOWN = "titan_hydra.data", "titan_hydra.data.unknown"
 TEXT = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
-LINES = (".jsonl", ".json")
 for source in (
     DataSourceKind("embedded", f"{DATA}:open_embedded", warnings=f"{UNKNOWN}:in_embedded"),
     DataSourceKind("text_files", f"{DATA}:open_text_files", TextSource, needs_path=True, suffixes=TEXT, warnings=f"{UNKNOWN}:in_files"),
@@ -233,106 +179,10 @@ for source in (
     DataSourceKind("c4", f"{DATA}:open_hub", HubSource),
     DataSourceKind("hf", f"{DATA}:open_hub", HubSource, needs_path=True, warnings=f"{UNKNOWN}:in_folder"),
     DataSourceKind("synthetic", f"{DATA}:draw_tokens", documents=False),
-    DataSourceKind(
-        "chat",
-        f"{CHAT}:open_chat",
-        ChatSource,
-        documents=False,
-        needs_path=True,
-        suffixes=LINES,
-        gives=TURNS,
-        encodes=True,
-        faults=f"{CHAT}:faults",
-        warnings=f"{CHAT}:warnings_of_chat",
-    ),
-    DataSourceKind(
-        "embedded_chat",
-        f"{CHAT}:open_chat",
-        ConversationSource,
-        documents=False,
-        gives=TURNS,
-        encodes=True,
-        faults=f"{CHAT}:faults",
-        warnings=f"{CHAT}:warnings_of_chat",
-    ),
-    DataSourceKind(
-        "preference",
-        f"{POLICY}:open_preference",
-        PairSource,
-        documents=False,
-        needs_path=True,
-        suffixes=LINES,
-        gives=(*TURNS, "reference"),
-        encodes=True,
-        faults=f"{POLICY}:faults_of_pairs",
-        warnings=f"{POLICY}:warnings_of_pairs",
-    ),
-    DataSourceKind(
-        "rollouts",
-        f"{POLICY}:open_rollouts",
-        FileSource,
-        documents=False,
-        needs_path=True,
-        suffixes=LINES,
-        gives=(*TURNS, "old_logprobs", "advantages"),
-        encodes=True,
-    ),
-    DataSourceKind(
-        "image_text",
-        f"{IMAGE_TEXT}:open_image_text",
-        FileSource,
-        documents=False,
-        needs_path=True,
-        suffixes=(".tar",),
-        gives=(*TURNS, *PICTURES),
-        encodes=True,
-        faults=f"{IMAGE_TEXT}:pillow_is_there",
-        warnings=f"{IMAGE_TEXT}:warnings_of_captions",
-    ),
-    DataSourceKind(
-        "synthetic_image_text",
-        f"{IMAGE_TEXT}:draw_image_text",
-        documents=False,
-        gives=(*TURNS, *PICTURES),
-        encodes=True,
-        faults=f"{IMAGE_TEXT}:pillow_is_there",
-    ),
 ):
     register(source)
 
-LOSSES = "titan_hydra.train.objectives"
-for objective in (
-    ObjectiveKind("language", f"{LOSSES}.language:Language", head_loss=True, split_logits=True),
-    ObjectiveKind("sft", f"{LOSSES}.sft:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True),
-    ObjectiveKind(
-        "dpo",
-        f"{LOSSES}.policy:Preference",
-        DirectPreference,
-        needs=(*TURNS, "reference"),
-        head_loss=True,
-        split_logits=True,
-        documents=True,
-        sequences=True,
-    ),
-    ObjectiveKind(
-        "policy",
-        f"{LOSSES}.policy:ClippedPolicy",
-        PolicyGradient,
-        needs=(*TURNS, "old_logprobs", "advantages"),
-        head_loss=True,
-        split_logits=True,
-    ),
-    ObjectiveKind(
-        "image_text",
-        f"{LOSSES}.image_text:ImageText",
-        IllustratedText,
-        needs=(*TURNS, *PICTURES),
-        head_loss=True,
-        split_logits=True,
-        faults=f"{IMAGE_TEXT}:room_for_images",
-    ),
-):
-    register(objective)
+register(ObjectiveKind("language", "titan_hydra.train.objectives.language:Language", head_loss=True, split_logits=True))
 
 UPDATES = "titan_hydra.train.optimizer"
 for optimizer in (

@@ -38,6 +38,8 @@ class DataSourceKind:
     # (key, Source, Job): yields what is wrong with its files, on the launcher; imports no torch
     faults: Reference | None = None
     warnings: Reference | None = None  # as `faults`, of what is legal and probably a mistake
+    # (checkpoint, config.json or None): the files, by name, that go with the tokenizer into an export of a run on it
+    exports: Reference | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,6 @@ class ObjectiveKind:
     config: Any = None  # a dataclass that extends schema.Objective: the objective's own keys
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that it uses
     head_loss: bool = False  # the head can compute its loss (loss=linear_cross_entropy)
-    documents: bool = False  # it needs data.document_mask
-    sequences: bool = False  # its loss joins the tokens of a document, so that context parallelism cannot cut it
     split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
     makes: str = "tokens"  # what it gives a model; only families that take it suit
     faults: Callable[[schema.Job], Iterable[Fault]] | str = lambda job: ()

@@ -48,5 +48,5 @@ class Data(Source):
     )
     shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: those of a shard stay in order", NATURAL)
     max_bad_shards: int = key(
-        0, "missing or damaged files or shards (of chat: rows) that may be left out, each with a warning", NATURAL, identity=False
+        0, "missing or damaged files, shards or rows that may be left out, each with a warning", NATURAL, identity=False
     )

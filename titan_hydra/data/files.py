@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import did_you_mean
-from titan_hydra.config.files import ASSETS, expand, kind, missing, similar, unread
+from titan_hydra.config.files import expand, kind, missing, similar, unread
 from titan_hydra.config.registry import DATA_SOURCES
 
 from .shards import BadShard
@@ -47,8 +47,6 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
 
 def path_of(key: str, source: Any, split: str) -> tuple[str, str | None]:
     """Return the key that gives the files of a split, and its value."""
-    if source.name == "embedded_chat":
-        return f"{key}.name", str(ASSETS / "chat" / f"{split}.jsonl")
     return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
 
 

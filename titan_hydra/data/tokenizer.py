@@ -58,7 +58,7 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int
     sha256: str
-    # encodes the text of a chat template, in which names of special tokens are the tokens
+    # encodes text in which the names of special tokens are the tokens
     locate: Callable[[str], Located]
     special: dict[str, int] = field(default_factory=dict)  # the ids of the special tokens by name
     unknown: int | None = None  # the id of what has no other; None: every text has tokens of its own
@@ -152,14 +152,14 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @functools.cache
-    def for_templates() -> tokenizers.Tokenizer:
+    def with_specials() -> tokenizers.Tokenizer:
         other = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         other.encode_special_tokens = False
         other.post_processor = None  # it may cut blanks from the ranges of tokens
         return other
 
     def locate(text: str) -> Located:
-        found = for_templates().encode(text, add_special_tokens=False)
+        found = with_specials().encode(text, add_special_tokens=False)
         begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
         return Located(found.ids, begins, ends)
 
@@ -182,19 +182,6 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         special=special,
         unknown=unknown,
     )
-
-
-def special_names(config: schema.Tokenizer) -> dict[str, str]:
-    """Return the names of the special tokens as chat templates know them: `bos_token`, `eos_token` and others."""
-    if config.name != "hf":
-        return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
-    beside = tokenizer_file(config).with_name("tokenizer_config.json")
-    if beside.is_file():
-        named = {key: value for key, value in json.loads(beside.read_text(encoding="utf-8")).items() if key.endswith("_token") and value}
-        return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
-    added = {token["content"] for token in json.loads(tokenizer_file(config).read_text(encoding="utf-8")).get("added_tokens", [])}
-    usual = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
-    return {key: name for key, names in usual.items() if (name := next((name for name in names if name in added), None))}
 
 
 def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:

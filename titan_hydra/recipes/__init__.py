@@ -4,11 +4,14 @@ commands. A recipe registers its parts as a module of `train.imports` does; with
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 NAMES = sorted(file.parent.name for file in Path(__file__).parent.glob("*/__init__.py"))
 RECIPES = [importlib.import_module(f"titan_hydra.recipes.{name}") for name in NAMES]
 
 
-def recipe_commands() -> dict[str, tuple[str, str]]:
-    """Return the subcommands of `titan` that recipes bring, by name: the module, and what it does."""
-    return {name: command for recipe in RECIPES for name, command in getattr(recipe, "COMMANDS", {}).items()}
+def of_all(table: str) -> dict[str, Any]:
+    """Return a table of all recipes that have it. COMMANDS: the subcommands of `titan` that they bring, by name: the
+    module, and what it does. RENAMED: what they were called before, a subcommand and a word behind it.
+    """
+    return {name: entry for recipe in RECIPES for name, entry in getattr(recipe, table, {}).items()}

@@ -2,7 +2,7 @@
 without a cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -10,30 +10,33 @@ from torch import Tensor, nn
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_template, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_tokenizer_config, reader_of
 from titan_hydra.checkpoint.folder import Folder
 from titan_hydra.checkpoint.reader import Merged, Reader
 from titan_hydra.config.model import Model
 from titan_hydra.data import tokenizer
+from titan_hydra.data.tokenizer import Tokenizer
 from titan_hydra.models.init import reset_buffers
 
 from .world import exact_float32
 
 
 def generate(
-    checkpoint: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int, dtype: str, chat: bool = False
+    checkpoint: Path,
+    beginning: Callable[[Path, Tokenizer], list[int]],
+    ends: Callable[[Tokenizer], set[int]],
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    dtype: str,
 ) -> Iterator[str]:
-    """Yield the continuation of a prompt, at most `max_tokens` tokens, in pieces of whole characters. With `chat` the
-    prompt is a message of the user's, and the answer to it ends with the first special token.
+    """Yield what follows the tokens `beginning(checkpoint, tokenizer)` up to the first of `ends(tokenizer)`, at most
+    `max_tokens` tokens, in pieces of whole characters.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
-    if chat:
-        ids = words.locate(read_template(checkpoint).prompt([{"role": "user", "content": prompt}])).ids
-    else:
-        # without begin-of-text, the end of a document stands before the next
-        ids = words.document(prompt)[:-1] or [words.eos_id]
-    ends = {words.eos_id, *(words.special.values() if chat else ())}
+    ids, last = beginning(checkpoint, words), ends(words)
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
@@ -41,7 +44,7 @@ def generate(
     new: list[int] = []
     text = ""
     for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
-        if token in ends:
+        if token in last:
             break
         new.append(token)
         if not (longer := words.decode(new)).endswith("\ufffd"):  # else its last character lacks bytes

@@ -1,6 +1,5 @@
-"""Log-probabilities of given texts, and of the answers of pairs, under the model of a run or export, in one process."""
+"""Log-probabilities of given texts under the model of a run or export, in one process."""
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,17 +11,12 @@ from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import initial
-from titan_hydra.checkpoint.convert import find_checkpoint, find_section, read_model_config, read_template, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.convert import find_checkpoint, find_section, read_model_config, read_tokenizer_config, reader_of
 from titan_hydra.checkpoint.folder import Folder
 from titan_hydra.config.family import family_of
-from titan_hydra.config.files import write_text
 from titan_hydra.config.schema import Tokenizer
 from titan_hydra.data import tokenizer
-from titan_hydra.data.chat import Turns
-from titan_hydra.data.conversations import ConversationFiles, record_of
 from titan_hydra.data.files import texts
-from titan_hydra.data.policy import REFERENCE, PairReader
-from titan_hydra.data.shards import BadShards
 
 from .generate import load_model
 
@@ -46,7 +40,7 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
         config, reader = read_model_config(checkpoint), reader_of(checkpoint)
         words, at_most = tokenizer.load(read_tokenizer_config(checkpoint)), find_section("data", checkpoint)[1].get("seq_len")
     if family_of(config).takes != "tokens":
-        raise ConfigError(f"{place}: model.family={config.family}: is no model of text")
+        raise ConfigError(f"{place}: model.family={config.family}: takes {family_of(config).takes}, not text alone")
     context = context or at_most or config.max_seq_len
     if context > config.max_seq_len:
         raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")
@@ -94,34 +88,3 @@ def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
     """
     tokens = tokens.long().to(next(model.parameters()).device)
     return F.cross_entropy(model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none").double().cpu()
-
-
-def score(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
-    """Write the pairs of a file into another, with the columns REFERENCE. Returns their number. Raises ConfigError at a
-    row that is no pair, or is longer than what the model reads; then nothing is written.
-    """
-    config = read_model_config(checkpoint)
-    words = tokenizer.load(read_tokenizer_config(checkpoint))
-    reader = PairReader(ConversationFiles([pairs], BadShards()), read_template(checkpoint), words, scored=False)
-    rows = [reader.turns(number) for number in range(len(reader.lines))]
-    longest = max((length for row in rows for length in row.documents), default=0)
-    if not rows or longest > config.max_seq_len:
-        reason = f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
-        raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
-    model = load_model(reader_of(checkpoint), config, longest, dtype)
-    lines = []
-    for number, row in enumerate(rows):
-        scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))
-        lines.append(json.dumps(record_of(reader.lines.row(number)[1]) | scores, ensure_ascii=False) + "\n")
-    write_text(out, "".join(lines))
-    return len(rows)
-
-
-def log_probabilities(model: nn.Module, turns: Turns) -> list[float]:
-    """Return the log-probability of what is to be learned in each document, from a forward of its own."""
-    found, begin = [], 0
-    for length in turns.documents:
-        losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin : begin + length]))[0]
-        found.append(-losses[torch.from_numpy(turns.trained[begin + 1 : begin + length])].sum().item())
-        begin += length
-    return found

@@ -10,6 +10,7 @@ from tests.train.steps import cut_back, tensors
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
+from titan_hydra.config.registry import OBJECTIVES
 from titan_hydra.models.init import init_weights
 from titan_hydra.recipes.flux import images
 from titan_hydra.recipes.flux.diffusion import as_latents, as_tokens
@@ -200,12 +201,13 @@ def test_synthetic_images_survive_their_autoencoder():
     [
         (
             ["objective=language"],
-            "objective.name=language: makes tokens of samples, and model.family=flux takes latents; nearest legal: diffusion",
+            "objective.name=language: makes tokens of samples, for model.family=llama3 or qwen3 or qwen3_moe or deepseek_v3, "
+            "and model.family=flux takes latents; nearest legal: diffusion",
         ),
         (
             ["model=llama3_debug"],
-            "objective.name=diffusion: makes latents of samples, and model.family=llama3 takes tokens; "
-            "nearest legal: language or sft or dpo or policy or image_text",
+            "objective.name=diffusion: makes latents of samples, for model.family=flux, and model.family=llama3 takes tokens; "
+            f"nearest legal: {' or '.join(name for name, record in OBJECTIVES.items() if record.makes == 'tokens')}",
         ),
         (["parallelism=tp"], "parallelism.tp=2: family flux has no tensor-parallel sharding; nearest legal: 1"),
         (["parallelism=pp"], "parallelism.pp=2: family flux cannot be cut into stages; nearest legal: 1"),

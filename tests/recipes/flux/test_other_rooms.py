@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.parallel.test_float8 import EMULATED, converted
 from tests.parallel.test_fused import FUSED, job_of
+from tests.report.test_changes import what_differs
 from tests.train.data.test_unknown import ROWS, letters, warned
 from titan_hydra.config.attention import call_of
 from titan_hydra.config.compose import compose_job
@@ -90,3 +91,8 @@ def test_images_are_encoded_in_a_stream_of_their_own(monkeypatch):
     read = encode.open_image_files("data", SimpleNamespace(encoders="", path="", caption_dropout=0.0), wanted, 0)
     read(0)
     assert seen == [-1]
+
+
+def test_the_report_knows_what_its_keys_change(flat):
+    expected = {"data.encoders": {"learning"}, "data.caption_dropout": {"learning"}}
+    assert {key: what_differs(flat, key) for key in expected} == expected

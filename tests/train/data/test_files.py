@@ -12,9 +12,7 @@ import pytest
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.data import files
-from titan_hydra.data.conversations import ConversationFiles
 from titan_hydra.data.items import TokenFiles
-from titan_hydra.data.shards import BadShards
 
 
 @pytest.fixture
@@ -85,17 +83,6 @@ def test_a_csv_field_may_hold_lines_and_be_long(tmp_path):
     long = "x" * 200_000
     (tmp_path / "x.csv").write_text(f'text,n\n"two\nlines, ""quoted""",1\n{long},2\n')
     assert [text for _, text in files.rows(tmp_path / "x.csv")] == ['two\nlines, "quoted"', long]
-
-
-def test_chats_are_read_from_packed_files_as_from_plain_ones(tmp_path):
-    content = b'{"messages": [{"role": "user", "content": "a"}]}\n\n' * 3
-    for name, written in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content)), ("a.jsonl.zst", zst(content))):
-        (tmp_path / name).write_bytes(written)
-        lines = ConversationFiles([tmp_path / name], BadShards())
-        assert [lines.row(number)[1] for number in range(len(lines))] == [content[: content.index(b"\n") + 1]] * 3, name
-    (tmp_path / "a.jsonl.zst").write_bytes(zst(content * 1000)[:-9])
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.zst: cannot be read"):
-        ConversationFiles([tmp_path / "a.jsonl.zst"], BadShards())
 
 
 @pytest.mark.parametrize(("name", "kind", "made"), [("x.fasta", "text_files", "x.fasta.jsonl"), ("x.npy", "tokens", "x.npy.bin")])

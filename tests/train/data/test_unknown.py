@@ -3,10 +3,7 @@ token.
 """
 
 import gzip
-import io
 import json
-import os
-import tarfile
 
 import pyarrow
 import pyarrow.parquet
@@ -17,12 +14,10 @@ from tokenizers import models, pre_tokenizers
 from titan_hydra import cli
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules.checks import warnings
-from titan_hydra.data import files, image_text, unknown
+from titan_hydra.data import files, unknown
 from titan_hydra.job.freeze import freeze
 
 ROWS = ["ACGT" * 20] * 90 + ["ACgt\n" * 16] * 10  # 6 % of the characters are g, t or newlines
-PAIR = {"prompt": ROWS[-1], "chosen": "A", "rejected": "C", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}
-TALK = {"messages": [{"role": "user", "content": ROWS[-1]}, {"role": "assistant", "content": "A"}]}
 
 
 @pytest.fixture
@@ -92,31 +87,6 @@ def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
     assert "0.0% of the tokens and 50.0% of the characters" in line and f"most often '{'c' * 20}'" in line
 
 
-@pytest.mark.parametrize(
-    ("row", "data"),
-    [
-        (TALK, ("data=chat", "objective=sft")),
-        (PAIR, ("data=preference", "objective=dpo", "objective.beta=0.1")),
-    ],
-)
-def test_rows_with_a_template(tmp_path, letters, capsys, row, data):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(row))
-    words = (
-        *data,
-        f"data.path={file}",
-        "data.chat_template=chatml",
-        "data.document_mask=true",
-        "tokenizer=hf",
-        f"tokenizer.path={letters}",
-    )
-    (line,) = warned(*words)
-    assert "unknown" in line and "'g', 't'" in line
-    assert cli.main(["data", "show", *words]) == 0
-    shown = capsys.readouterr().out
-    assert "% unknown to the tokenizer\n" in shown and f"warning: {line}\n" in shown
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_a_data_set_of_the_hub_in_a_local_folder(tmp_path, letters, name):
     """Notes and other files may lie beside the rows. What is on the hub is not looked at."""
@@ -130,36 +100,6 @@ def test_a_data_set_of_the_hub_in_a_local_folder(tmp_path, letters, name):
     (line,) = warned(*own)
     assert line.startswith(f"data.path={tmp_path}/set: ") and "most often 'g', 't', " in line
     assert not warned("data=hf", "data.path=somebody/set", *own[2:]) and not warned("data=c4", *own[2:])
-
-
-def test_captions_of_images_in_tars(tmp_path, letters, monkeypatch):
-    """Of the images nothing is read; a sample that cannot be used is left out."""
-    members = {"0.txt": b"a lone text", "index": b""}
-    for number in range(100):
-        parts = {"parts": [{"image": "jpg"}, {"text": ROWS[-1]}]}
-        members |= (
-            {f"{number}.jpg": b"pixels", f"{number}.json": json.dumps(parts).encode()}
-            if number % 2
-            else {f"{number}.png": b"pixels", f"{number}.txt": ROWS[-1].encode()}
-        )
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, content in members.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            tar.addfile(about, io.BytesIO(content))
-    (tmp_path / "a.idx").write_text("an index of the tar")
-    read, pread = [], os.pread
-    monkeypatch.setattr(image_text.os, "pread", lambda *place: read.append(pread(*place)) or read[-1])
-    (line,) = warned(
-        "model=llama3_vision_debug",
-        "data=image_text",
-        f"data.path={tmp_path}",
-        "objective=image_text",
-        "tokenizer=hf",
-        f"tokenizer.path={letters}",
-    )
-    assert line.startswith(f"data.path={tmp_path}: 60.0% of the tokens") and "'g', 't', " in line
-    assert read and b"pixels" not in read and len(read) <= unknown.ROWS + 1
 
 
 def test_little_of_a_large_data_set_is_read(tmp_path, letters, monkeypatch):

@@ -107,7 +107,7 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
 
 
 def sources_find_nothing_wrong(job: Job) -> Iterator[Fault]:
-    """Sources with checks of their own pass them, as chat data, whose template is tried on the first conversation."""
+    """Sources with checks of their own pass them, such as one that is tried on the first row of its files."""
     for key, source in data_sources(job.data).items():
         if record_faults := resolve(DATA_SOURCES[source.name].faults):
             yield from record_faults(key, source, job)

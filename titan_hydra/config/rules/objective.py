@@ -1,13 +1,11 @@
 """The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from titan_hydra.config.family import FAMILIES, family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.config.schema import Job
-from titan_hydra.job.adapter import adapts
 from titan_hydra.job.sources import data_sources
 
 
@@ -26,16 +24,13 @@ def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
 
 
 def objective_suits_the_model(job: Job) -> Iterator[Fault]:
-    """An objective gives a model what its family takes: tokens, or latents of images."""
+    """An objective gives a model what its family takes: tokens, or what a recipe adds."""
     makes, takes = OBJECTIVES[job.objective.name].makes, family_of(job.model).takes
     if makes != takes:
         legal = tuple(name for name, record in OBJECTIVES.items() if record.makes == takes)
-        yield Fault(
-            "objective.name",
-            job.objective.name,
-            f"makes {makes} of samples, and model.family={job.model.family} takes {takes}",
-            legal=legal,
-        )
+        suited = " or ".join(name for name, family in FAMILIES.items() if family.takes == makes)
+        reason = f"makes {makes} of samples, for model.family={suited}, and model.family={job.model.family} takes {takes}"
+        yield Fault("objective.name", job.objective.name, reason, legal=legal)
 
 
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
@@ -50,46 +45,8 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
     yield from resolve(record.faults)(job)
 
 
-def objective_sees_whole_documents(job: Job) -> Iterator[Fault]:
-    """A loss of whole documents needs their numbers and all of their tokens on one rank. The balance loss of experts
-    counts tokens.
-    """
-    record = OBJECTIVES[job.objective.name]
-    if record.documents and not job.data.document_mask:
-        yield Fault("data.document_mask", False, f"objective={record.name} compares documents", legal=(True,))
-    if record.sequences and job.parallelism.cp > 1:
-        yield Fault("parallelism.cp", job.parallelism.cp, f"objective={record.name} sums over whole documents", legal=(1,))
-    if record.sequences and (balance := getattr(job.model, "sequence_balance", 0)):
-        yield Fault(
-            "model.sequence_balance", balance, f"it is scaled like a token's loss, and objective={record.name} has none", legal=(0,)
-        )
-
-
-def images_go_with_a_tower(job: Job) -> Iterator[Fault]:
-    """Images need a model that reads them, whose tower no other objective trains; that tower is plain, and sharded by
-    FSDP2.
-    """
-    reading = tuple(name for name, record in OBJECTIVES.items() if "patches" in record.needs)
-    if not hasattr(job.model, "vision"):
-        if job.objective.name in reading:
-            able = tuple(name for name, family in FAMILIES.items() if "vision" in {spec.name for spec in fields(family.config)})
-            yield Fault("model.family", job.model.family, f"objective={job.objective.name} needs a tower for images", legal=able)
-        return
-    tower = f"the tower of model.family={job.model.family}"
-    if job.objective.name not in reading:
-        yield Fault("objective.name", job.objective.name, f"{tower} learns from images alone", legal=reading)
-    if job.precision.converter:
-        yield Fault("precision.converter", job.precision.converter, f"{tower} needs plain linears", legal=("null",))
-    if adapts(job):
-        yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
-    if job.parallelism.backend != "fsdp2":
-        yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))
-
-
 RULES = [
     sources_give_what_the_objective_needs,
     objective_computes_its_loss,
-    objective_sees_whole_documents,
-    images_go_with_a_tower,
 ]
 VALUES = [objective_suits_the_model]

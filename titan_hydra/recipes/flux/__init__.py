@@ -10,6 +10,7 @@ COMMANDS = {
     "sample": (f"{__name__}.sample_command", "draw images with the model of a run or checkpoint"),
     "encode-images": (f"{__name__}.encode_command", "write latents and embeddings of captioned images, for data=encoded_images"),
 }
+RENAMED = {"data encode-images": "encode-images"}
 GIVEN = ("latents", "noise", "time", "text", "pooled")
 register(
     Family(

@@ -23,16 +23,17 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.files import expand
-from titan_hydra.config.parts import ConversationSource, TemplateSource
+from titan_hydra.data import files, unknown
+from titan_hydra.data.permutation import permute
+from titan_hydra.data.shards import UNLIMITED, BadShard, BadShards
+from titan_hydra.data.tokenizer import Tokenizer
 
-from . import files, template, unknown
+from . import template
 from .conversations import Conversation, ConversationFiles, parse
-from .permutation import permute
-from .shards import UNLIMITED, BadShard, BadShards
-from .tokenizer import Tokenizer
+from .sources import ConversationSource, TemplateSource
 
 if TYPE_CHECKING:
-    from . import Wanted
+    from titan_hydra.data import Wanted
 
 # conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
 WINDOW = 1000
@@ -51,9 +52,9 @@ class Turns:
     values: dict[str, np.ndarray] = field(default_factory=dict)  # numbers for each token, by name
 
     @property
-    def patches(self) -> int:
-        """The patches of its images."""
-        return 0
+    def size(self) -> dict[str, int]:
+        """What it takes of the room of a sample, by unit."""
+        return {"tokens": len(self.tokens)}
 
 
 class ConversationReader:
@@ -114,11 +115,12 @@ class Chat:
     """
 
     separators = (None, None)  # documents are numbered
-    patches = 0  # of images that a sample has room for
 
     def __init__(self, key: str, reader: ConversationReader, wanted: Wanted, seed: int):
         self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, wanted.job.data.seq_len, wanted.order(seed), wanted.bad
         self.tokenizer = reader.tokenizer.sha256
+        self.room = {"tokens": self.seq_len + 1}  # of a sample, by unit
+        self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the same for messages
         self.windows = -(-len(reader.lines) // WINDOW)  # of an epoch
         # the window of a slot's last sample, and that window's first sample
         self.places = dict.fromkeys(wanted.slots, (0, 0))
@@ -145,7 +147,7 @@ class Chat:
 
     def takes(self, turns: Turns) -> bool:
         """Whether a sample has room for a row."""
-        return len(turns.tokens) <= self.seq_len + 1 and turns.patches <= self.patches
+        return all(turns.size[unit] <= room for unit, room in self.room.items())
 
     def _pack(self, window: int) -> list[list[Turns]]:
         """Return the samples of a window. What is too long is left out, and counted in the first epoch."""
@@ -166,14 +168,8 @@ class Chat:
         if long and epoch == 0:
             where, tokens = long[0]
             name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
-            images = f", or objective.patches={self.patches} patches" if self.patches else ""
-            self.bad.add(
-                BadShard(
-                    name,
-                    f"{len(long)} conversations with more than data.seq_len={self.seq_len} + 1 tokens{images}, as {where} with {tokens:,}",
-                )
-            )
-        packed = first_fit(turns, self.seq_len + 1, self.patches)
+            self.bad.add(BadShard(name, f"{len(long)} conversations with more than {self.limit}, as {where} with {tokens:,}"))
+        packed = first_fit(turns, self.room)
         return [packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)] for index in range(len(packed))]
 
     def _filled(self, together: list[Turns]) -> dict[str, np.ndarray]:
@@ -191,20 +187,19 @@ class Chat:
         }
 
 
-def first_fit(turns: list[Turns], size: int, patches: int = 0) -> list[list[Turns]]:
-    """Pack conversations, the longest first, each into the first sample with room for its tokens and patches; equally
-    long ones keep their order.
+def first_fit(turns: list[Turns], room: dict[str, int]) -> list[list[Turns]]:
+    """Pack conversations, the longest first, each into the first sample with `room` for it; equally long ones keep
+    their order.
     """
-    room, packed = np.zeros((len(turns), 2), dtype=np.int64), []
+    left, packed = np.tile([*room.values()], (len(turns), 1)), []
     for one in sorted(turns, key=lambda one: -len(one.tokens)):
-        need = (len(one.tokens), one.patches)
-        fits = (room[: len(packed)] >= need).all(axis=1)
+        need = [one.size[unit] for unit in room]
+        fits = (left[: len(packed)] >= need).all(axis=1)
         sample = int(np.argmax(fits)) if fits.any() else len(packed)
         if sample == len(packed):
-            room[sample] = size, patches
             packed.append([])
         packed[sample].append(one)
-        room[sample] -= need
+        left[sample] -= need
     return packed
 
 
@@ -214,9 +209,16 @@ def open_chat(key: str, source: ConversationSource, wanted: Wanted, seed: int) -
     return Chat(key, ConversationReader(open_rows(key, source, wanted), own, wanted.tokenizer, source.train_on), wanted, seed)
 
 
+def place_of_rows(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
+    """Return the key that gives the files of a split, and its value."""
+    if source.name == "embedded_chat":
+        return f"{key}.name", str(Path(__file__).parent / "assets" / f"{split}.jsonl")
+    return files.path_of(key, source, split)
+
+
 def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFiles:
     """Open the files of a split. Raises ConfigError if there is no row in them."""
-    place = files.path_of(key, source, wanted.split)
+    place = place_of_rows(key, source, wanted.split)
     lines = ConversationFiles(files.require(*place, SUFFIXES), wanted.bad)
     if not len(lines):
         raise ConfigError("{}={}: no row in it".format(*place))
@@ -246,7 +248,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
     """Yield what is wrong with the template, or with the first row, which is called `what`. `texts` applies the
     template to a row.
     """
-    _, path = files.path_of(key, source, "train")
+    _, path = place_of_rows(key, source, "train")
     try:
         found = [file for file in expand(path) if file.stat().st_size] if path else []
     except (ConfigError, OSError):
@@ -303,5 +305,5 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
             with contextlib.suppress(ValueError):
                 yield from texts(own, source, lines.row(number)[1])
 
-    where, path = files.path_of(key, source, "train")
+    where, path = place_of_rows(key, source, "train")
     return unknown.warning(where, path, job.tokenizer, lambda: unknown.of_some(path, SUFFIXES, of_file))

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_hydra.config.model import Model
+from titan_hydra.models.init import Normal
+from titan_hydra.models.layers import SDPA, Decoder
+from titan_hydra.models.llama3.model import Llama3
+from titan_hydra.models.qwen3.model import Qwen3
 
-from ..init import Normal
-from ..layers import SDPA, Decoder
-from ..llama3.model import Llama3
-from ..qwen3.model import Qwen3
-from .config import Vision
+from .config import Llama3VisionConfig, Qwen3VisionConfig, Vision
 
 EPS = 1e-6  # of the tower's norms
 
@@ -28,7 +28,7 @@ class WithVision(Decoder):
     beside the text's.
     """
 
-    def __init__(self, config: Model, seq_len: int):
+    def __init__(self, config: Llama3VisionConfig | Qwen3VisionConfig, seq_len: int):
         super().__init__(config, seq_len)
         self.vision = Tower(config.vision, config.dim)
 

@@ -27,16 +27,15 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.source import FileSource
-
-from . import files, unknown
-from .chat import Chat, ConversationReader, Turns
-from .shards import BadShard, BadShards
-from .tokenizer import Tokenizer
+from titan_hydra.data import files, unknown
+from titan_hydra.data.shards import BadShard, BadShards
+from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from . import Wanted
+    from titan_hydra.data import Wanted
 
 SUFFIXES = ("jpg", "jpeg", "png", "webp")
 TURNED = 274  # the EXIF tag of a camera's orientation; from 5 on, rows are columns
@@ -73,8 +72,8 @@ class Illustrated(Turns):
     pictures: list[tuple[int, Picture]] = field(default_factory=list)
 
     @property
-    def patches(self) -> int:
-        return sum(picture.rows * picture.columns for _, picture in self.pictures)
+    def size(self) -> dict[str, int]:
+        return super().size | {"patches": sum(picture.rows * picture.columns for _, picture in self.pictures)}
 
 
 def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
@@ -260,8 +259,7 @@ class DrawnReader(ImageReader):
 
 
 class ImageSamples(Chat):
-    """Packed samples: a chat's arrays, and for images `patches`, `cells`, `images`, `places`
-    (models/image_text/model.py).
+    """Packed samples: a chat's arrays, and for images `patches`, `cells`, `images`, `places` (model.py).
 
     An image that is damaged behind its header is black, if data.max_bad_shards allows it: all ranks have reserved its
     place.
@@ -270,6 +268,8 @@ class ImageSamples(Chat):
     def __init__(self, reader: ImageReader, wanted: Wanted, seed: int):
         super().__init__("data", reader, wanted, seed)
         self.side, self.patches = reader.side, cast(Any, wanted.job.objective).patches
+        self.room |= {"patches": self.patches}
+        self.limit += f", or objective.patches={self.patches} patches"
         self.signature |= {"objective.patches": self.patches}
 
     def _filled(self, together: list[Any]) -> dict[str, np.ndarray]:
@@ -327,18 +327,6 @@ def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterato
     """Yield a fault if images cannot be read here. Imports no torch."""
     if importlib.util.find_spec("PIL") is None:
         yield Fault(f"{key}.name", source.name, "needs pillow to read images: pip install pillow")
-
-
-def room_for_images(job: schema.Job) -> Iterator[Fault]:
-    """Yield a fault if an image may have more patches than a sample has room for. Imports no torch."""
-    objective: Any = job.objective
-    if objective.image_patches > objective.patches:
-        yield Fault(
-            "objective.image_patches",
-            objective.image_patches,
-            f"more than objective.patches={objective.patches} of a sample",
-            legal=(objective.patches,),
-        )
 
 
 def warnings_of_captions(key: str, source: FileSource, job: schema.Job) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""The keys of a vision tower, beside those of the decoder that it stands before. Imports no torch."""
+"""The keys of a vision tower, beside those of the decoder that it stands before, and of the objective. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from titan_hydra.config.fault import Fault
 from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import COUNT, WIDTH, Interval
+from titan_hydra.config.schema import Objective
 from titan_hydra.models.llama3.config import Llama3Config
 from titan_hydra.models.qwen3.config import Qwen3Config
 
@@ -48,6 +49,12 @@ class Llama3VisionConfig(KeysWithVision, Llama3Config):
 @dataclass
 class Qwen3VisionConfig(KeysWithVision, Qwen3Config):
     pass
+
+
+@dataclass
+class IllustratedText(Objective):
+    patches: int = key(1024, "image patches that a sample has room for; tensors have this size, however many there are", COUNT)
+    image_patches: int = key(256, "an image with more patches is scaled down to this number; its aspect ratio stays", COUNT)
 
 
 def modules_with_tower(config: Model) -> list[str]:

@@ -1,6 +1,4 @@
-"""`titan data`: show what a run would learn of packed rows; let a reference score pairs of answers; encode captioned
-images.
-"""
+"""`titan data show`: what a run would learn of packed rows."""
 
 import argparse
 import os
@@ -19,51 +17,28 @@ from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.rules.data import sources_find_little_wrong
 from titan_hydra.data import Wanted
-from titan_hydra.data.chat import WINDOW, Chat, ConversationReader, Turns, first_fit
 from titan_hydra.data.shards import BadShard, BadShards
 from titan_hydra.data.unknown import share_of_unknown
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.sources import data_sources
 
-from .model import add_model, checkpoint_of
+from .rows import WINDOW, Chat, ConversationReader, Turns, first_fit
 
 BAR = 40  # characters of the longest bar
 SHOWN = 5  # rows that cannot be used
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands and options of `titan data`."""
+    """Add the subcommand and options of `titan data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
     show = commands.add_parser("show", help="print a row with what is learned of it, lengths, shares, and the steps of an epoch")
     show.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=...")
     show.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     show.add_argument("--row", type=int, default=1, metavar="N", help="show the N-th row (1)")
     show.add_argument("--split", choices=("train", "validation"), default="train", help="of what is trained on, or held out (train)")
-    score = commands.add_parser("score", help="write beside pairs of answers the log-probabilities that a reference model gives them")
-    add_model(score)
-    score.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
-    score.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the subcommand."""
-    return {"score": _score_pairs, "show": show_rows}[args.data_command](args)
-
-
-def _score_pairs(args: argparse.Namespace) -> int:
-    """Write the scored pairs."""
-    if not args.pairs.is_file():
-        raise ConfigError(f"{args.pairs}: no such file")
-    if args.out.exists():
-        raise ConfigError(f"--out={args.out}: exists already")
-    from titan_hydra.train.score import score
-
-    rows = score(checkpoint_of(args), args.pairs, args.out, args.dtype)
-    print(f"{args.out}: {rows:,} pairs")
-    return Exit.DONE
-
-
-def show_rows(args: argparse.Namespace) -> int:
     """Print one row and what all of them hold, for each source of the job that packs rows into samples."""
     job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
     shown = [name for name, record in DATA_SOURCES.items() if "trained" in record.gives]
@@ -116,8 +91,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     """Yield lines about all rows: their number, lengths and shares, and the samples that they fill."""
     data, size, rows = job.data, job.data.seq_len + 1, samples.reader.rows
     short = [one for one in turns if samples.takes(one)]
-    long = f"{len(turns) - len(short):,} have more than data.seq_len + 1 = {size:,} tokens"
-    long += f" or objective.patches={samples.patches:,} patches" if samples.patches else ""
+    long = f"{len(turns) - len(short):,} have more than {samples.limit}"
     yield f"{len(samples.reader.lines):,} {rows}: {len(bad):,} cannot be used, {long}"
     yield from (f"  {line}" for line in bad[:SHOWN])
     if not short:
@@ -125,14 +99,13 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
         raise ConfigError(f"data.seq_len={data.seq_len}: none of the {rows} is left, the shortest has {shortest} tokens")
     tokens, trained = (sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True))
     windows = [short[begin : begin + WINDOW] for begin in range(0, len(short), WINDOW)]
-    packed = sum(len(first_fit(window, size, samples.patches)) for window in windows)
+    packed = sum(len(first_fit(window, samples.room)) for window in windows)
     unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
     yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{share_of_unknown(unknown, tokens)}"
     steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
     yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
-    columns = {"tokens": [len(one.tokens) for one in turns], "learned, %": [100 * one.trained.mean() for one in turns]}
-    if samples.patches:
-        columns["patches"] = [one.patches for one in turns]
+    columns = {unit: [one.size[unit] for one in turns] for unit in samples.room}
+    columns["learned, %"] = [100 * one.trained.mean() for one in turns]
     for title, values in columns.items():
         yield from ("", *histogram(title, rows, np.array(values)))
 

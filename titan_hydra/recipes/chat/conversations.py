@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from titan_hydra.config.files import PACKED
-
-from .files import UNREADABLE, opened, place_in
-from .shards import BadShard, BadShards
+from titan_hydra.data.files import UNREADABLE, opened, place_in
+from titan_hydra.data.shards import BadShard, BadShards
 
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT calls them
 # the names of a message's reasoning; templates know the first or the second

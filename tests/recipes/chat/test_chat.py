@@ -2,6 +2,7 @@
 with its place.
 """
 
+import gzip
 import json
 import os
 import random
@@ -10,22 +11,25 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tests.train.data.test_files import zst
 from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import Fault
 from titan_hydra.config.compose import compose_job, compose_unchecked
 from titan_hydra.config.rules import checks
-from titan_hydra.data import chat
 from titan_hydra.data import loader as loaders
-from titan_hydra.data.chat import Turns, first_fit
+from titan_hydra.data.shards import BadShards
 from titan_hydra.job.freeze import freeze
+from titan_hydra.recipes.chat import rows
+from titan_hydra.recipes.chat.conversations import ConversationFiles
+from titan_hydra.recipes.chat.rows import Turns, first_fit
 from titan_hydra.train.objectives.language import IGNORED
 
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
     """Several windows in an epoch of a small file."""
-    monkeypatch.setattr(chat, "WINDOW", 25)
+    monkeypatch.setattr(rows, "WINDOW", 25)
 
 
 @pytest.fixture
@@ -156,9 +160,17 @@ def test_first_fit_decreasing():
     def turns(*lengths):
         return [Turns(np.zeros(length, np.int32), np.ones(length, bool)) for length in lengths]
 
-    packed = first_fit(turns(3, 7, 5, 2, 4, 10), 10)
+    packed = first_fit(turns(3, 7, 5, 2, 4, 10), {"tokens": 10})
     assert [[len(one.tokens) for one in sample] for sample in packed] == [[10], [7, 3], [5, 4], [2]]
-    assert first_fit([], 10) == []
+    assert first_fit([], {"tokens": 10}) == []
+
+
+def test_rows_share_a_sample_with_room_of_every_unit():
+    class Wide(Turns):
+        size = property(lambda self: {"tokens": len(self.tokens), "width": 4 if len(self.tokens) < 4 else 1})
+
+    packed = first_fit([Wide(np.zeros(length, np.int32), np.ones(length, bool)) for length in (2, 5, 3, 1)], {"tokens": 10, "width": 6})
+    assert [[len(one.tokens) for one in sample] for sample in packed] == [[5, 3], [2], [1]]
 
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -245,7 +257,7 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path, mon
     assert faults(*words)[0].startswith(f"data.chat_template={own}: it has no {{% generation %}} tags, and")
     own.write_text("{% for m in messages %}")
     assert faults(*words)[0].startswith(f"data.chat_template={own}: line 1: ")
-    monkeypatch.setattr(chat, "TRIED", 0.2)
+    monkeypatch.setattr(rows, "TRIED", 0.2)
     own.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     assert faults(*words)[0].startswith(f"data.chat_template={own}: it has not ended after 0.2 s on the first conversation")
     monkeypatch.undo()
@@ -308,3 +320,14 @@ def test_a_mark_that_the_tokenizer_does_not_know_is_a_fault(tmp_path, added, sai
         f"tokenizer.path={tmp_path / 'tokenizer.json'}",
     )
     assert [fault.startswith(f"data.chat_template=chatml: {said}") for fault in found] == [True] * bool(said), found
+
+
+def test_chats_are_read_from_packed_files_as_from_plain_ones(tmp_path):
+    content = b'{"messages": [{"role": "user", "content": "a"}]}\n\n' * 3
+    for name, written in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content)), ("a.jsonl.zst", zst(content))):
+        (tmp_path / name).write_bytes(written)
+        lines = ConversationFiles([tmp_path / name], BadShards())
+        assert [lines.row(number)[1] for number in range(len(lines))] == [content[: content.index(b"\n") + 1]] * 3, name
+    (tmp_path / "a.jsonl.zst").write_bytes(zst(content * 1000)[:-9])
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.zst: cannot be read"):
+        ConversationFiles([tmp_path / "a.jsonl.zst"], BadShards())

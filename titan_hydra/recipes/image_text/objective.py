@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from titan_hydra.data.batch import Batch, Dims
-from titan_hydra.data.image_text import empty_images
 from titan_hydra.data.loader import Sample
+from titan_hydra.recipes.chat.objective import SupervisedFineTuning
+from titan_hydra.train.objectives import Tensors
 
-from . import Tensors
-from .sft import SupervisedFineTuning
+from .images import empty_images
 
 
 class ImageText(SupervisedFineTuning):

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
+from tests.recipes.chat.test_sft import CONVERSATIONS
 from titan_hydra import cli, data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
-from titan_hydra.config.files import ASSETS
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import loss_head
+from titan_hydra.recipes.policy.objectives import Likelihood
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED
-from titan_hydra.train.objectives.policy import Likelihood
 from titan_hydra.verify.matrix import case, in_bf16
 from titan_hydra.verify.verify import verify
 
@@ -45,7 +45,7 @@ CONTEXT = {"cp 2": (2, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.
 
 
 def conversations():
-    return [json.loads(line)["messages"] for line in (ASSETS / "chat/train.jsonl").read_text().splitlines()]
+    return [json.loads(line)["messages"] for line in CONVERSATIONS.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +201,10 @@ def test_losses_of_tokens_hold_no_logits_and_are_the_plain_ones():
             "model.sequence_balance=0.01: it is scaled like a token's loss, and objective=dpo has none; nearest legal: 0",
         ),
         (["objective.clip=0.3"], "objective.clip=0.3: objective.name=dpo does not read it; policy would"),
+        (
+            ["objective.name=policy", "objective.beta=0.2"],
+            "objective.beta=0.2: objective.name=policy does not read it; dpo would",
+        ),
     ],
 )
 def test_what_cannot_hold_is_one_line(pairs, words, line):
@@ -219,7 +223,7 @@ def test_what_cannot_hold_is_one_line(pairs, words, line):
         ),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b"},
-            "'ref_chosen_logps' is None, not a number: `titan data score` adds the reference's",
+            "'ref_chosen_logps' is None, not a number: `titan score-pairs` adds the reference's",
         ),
     ],
 )
@@ -260,7 +264,7 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     plain, scored = tmp_path / "plain.jsonl", tmp_path / "scored.jsonl"
     rows = [{"prompt": row[:-1], "chosen": row[-1:], "rejected": "No."} for row in conversations()[:24]]
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cli.main(["data", "score", str(reference), str(plain), "--out", str(scored)]) == 0
+    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 0
     assert capsys.readouterr().out == f"{scored}: 24 pairs\n"
     trained = run_job(
         tiny(
@@ -277,7 +281,7 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5) and losses[12] < 0.35
     assert cli.main(["convert", str(trained), "--to", "hf", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf/chat_template.jinja").exists() and capsys.readouterr()
-    assert cli.main(["data", "score", str(reference), str(plain), "--out", str(scored)]) == 2
+    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 2
     assert capsys.readouterr().err == f"--out={scored}: exists already\n"
 
 

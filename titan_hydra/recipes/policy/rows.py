@@ -15,17 +15,17 @@ import numpy as np
 
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.parts import PairSource
+from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.recipes.chat.conversations import Conversation, ConversationFiles, conversation, record_of
+from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns, faults_of_first, open_rows, warnings_of_first
+from titan_hydra.recipes.chat.template import Template, load_template
 
-from .chat import Chat, ConversationReader, Turns, faults_of_first, open_rows, warnings_of_first
-from .conversations import Conversation, ConversationFiles, conversation, record_of
-from .template import Template, load_template
-from .tokenizer import Tokenizer
+from .config import PairSource
 
 if TYPE_CHECKING:
-    from . import Wanted
+    from titan_hydra.data import Wanted
 
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `titan data score` adds
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `titan score-pairs` adds
 
 
 class PairReader(ConversationReader):
@@ -78,7 +78,7 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 def _number(row: dict[str, Any], column: str) -> float:
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{column!r} is {value!r}, not a number: `titan data score` adds the reference's")
+        raise ValueError(f"{column!r} is {value!r}, not a number: `titan score-pairs` adds the reference's")
     return value
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.data.loader import Sample
 from titan_hydra.parallel.mesh import local_part
-
-from . import Tensors
-from .language import IGNORED
-from .sft import SupervisedFineTuning
+from titan_hydra.recipes.chat.objective import SupervisedFineTuning
+from titan_hydra.train.objectives import Tensors
+from titan_hydra.train.objectives.language import IGNORED
 
 
 class Likelihood(SupervisedFineTuning):

@@ -26,13 +26,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.files import ASSETS, home, similar, tokenizer_file
-from titan_hydra.config.parts import TemplateSource
+from titan_hydra.config.files import home, similar, tokenizer_file
+from titan_hydra.data.tokenizer import BOS_NAMES, EOS_NAMES
 
 from .conversations import Conversation
-from .tokenizer import special_names
+from .sources import TemplateSource
 
-BUILT_IN = {file.stem: file for file in sorted((ASSETS / "chat_templates").glob("*.jinja"))}
+BUILT_IN = {file.stem: file for file in sorted((Path(__file__).parent / "assets/templates").glob("*.jinja"))}
 BEGIN, END = "\ufdd0", "\ufdd1"  # around what is generated; Unicode keeps them out of texts
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # for templates that ask: what a run learns must not depend on its day. Llama 3's takes this one by default
@@ -203,6 +203,19 @@ def load_template(key: str, source: TemplateSource, tokenizer: schema.Tokenizer)
     else:
         text = _read(key, name)
     return Template(f"{key}.chat_template={name}", text, special_names(tokenizer))
+
+
+def special_names(config: schema.Tokenizer) -> dict[str, str]:
+    """Return the names of the special tokens as templates know them: `bos_token`, `eos_token` and others."""
+    if config.name != "hf":
+        return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
+    beside = tokenizer_file(config).with_name("tokenizer_config.json")
+    if beside.is_file():
+        named = {key: value for key, value in json.loads(beside.read_text(encoding="utf-8")).items() if key.endswith("_token") and value}
+        return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    added = {token["content"] for token in json.loads(tokenizer_file(config).read_text(encoding="utf-8")).get("added_tokens", [])}
+    usual = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
+    return {key: name for key, names in usual.items() if (name := next((name for name in names if name in added), None))}
 
 
 def _read(key: str, name: str) -> str:

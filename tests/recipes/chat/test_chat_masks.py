@@ -10,10 +10,11 @@ import tokenizers
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import tokenizer as export
 from titan_hydra.config import schema
-from titan_hydra.config.parts import TemplateSource
-from titan_hydra.data import template, tokenizer
-from titan_hydra.data.chat import ConversationReader
-from titan_hydra.data.conversations import parse
+from titan_hydra.data import tokenizer
+from titan_hydra.recipes.chat import template
+from titan_hydra.recipes.chat.conversations import parse
+from titan_hydra.recipes.chat.rows import ConversationReader
+from titan_hydra.recipes.chat.sources import TemplateSource
 
 MARKS = (
     "<|im_start|>",
@@ -99,7 +100,7 @@ def hf(tmp_path_factory):
 
 
 def reader(config, name, train_on="assistant", change=lambda text: text):
-    own = template.Template(name, change(template.BUILT_IN[name].read_text()), tokenizer.special_names(config))
+    own = template.Template(name, change(template.BUILT_IN[name].read_text()), template.special_names(config))
     return ConversationReader([], own, tokenizer.load(config), train_on)
 
 

@@ -14,24 +14,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.config.test_load import validations_are_short
+from tests.train.steps import cut_back, tensors
 from titan_hydra import cli, data, models
-from titan_hydra.checkpoint.convert import read_template
 from titan_hydra.config.compose import compose_job
-from titan_hydra.config.files import ASSETS
 from titan_hydra.data import tokenizer
-from titan_hydra.data.chat import ConversationReader
 from titan_hydra.job.freeze import freeze
 from titan_hydra.models import layers
 from titan_hydra.models.init import init_weights
+from titan_hydra.recipes.chat.rows import ConversationReader
+from titan_hydra.recipes.chat.template_of_run import read_template
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
-from titan_hydra.train.objectives.language import IGNORED
-from titan_hydra.verify.matrix import case
+from titan_hydra.train.objectives.language import IGNORED, cross_entropy
+from titan_hydra.verify.matrix import case, in_bf16
 from titan_hydra.verify.verify import verify
 
-from .steps import cut_back, tensors
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+CONVERSATIONS = ROOT / "titan_hydra/recipes/chat/assets/train.jsonl"
 SMALL = ("data=embedded_chat", "data.seq_len=96", "validation=off", "model.vocab_size=4096")
 LAYOUTS = {
     "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
@@ -55,7 +55,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titan_hydra.train.objectives.language import IGNORED
-from titan_hydra.train.objectives.sft import SupervisedFineTuning
+from titan_hydra.recipes.chat.objective import SupervisedFineTuning
 
 
 class Recording(SupervisedFineTuning):
@@ -73,6 +73,16 @@ def test_every_layout_learns_what_one_process_learns():
     cases = [case(name, ranks, *words, base=SMALL, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()]
     cases.append(case("against float64", 1, "parallelism=single", "data.local_batch=16", base=SMALL, reference="float64"))
     for outcome in verify(cases, steps=2):
+        assert outcome.passed, outcome
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layouts_learn_the_same_in_bf16(slow):
+    """The loss is a mean over the assistant's tokens alone: one process parts from itself by 8e-5, in another order of
+    sums.
+    """
+    cases = in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096")
+    for outcome in verify([one for one in cases if one.slow is slow]):
         assert outcome.passed, outcome
 
 
@@ -186,6 +196,39 @@ def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
     assert everything > 2 * held_out[40]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
+    """On chats, of which each local batch has another number of tokens that count: the mean of their means is another
+    number.
+    """
+    job = tiny(
+        "data=embedded_chat",
+        "validation=on",
+        "validation.steps=3",
+        "steps=1",
+        f"gpus={ranks}",
+        "data.seq_len=96",
+        "data.local_batch=1",
+        "data.global_batch=4",
+        "optimizer.lr=0",
+    )
+    directory = run_job(job)
+    model = models.build(job.model, job.data.seq_len)
+    init_weights(model, job.model, job.seed)
+    loader = data.build(job, 0, 1, split="validation")
+    batches = [loader.next() for _ in range(3)]
+    loader.close()
+    objective, losses, counts = build_objective(job), [], []
+    with torch.no_grad():
+        for sample in (sample for batch in batches for sample in batch.split(1)):
+            first, others = objective.inputs(sample.tensors)
+            losses.append(cross_entropy(model(first, **others), sample["labels"]).item())
+            counts.append(objective.count(sample.tensors).item())
+    mean = sum(losses) / sum(counts)
+    assert sum(loss / count for loss, count in zip(losses, counts, strict=True)) / len(losses) != pytest.approx(mean, rel=1e-4)
+    assert json.loads((directory / "result.json").read_text())["validation_loss"] == pytest.approx(mean, rel=1e-5)
+
+
 def test_from_the_command_line_to_an_answer(tmp_path, capsys):
     words = ["experiment=sft_laptop", "steps=30", "gpus=1", f"paths.runs={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -193,11 +236,20 @@ def test_from_the_command_line_to_an_answer(tmp_path, capsys):
     assert run.returncode == 0, run.stdout + run.stderr
     directory = next(path for path in tmp_path.iterdir() if not path.name.startswith("_"))
     capsys.readouterr()
-    assert cli.main(["generate", str(directory), "--chat", "--prompt", "What is 3 + 4?", "--temperature", "0", "--max-tokens", "30"]) == 0
+    assert cli.main(["chat", str(directory), "--prompt", "What is 3 + 4?", "--temperature", "0", "--max-tokens", "30"]) == 0
     answer = capsys.readouterr().out
     assert answer.strip() and "<|" not in answer and "What is 3 + 4?" not in answer
     assert cli.main(["convert", str(directory), "--to", "hf", str(tmp_path / "exported")]) == 0
     assert "<|start_header_id|>" in (tmp_path / "exported/chat_template.jinja").read_text()
+
+
+def test_the_validations_of_the_embedded_conversations_are_short():
+    validations_are_short("embedded_chat")
+
+
+def test_the_old_word_names_the_new_one(capsys):
+    assert cli.main(["generate", "run", "--chat", "--prompt", "What is 3 + 4?"]) == 2
+    assert capsys.readouterr().err == "titan generate --chat: is `titan chat` now\n"
 
 
 def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):
@@ -249,7 +301,7 @@ def test_planted_faults_are_found(fault, monkeypatch, tmp_path):
 
     if fault.startswith("mask"):
         monkeypatch.setattr(ConversationReader, "encode", shifted)
-    rows = [json.loads(line)["messages"] for line in (ASSETS / "chat/train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line)["messages"] for line in CONVERSATIONS.read_text().splitlines()]
     rows = [row for row in rows if not any("tool_calls" in message for message in row)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     job = compose_job("debug=tiny", "precision=fp32", "data=chat", f"data.path={tmp_path}/chat.jsonl", "data.seq_len=128")

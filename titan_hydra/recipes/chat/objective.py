@@ -6,8 +6,7 @@ import numpy as np
 
 from titan_hydra.data.batch import Batch
 from titan_hydra.data.loader import Sample
-
-from .language import IGNORED, Language, packed
+from titan_hydra.train.objectives.language import IGNORED, Language, packed
 
 
 class SupervisedFineTuning(Language):

@@ -1,0 +1,51 @@
+"""What the launcher and `titan data show` tell of pairs and rollouts; what `titan data score` is called now."""
+
+import json
+
+from tests.report.test_changes import what_differs
+from tests.train.data.test_unknown import ROWS, letters, warned
+from titan_hydra import cli
+
+__all__ = ["letters"]
+PAIR = {"prompt": ROWS[-1], "chosen": "A", "rejected": "C", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}
+
+
+def test_pairs_and_rollouts_are_shown(tmp_path, capsys):
+    pair = {"prompt": "6 x 7?", "chosen": "42", "rejected": "36", "ref_chosen_logps": -3.0, "ref_rejected_logps": -4.0}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n" + json.dumps(pair | {"chosen": 5}))
+    assert cli.main(["data", "show", "data=preference", f"data.path={tmp_path}/pairs.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    assert ">>>42<|eot_id|><<<<|begin_of_text|>" in shown and ">>>36<|eot_id|><<<" in shown and "2 pairs: 1 cannot be used" in shown
+    (tmp_path / "drawn.jsonl").write_text(json.dumps({"tokens": [300, 301, 302], "old_logprobs": [-0.4], "advantages": 0.8}))
+    assert cli.main(["data", "show", "data=rollouts", f"data.path={tmp_path}/drawn.jsonl"]) == 0
+    assert "1 rollouts: 0 cannot be used" in (shown := capsys.readouterr().out) and "3 tokens, 33.3% of them learned" in shown
+
+
+def test_what_the_tokenizer_does_not_know_of_pairs_is_a_warning(tmp_path, letters, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(PAIR))
+    words = (
+        "data=preference",
+        "objective=dpo",
+        "objective.beta=0.1",
+        f"data.path={file}",
+        "data.chat_template=chatml",
+        "data.document_mask=true",
+        "tokenizer=hf",
+        f"tokenizer.path={letters}",
+    )
+    (line,) = warned(*words)
+    assert "unknown" in line and "'g', 't'" in line
+    assert cli.main(["data", "show", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "% unknown to the tokenizer\n" in shown and f"warning: {line}\n" in shown
+
+
+def test_the_old_word_names_the_new_one(capsys):
+    assert cli.main(["data", "score", "run", "pairs.jsonl", "--out", "scored.jsonl"]) == 2
+    assert capsys.readouterr().err == "titan data score: is `titan score-pairs` now\n"
+
+
+def test_the_report_knows_what_its_keys_change(flat):
+    expected = {"objective.beta": {"learning"}, "objective.clip": {"learning"}}
+    assert {key: what_differs(flat, key) for key in expected} == expected

@@ -1,0 +1,44 @@
+"""Supervised fine-tuning: conversations, of which the assistant's tokens are learned."""
+
+from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
+
+from .sources import ChatSource, ConversationSource
+
+COMMANDS = {
+    "data": (f"{__name__}.data_command", "show: what packed rows, such as conversations, would teach"),
+    "chat": (f"{__name__}.chat_command", "let the model of a run or checkpoint answer a question"),
+}
+RENAMED = {"generate --chat": "chat"}
+TURNS = ("tokens", "trained", "documents")  # the arrays of a sample that packed rows make
+LINES = (".jsonl", ".json")
+TEMPLATE = f"{__name__}.template_of_run:files_of_export"
+ROWS = f"{__name__}.rows"
+register(ObjectiveKind("sft", f"{__name__}.objective:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True))
+register(
+    DataSourceKind(
+        "chat",
+        f"{ROWS}:open_chat",
+        ChatSource,
+        documents=False,
+        needs_path=True,
+        suffixes=LINES,
+        gives=TURNS,
+        encodes=True,
+        faults=f"{ROWS}:faults",
+        warnings=f"{ROWS}:warnings_of_chat",
+        exports=TEMPLATE,
+    )
+)
+register(
+    DataSourceKind(
+        "embedded_chat",
+        f"{ROWS}:open_chat",
+        ConversationSource,
+        documents=False,
+        gives=TURNS,
+        encodes=True,
+        faults=f"{ROWS}:faults",
+        warnings=f"{ROWS}:warnings_of_chat",
+        exports=TEMPLATE,
+    )
+)

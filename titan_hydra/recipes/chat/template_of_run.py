@@ -1,0 +1,25 @@
+"""The chat template with which a run was trained."""
+
+from pathlib import Path
+
+from titan_hydra.checkpoint.convert import as_started, find_section, read_tokenizer_config, sources_of
+
+from .sources import TemplateSource
+from .template import BUILT_IN, Template, load_template
+
+
+def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
+    """Load the chat template of the run that wrote a checkpoint; of a mixture, that of the heaviest source with one.
+    Raises ConfigError if there is none.
+    """
+    file, section = find_section("data", checkpoint, config_file)
+    sources = [source for source in sources_of(section) if "chat_template" in source]
+    name = max(sources, key=lambda source: source.get("weight", 1)).get("chat_template") if sources else None
+    if name and name not in BUILT_IN:
+        name = as_started(file, name)
+    return load_template("data", TemplateSource("chat", name), read_tokenizer_config(checkpoint, config_file))
+
+
+def files_of_export(checkpoint: Path, config_file: Path | None) -> dict[str, str]:
+    """Return the template as the file beside a tokenizer in which transformers looks for it."""
+    return {"chat_template.jinja": read_template(checkpoint, config_file).source}

@@ -1,0 +1,60 @@
+"""Decoders that read images: a vision tower of Siglip2's kind (arXiv 2502.14786) before Llama 3 or Qwen3."""
+
+from titan_hydra.config.family import Family
+from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
+from titan_hydra.config.source import FileSource
+from titan_hydra.recipes.chat import TURNS
+
+from .config import IllustratedText, Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower
+
+GIVEN = (*TURNS, "patches", "cells", "images", "places")
+TAKEN = "text with images"
+IMAGES = f"{__name__}.images"
+for name, config in (("llama3_vision", Llama3VisionConfig), ("qwen3_vision", Qwen3VisionConfig)):
+    register(
+        Family(
+            name,
+            config,
+            model=f"{__name__}.model:{config.__name__.removesuffix('Config')}",
+            sharding=f"{__name__}.sharding:{name}",
+            modules=modules_with_tower,
+            flops=None,  # the tower's depend on the images
+            takes=TAKEN,
+        )
+    )
+register(
+    ObjectiveKind(
+        "image_text",
+        f"{__name__}.objective:ImageText",
+        IllustratedText,
+        needs=GIVEN,
+        makes=TAKEN,
+        head_loss=True,
+        split_logits=True,
+        faults=f"{__name__}.rules:faults",
+    )
+)
+register(
+    DataSourceKind(
+        "image_text",
+        f"{IMAGES}:open_image_text",
+        FileSource,
+        documents=False,
+        needs_path=True,
+        suffixes=(".tar",),
+        gives=GIVEN,
+        encodes=True,
+        faults=f"{IMAGES}:pillow_is_there",
+        warnings=f"{IMAGES}:warnings_of_captions",
+    )
+)
+register(
+    DataSourceKind(
+        "synthetic_image_text",
+        f"{IMAGES}:draw_image_text",
+        documents=False,
+        gives=GIVEN,
+        encodes=True,
+        faults=f"{IMAGES}:pillow_is_there",
+    )
+)

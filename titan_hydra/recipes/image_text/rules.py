@@ -1,0 +1,22 @@
+"""What the objective `image_text`, and the tower that it trains, cannot be combined with."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.schema import Job
+
+
+def faults(job: Job) -> Iterator[Fault]:
+    """A sample has room for any image. The tower is plain, and sharded by FSDP2."""
+    objective: Any = job.objective
+    if objective.image_patches > objective.patches:
+        reason = f"more than objective.patches={objective.patches} of a sample"
+        yield Fault("objective.image_patches", objective.image_patches, reason, legal=(objective.patches,))
+    tower = f"the tower of model.family={job.model.family}"
+    if job.precision.converter:
+        yield Fault("precision.converter", job.precision.converter, f"{tower} needs plain linears", legal=("null",))
+    if job.adapter.name != "none":
+        yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
+    if job.parallelism.backend != "fsdp2":
+        yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))

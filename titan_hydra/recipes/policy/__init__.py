@@ -1,0 +1,51 @@
+"""Learning from whole answers: pairs of which one is preferred (dpo), and sampled tokens with advantages (policy)."""
+
+from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
+from titan_hydra.config.source import FileSource
+from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
+
+from .config import DirectPreference, PairSource, PolicyGradient
+
+COMMANDS = {"score-pairs": (f"{__name__}.score_command", "write beside pairs of answers the log-probabilities that a reference gives them")}
+RENAMED = {"data score": "score-pairs"}
+OF_PAIRS, OF_ROLLOUTS = (*TURNS, "reference"), (*TURNS, "old_logprobs", "advantages")
+ROWS, LOSSES = f"{__name__}.rows", f"{__name__}.objectives"
+register(
+    ObjectiveKind(
+        "dpo",
+        f"{LOSSES}:Preference",
+        DirectPreference,
+        needs=OF_PAIRS,
+        head_loss=True,
+        split_logits=True,
+        faults=f"{__name__}.rules:faults",
+    )
+)
+register(ObjectiveKind("policy", f"{LOSSES}:ClippedPolicy", PolicyGradient, needs=OF_ROLLOUTS, head_loss=True, split_logits=True))
+register(
+    DataSourceKind(
+        "preference",
+        f"{ROWS}:open_preference",
+        PairSource,
+        documents=False,
+        needs_path=True,
+        suffixes=LINES,
+        gives=OF_PAIRS,
+        encodes=True,
+        faults=f"{ROWS}:faults_of_pairs",
+        warnings=f"{ROWS}:warnings_of_pairs",
+        exports=TEMPLATE,
+    )
+)
+register(
+    DataSourceKind(
+        "rollouts",
+        f"{ROWS}:open_rollouts",
+        FileSource,
+        documents=False,
+        needs_path=True,
+        suffixes=LINES,
+        gives=OF_ROLLOUTS,
+        encodes=True,
+    )
+)

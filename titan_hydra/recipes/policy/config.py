@@ -1,0 +1,29 @@
+"""The keys of pairs of answers, and of the objectives on log-probabilities. Imports no torch."""
+
+from dataclasses import dataclass
+
+from titan_hydra.config.field import key
+from titan_hydra.config.ranges import POSITIVE
+from titan_hydra.config.schema import Objective
+from titan_hydra.config.source import FileSource
+from titan_hydra.recipes.chat.sources import TemplateSource
+
+
+@dataclass
+class PairSource(TemplateSource, FileSource):
+    pass
+
+
+@dataclass
+class DirectPreference(Objective):
+    beta: float = key(0.1, "how strongly the model is held to its reference model", POSITIVE, changes="learning")
+
+
+@dataclass
+class PolicyGradient(Objective):
+    clip: float = key(
+        0.2,
+        "a token gives no gradient once its probability has changed by more than this share in the direction of its advantage",
+        POSITIVE,
+        changes="learning",
+    )

@@ -1,0 +1,20 @@
+"""What the objective `dpo` cannot be combined with."""
+
+from collections.abc import Iterator
+
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.schema import Job
+
+
+def faults(job: Job) -> Iterator[Fault]:
+    """A loss of whole documents needs their numbers and all of their tokens on one rank. The balance loss of experts
+    counts tokens.
+    """
+    objective = f"objective={job.objective.name}"
+    if not job.data.document_mask:
+        yield Fault("data.document_mask", False, f"{objective} compares documents", legal=(True,))
+    if job.parallelism.cp > 1:
+        yield Fault("parallelism.cp", job.parallelism.cp, f"{objective} sums over whole documents", legal=(1,))
+    if balance := getattr(job.model, "sequence_balance", 0):
+        reason = f"it is scaled like a token's loss, and {objective} has none"
+        yield Fault("model.sequence_balance", balance, reason, legal=(0,))

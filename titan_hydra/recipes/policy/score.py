@@ -1,0 +1,51 @@
+"""Log-probabilities of the answers of pairs under the model of a run, in one process."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.checkpoint.convert import read_model_config, read_tokenizer_config, reader_of
+from titan_hydra.config.files import write_text
+from titan_hydra.data import tokenizer
+from titan_hydra.data.shards import BadShards
+from titan_hydra.recipes.chat.conversations import ConversationFiles, record_of
+from titan_hydra.recipes.chat.rows import Turns
+from titan_hydra.recipes.chat.template_of_run import read_template
+from titan_hydra.train.generate import load_model
+from titan_hydra.train.score import token_losses
+
+from .rows import REFERENCE, PairReader
+
+
+def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
+    """Write the pairs of a file into another, with the columns REFERENCE. Returns their number. Raises ConfigError at a
+    row that is no pair, or is longer than what the model reads; then nothing is written.
+    """
+    config = read_model_config(checkpoint)
+    words = tokenizer.load(read_tokenizer_config(checkpoint))
+    reader = PairReader(ConversationFiles([pairs], BadShards()), read_template(checkpoint), words, scored=False)
+    rows = [reader.turns(number) for number in range(len(reader.lines))]
+    longest = max((length for row in rows for length in row.documents), default=0)
+    if not rows or longest > config.max_seq_len:
+        reason = f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
+        raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
+    model = load_model(reader_of(checkpoint), config, longest, dtype)
+    lines = []
+    for number, row in enumerate(rows):
+        scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))
+        lines.append(json.dumps(record_of(reader.lines.row(number)[1]) | scores, ensure_ascii=False) + "\n")
+    write_text(out, "".join(lines))
+    return len(rows)
+
+
+def log_probabilities(model: nn.Module, turns: Turns) -> list[float]:
+    """Return the log-probability of what is to be learned in each document, from a forward of its own."""
+    found, begin = [], 0
+    for length in turns.documents:
+        losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin : begin + length]))[0]
+        found.append(-losses[torch.from_numpy(turns.trained[begin + 1 : begin + length])].sum().item())
+        begin += length
+    return found

@@ -1,0 +1,26 @@
+"""`titan score-pairs`: the log-probabilities that a reference model gives the answers of pairs."""
+
+import argparse
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.commands.model import add_model, checkpoint_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the scored pairs."""
+    if not args.pairs.is_file():
+        raise ConfigError(f"{args.pairs}: no such file")
+    if args.out.exists():
+        raise ConfigError(f"--out={args.out}: exists already")
+    from .score import score_pairs
+
+    rows = score_pairs(checkpoint_of(args), args.pairs, args.out, args.dtype)
+    print(f"{args.out}: {rows:,} pairs")
+    return Exit.DONE
