@@ -1,4 +1,4 @@
-"""Fit the rates of a hardware file to measured runs: `titan plan --calibrate`, and the rounds of `titan tune`."""
+"""Fit the rates of a hardware file to measured runs: `titan plan --calibrate`, and the rounds of `titan plan --tune`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.view import choose
 
 
-def calibrated(targets: list[str], runs: Path, hardware: Hardware, into: str | None) -> int:
-    """Fit, print the rates and the residuals, and write conf/hardware/INTO.yaml."""
-    file = target_file(into) if into else None
+def calibrated(targets: list[str], runs: Path, hardware: Hardware, into: Path | None) -> int:
+    """Fit, print the rates and the residuals, and write the hardware file `into`."""
     found = fit_cells([cell for target in targets for cell in choose(target, runs).cells], hardware)
     show_fit(found, hardware)
-    if file:
-        write_file(found, file)
+    if into:
+        write_file(found, into)
     return Exit.DONE
 
 

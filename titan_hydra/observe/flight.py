@@ -1,5 +1,5 @@
 """The flight recorder of a rank: its last collectives, from torch's own recorders, and its position, in a file that
-`titan flight` reads.
+`titan logs --hang` reads.
 
 torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are
 recorded here. NCCL's are not: that would keep their tensors in the device's memory.

@@ -19,7 +19,7 @@ from .table import Report
 
 
 def with_predictions(report: Report) -> Report:
-    """Return a report whose rows have predictions, for the rates that `titan tune` left in the sweep's folder, else for
+    """Return a report whose rows have predictions, for the rates that `titan plan --tune` left in the sweep's folder, else for
     each run's own hardware. Raises ConfigError if nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}

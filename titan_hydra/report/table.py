@@ -86,7 +86,7 @@ class Report:
     def origin(self) -> str:
         """Where the report is from, in one line, for a figure shown elsewhere."""
         sweep = self.selection.sweep
-        word = "titan" if sweep and sweep["command"][:1] == ["tune"] else "python launch.py"
+        word = "titan" if sweep and sweep["command"][:1] == ["plan"] else "python launch.py"
         command = f"{word} {quoted(sweep['command'])}" if sweep else f"titan report {quoted([self.name])}"
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, command)))
 

@@ -180,7 +180,7 @@ SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
 SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(
     {"name": str, "command": list[str], "baseline": str | None, "cells": Each(Fields(
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
-RATES = Entry("hardware.json", "`titan tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
+RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that SLURM jobs run")
 # fmt: on
 
