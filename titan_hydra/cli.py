@@ -38,7 +38,6 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "score": ("titan_hydra.commands.score", "the log-probability that the model of a run or export gives each text of a file"),
     "data": ("titan_hydra.commands.data", "show: what chat data would teach; score: what a reference thinks of pairs"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
-    "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),
     **recipes.recipe_commands(),
     "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),
 }
@@ -48,6 +47,7 @@ RENAMED = {  # words of before: what replaces them
     "diff": "titan compare A B",
     "sync": "titan track --send",
     "tune": "titan plan --tune K",
+    "from-torchtitan": "a page, docs/coming-from.md: TorchTitan itself has no TOML any more",
 }
 
 
