@@ -297,14 +297,14 @@ LINES = {
     "kernels": 1229,  # 900
     "parallel": 2489,  # 2,450
     "data": 2748,  # 1,450
-    "observe": 1464,  # 1,400
+    "observe": 1431,  # 1,400
     "checkpoint": 1600,  # 1,400
     "train": 1694,  # 1,550
     "fault_tolerance": 1112,  # 600
     "verify": 2035,  # 2,000
     "launch": 2142,  # 1,950
     "report": 2300,  # 2,050
-    "commands": 2952,  # 2,300
+    "commands": 2954,  # 2,300
     "recipes": 1674,  # 3,100
     "plan": 1505,  # 1,800
 }

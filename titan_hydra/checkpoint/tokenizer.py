@@ -58,7 +58,7 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = _letters()
+    letters = letters_of_bytes()
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = [
         (names[token[:cut]], names[token[cut:]])
@@ -75,7 +75,7 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
     return made
 
 
-def _letters() -> list[str]:
+def letters_of_bytes() -> list[str]:
     """Return the character of each byte in a byte-level vocabulary: itself if it is printable Latin-1, else one from
     256 on (GPT-2).
     """

@@ -16,6 +16,7 @@ from titan_hydra.config.fault import as_typed
 from titan_hydra.config.load import changes_of, known_keys
 from titan_hydra.job.ranks import DEGREES
 from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.hang import names
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one, tells
 
@@ -172,12 +173,14 @@ def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
         if not parted:
             yield f"{name}: the same bits in all of them"
             continue
-        yield f"{name}: other bits from {_told(parted[0], steps)}"
-        most = max(distance(x, y) for _, x, y in pairs)
-        yield f"{name}: " + (f"off by more than {tolerance:g} from {_told(far[0], steps)}" if far else f"off by {most:.2g} at most")
+        yield f"{name}: other bits from {_at_step(parted[0], steps)}"
+        if far:
+            yield f"{name}: off by more than {tolerance:g} from {_at_step(far[0], steps)}"
+        else:
+            yield f"{name}: off by {max(distance(x, y) for _, x, y in pairs):.2g} at most"
 
 
-def _told(pair: tuple[int, float, float], steps: list[int]) -> str:
+def _at_step(pair: tuple[int, float, float], steps: list[int]) -> str:
     """Format a step with both values, and the unlogged steps before it in which the difference may have begun."""
     step, x, y = pair
     before = max((earlier for earlier in steps if earlier < step), default=0)
@@ -201,15 +204,15 @@ def modules(a: Side, b: Side) -> Iterator[str]:
         parted = [key for key in first[step] if first[step][key]["hash"] != second[step].get(key, {}).get("hash")]
         if parted:
             key = min(parted, key=lambda key: first[step][key]["order"])
-            ranks = sorted({rank for rank, *look in parted if look == list(key[1:])})
-            yield f"modules: first differ at step {step}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {_words(*key[1:])}"
+            ranks = names({rank for rank, *tensor in parted if tensor == list(key[1:])})
+            yield f"modules: first differ at step {step}, on {ranks}: {_where_to_look(*key[1:])}"
             norms = first[step][key]["norm"], second[step].get(key, {}).get("norm")
             yield f"         norm {norms[0]!r} and {norms[1]!r}; {len(parted)} of {len(first[step])} traced tensors differ in this step"
             return
     yield f"modules: the same bits in all {len(steps)} traced steps" if steps else "modules: no step was traced by both"
 
 
-def _words(when: str, what: str, name: str, call: int) -> str:
+def _where_to_look(when: str, what: str, name: str, call: int) -> str:
     """Describe which code to examine, given the first traced tensor that differs."""
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer

@@ -20,7 +20,7 @@ ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: loc
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log is printed (default: rank 0, which prints the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt (default: the newest)")
     parser.add_argument("-n", "--lines", type=_number, metavar="N", help="only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="continue until the run is over")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the log to stdout; all other messages go to stderr."""
+    """Print the log to stdout, and messages of titan's own to stderr."""
     directory = choose_one(args.cell, args.runs).directory
     if args.hang:
         return _hang(directory, args.attempt)
@@ -147,7 +147,10 @@ def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
     """Return a rank's log; for rank 0, while it has none, srun's. None if nothing was printed yet."""
     folder = layout.ATTEMPT.of(directory, attempt)
     candidates = [layout.LOG.of(folder, rank), *([layout.SLURM_LOG.of(folder)] if rank == 0 else [])]
-    return next((log for log in candidates if log.is_file() and (log.stat().st_size or log is candidates[0])), None)
+    for log in candidates:
+        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty slurm.log is no log
+            return log
+    return None
 
 
 def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:

@@ -24,11 +24,10 @@ from titan_hydra.runs.view import add_runs
 
 from . import calibrate, tune
 
-BAR = 40  # characters of the longest bar
+BAR = 40  # characters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan plan`."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -100,7 +99,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
-    """Search for layouts, print them, and draw them if a folder is given."""
+    """Search for layouts and print them; count --prove of them; draw them if --plot names a folder. Returns 2 if no
+    layout fits.
+    """
     rows, points = search(job, gpus)
     if not rows:
         node, batch = job.hardware.gpus_per_node, prepared(job, gpus).data.global_batch
@@ -154,7 +155,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
 
 def show(rows: list[Row], points: int) -> None:
     """Print the layouts as a table, and each as a line of overrides."""
-    degrees = ("cp", "tp", "pp", *["ep"] * rows[0].prediction.job.model.sparse)
+    degrees = ("cp", "tp", "pp", "ep") if rows[0].prediction.job.model.sparse else ("cp", "tp", "pp")
     numbers = ("local batch", "tokens/s/device", "GiB")
     titles = ("", "dp", *degrees, "schedule", "ac", *numbers, "fits", "GiB to spare", "limited by")
     cells = []
@@ -166,7 +167,7 @@ def show(rows: list[Row], points: int) -> None:
         spare = FITS * found.capacity_gib - found.peak.gib
         cells.append(
             (
-                f"{number}{'*' * row.front}",
+                f"{number}*" if row.front else str(number),
                 dp,
                 *(getattr(layout, name) for name in degrees),
                 order,
@@ -212,10 +213,10 @@ def proof(job: Job) -> dict:
 
 
 def show_proofs(proofs: list[dict]) -> None:
-    """Print what was counted beside the formulas."""
+    """Print the counted bytes beside the formulas', a row for each layout."""
     if not proofs:
         return
-    dimensions = list(dict.fromkeys(name for one in proofs for name in one["sent_by_formula"]))
+    dimensions = sorted({name for one in proofs for name in one["sent_by_formula"]})
     rows = []
     for number, one in enumerate(proofs, start=1):
         pairs = [(one["live"], one["live_by_formula"]), *((one["sent"].get(name), one["sent_by_formula"].get(name)) for name in dimensions)]
@@ -233,7 +234,7 @@ def show_proofs(proofs: list[dict]) -> None:
 
 
 def explained(found: Prediction) -> list[str]:
-    """Return the terms of a prediction as bars."""
+    """Return the predicted totals in a line, then the terms of memory and of time as bars."""
     gib, fits, rate, hours = predict.line(found)
     stage = f", pipeline rank {found.peak.pipeline_rank}" if found.job.parallelism.pp > 1 else ""
     lines = [f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps"]
@@ -243,7 +244,7 @@ def explained(found: Prediction) -> list[str]:
 
 
 def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
-    """Return one line a value, with a bar in proportion to the largest."""
+    """Return a line for each value, with a bar of BAR characters for the largest."""
     most = max(value for _, value in values)
     rows = [(name, f"{value:,.2f}", "#" * max(round(BAR * value / most), value > 0)) for name, value in values]
     return ["", *table(("", unit, ""), rows, (unit,))]

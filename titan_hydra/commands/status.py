@@ -31,13 +31,13 @@ COLOURS = {
     "new": "dim",
 }
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
-# with too few lines
+# The order in which rows are kept where the screen has too few lines for all.
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
+REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for waiting: the key that causes one
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
-FAILURES = 8  # of so many the reason is shown
-NAME = 56  # characters of a cell's name; its hash stands beside it
-REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
+FAILURES = 8  # failed runs whose reason is printed
+NAME = 56  # characters to which a cell's name is cut
+REFRESH, REFRESH_SLURM = 2, 10  # seconds between two looks at the runs: local ones, SLURM's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,6 @@ def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
 
 
 def _table(rows: list[RunRow]) -> list[str]:
-    """Format one line for each run."""
     titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
     cells = [
         [
@@ -173,7 +172,7 @@ def _table(rows: list[RunRow]) -> list[str]:
 
 
 def _note(row: RunRow) -> str:
-    """Return the remark beside a run's numbers, in a few words."""
+    """Return the last column of a run's row: what is unusual, or how long it will take."""
     state, job, parts = row.state, row.state.job, []
     if state.kind == "failed":
         parts.append(str(state.failure.kind))
@@ -255,7 +254,6 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
 
 
 def _as_json(row: RunRow) -> dict:
-    """Return a row with everything that is known, unrounded."""
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
         "cell": row.cell,

@@ -76,7 +76,7 @@ def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError |
         try:
             if not dry:
                 trackers.open_tracker(name, job, Run(directory, layout.ATTEMPT.of(directory, state.attempt))).close()
-        except Exception as error:  # a tracker's own, of any kind
+        except Exception as error:  # whatever a tracker's library raises
             raise RunError(f"{name} took nothing: {error}") from error
     except RunError as error:
         print(f"{directory.name}: {error}", file=sys.stderr)
@@ -117,7 +117,7 @@ def unreachable() -> str:
     address = wandb.setup().settings.base_url
     try:
         urllib.request.urlopen(address, timeout=LIMIT).close()
-    except urllib.error.HTTPError:  # an answer
+    except urllib.error.HTTPError:  # the server has answered
         return ""
     except (OSError, ValueError) as error:
         return f"{address}: {getattr(error, 'reason', None) or error}"

@@ -26,8 +26,8 @@ from titan_hydra.runs.find import RunCell
 
 from . import calibrate
 
-ROUNDS = 4  # of planning and running, at most
-LAYOUT = {  # the keys that a layout sets
+ROUNDS = 4  # rounds of planning and running, at most
+LAYOUT = {  # keys that the search sets, so those on the command line are left out
     "parallelism",
     *(f"parallelism.{name}" for name in DEGREES),
     "gpus",
@@ -72,7 +72,7 @@ def tuned(job: Job, gpus: int, args: argparse.Namespace, into: Path | None) -> i
 
 
 def _best(job: Job, gpus: int, number: int) -> list[str]:
-    """Return the layouts that are predicted to be the fastest, as overrides."""
+    """Return the `number` layouts with the highest predicted rate, as overrides."""
     rows, _ = search(job, gpus)
     fitting = [row.overrides for row in rows if row.prediction.fits != "no"]
     if not fitting:
