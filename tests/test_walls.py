@@ -293,12 +293,12 @@ LINES = {
     "config": 4910,  # 3,200
     "job": 544,  # 720
     "models": 1919,  # 1,800
-    "runs": 2313,  # 2,100
+    "runs": 2293,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2489,  # 2,450
     "data": 2748,  # 1,450
     "observe": 1431,  # 1,400
-    "checkpoint": 1600,  # 1,400
+    "checkpoint": 1587,  # 1,400
     "train": 1694,  # 1,550
     "fault_tolerance": 1112,  # 600
     "verify": 2035,  # 2,000
