@@ -296,12 +296,12 @@ LINES = {
     "runs": 2293,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2489,  # 2,450
-    "data": 2748,  # 1,450
+    "data": 2725,  # 1,450
     "observe": 1431,  # 1,400
     "checkpoint": 1587,  # 1,400
     "train": 1694,  # 1,550
     "fault_tolerance": 1112,  # 600
-    "verify": 2035,  # 2,000
+    "verify": 1996,  # 2,000
     "launch": 2142,  # 1,950
     "report": 2269,  # 2,050
     "commands": 2954,  # 2,300
